@@ -1,0 +1,48 @@
+# `make` lists the targets. Everything but test-gpu works on a machine with nothing but Python 3.10 or newer.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.up-to-date
+
+# Installed before the package, so that its looser requirement is already met. TORCH=torch takes the newest,
+# TRITON= (empty) whatever torch brings along.
+TORCH  ?= torch==2.13.0
+ifeq ($(shell uname -s),Linux)
+TRITON ?= triton==3.6.0
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-gpu check bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(if $(TRITON),$(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)")
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[bench,dev]"
+	@touch $@
+
+setup: $(STAMP)  ## make or update .venv
+
+test: $(STAMP)  ## everything that needs no GPU; PYTEST="-k decay" narrows it
+	$(PY) -m pytest -m "not gpu" -n 2 $(PYTEST)
+
+test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton and pytest there
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests $(PYTEST)
+
+check: $(STAMP)  ## lint, format, types, size limits, generated tables
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PY) tools/size_guard.py
+	$(PY) tools/dispatch_table.py --check
+
+bench: $(STAMP)  ## lightning against softmax attention on this machine; BENCH="--out run.jsonl" keeps the samples
+	$(PY) -m fulmen bench $(BENCH)
+
+clean:  ## remove caches and build products; .venv stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,42 @@
+"""fulmen: lightning (linear) attention for PyTorch, forward and backward."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fulmen import decay
+    from fulmen.dispatch import explain
+    from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
+
+__version__ = "0.1.0"
+
+# public name -> module that holds it; loaded at first use, so that `fulmen --help` does not wait for torch
+_HOMES = {
+    "explain": "fulmen.dispatch",
+    "lightning_attention": "fulmen.lightning.op",
+    "lightning_attention_with_state": "fulmen.lightning.op",
+    "lightning_attn_func": "fulmen.lightning.op",
+}
+
+__all__ = [
+    "decay",
+    "explain",
+    "lightning_attention",
+    "lightning_attention_with_state",
+    "lightning_attn_func",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fulmen' has no attribute {name!r}")
+    home = importlib.import_module(_HOMES.get(name, f"fulmen.{name}"))
+    value = getattr(home, name) if name in _HOMES else home
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""Measuring: what `python -m fulmen bench` runs."""

@@ -1,0 +1,114 @@
+"""Which implementation serves a call, and the reasons in words.
+
+An operation is a folder `fulmen/<op>/`; each module in it that calls `register` is a backend, named after its
+file. They are imported at the first call, so `import fulmen` loads no compiler, and a backend whose import
+fails stays in the table with the reason. Nothing else in the library chooses between implementations.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+OPS = ("lightning",)
+
+
+class Kernel(NamedTuple):
+    """One implementation of an operation.
+
+    supports  spec -> None, or the sentence that says why not
+    rank      spec -> how it compares where several support the spec; "auto" takes the lowest
+    forward, backward  plain functions over the op's residuals; backward None: differentiable as it is
+    """
+
+    op: str
+    name: str
+    supports: Callable[[Any], str | None]
+    rank: Callable[[Any], float]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+
+
+_kernels: dict[str, dict[str, Kernel]] = {op: {} for op in OPS}
+_missing: dict[str, dict[str, str]] = {op: {} for op in OPS}
+
+
+def register(
+    op: str,
+    name: str,
+    *,
+    supports: Callable[[Any], str | None],
+    rank: Callable[[Any], float],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any] | None,
+) -> None:
+    _kernels[op][name] = Kernel(op, name, supports, rank, forward, backward)
+
+
+@functools.lru_cache
+def _load(op: str) -> None:
+    package = importlib.import_module(f"fulmen.{op}")
+    for module in pkgutil.iter_modules(package.__path__):
+        try:
+            importlib.import_module(f"fulmen.{op}.{module.name}")
+        except ImportError as error:
+            _missing[op][module.name] = f"cannot be imported: {error}"
+
+
+def kernels(op: str) -> dict[str, Kernel]:
+    """Every backend of `op` that could be imported, by name."""
+    _load(op)
+    return _kernels[op]
+
+
+def reasons(op: str, spec: Any) -> dict[str, str | None]:
+    """For each backend of `op`: None if it serves `spec`, else why not. Fastest first."""
+    found = kernels(op)
+    ranked = sorted(found.values(), key=lambda kernel: kernel.rank(spec))
+    return {kernel.name: kernel.supports(spec) for kernel in ranked} | _missing[op]
+
+
+@functools.lru_cache(maxsize=4096)
+def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
+    """The backend that serves `spec`; one asked for by name works or raises, it never falls back."""
+    why = reasons(op, spec)
+    if backend != "auto":
+        if backend not in why:
+            raise ValueError(f"backend={backend!r}: {op} has {', '.join(sorted(why))}, or 'auto'")
+        if why[backend] is not None:
+            raise NotImplementedError(f"backend={backend!r} cannot serve this call: {why[backend]}\n{table(why)}")
+        return kernels(op)[backend]
+    for name, reason in why.items():
+        if reason is None:
+            return kernels(op)[name]
+    raise NotImplementedError(f"no {op} backend can serve this call:\n{table(why)}")
+
+
+def table(why: dict[str, str | None]) -> str:
+    """Candidates in the order `auto` would take them, one a line."""
+    width = max(map(len, why))
+    return "\n".join(f"  {name:<{width}}  {reason or 'ok'}" for name, reason in why.items())
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> str:
+    """The candidates for a call of `op` with these arguments, and which one `auto` takes.
+
+    >>> print(fulmen.explain("lightning", q, k, v, decay))
+    """
+    if op not in OPS:
+        raise ValueError(f"op={op!r}: fulmen has {', '.join(OPS)}")
+    spec = importlib.import_module(f"fulmen.{op}.op").spec_of(*args, **kwargs)
+    why = reasons(op, spec)
+    chosen = next((name for name, reason in why.items() if reason is None), "none")
+    return f"{spec}\n{table(why)}\nauto: {chosen}"
+
+
+def report(op: str, device: torch.device) -> list[tuple[str, str | None]]:
+    """For `fulmen doctor`: each backend on a plain bf16 (CPU: fp32) call on `device`, and why not."""
+    spec = importlib.import_module(f"fulmen.{op}.op").plain_spec(device)
+    return list(reasons(op, spec).items())

@@ -1,0 +1,166 @@
+"""Lightning attention in plain PyTorch, forward and backward: the default on a CPU, right on any device.
+
+The sequence is cut into chunks of C rows and the chunks into panels; all chunks of a panel are computed at once as
+batched matrix products, so that Python runs once per panel and per state, never per token:
+
+    p = (q k^T) * mask,  o = p v + (q * into) S          S: the state entering the chunk
+    S' = S * whole + (k * left)^T v                      S': the state leaving it
+
+with, for row r of a chunk, mask_rj = scale lambda^(r-j), into_r = scale lambda^(r+1), left_r = lambda^(C-1-r) and
+whole = lambda^C. The backward is the adjoint, right to left, with dS' the gradient of the leaving state:
+
+    dp = (do v^T) * mask,  dq = dp k + (do * into) S^T
+    dk = dp^T q + (v * left) dS'^T,  dv = p^T do + (k * left) dS',  dS = dS' * whole + (q * into)^T do
+
+Nothing but q, k, v is saved; a panel bounds the memory of p and dp. bf16 and fp16 compute in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fulmen.dispatch import register
+from fulmen.lightning.op import LightningSpec, Residuals, empty_rows, empty_states
+
+CHUNK = 64  # rows; on 2 CPU cores 64 beats 32, 128 and 256 for D = 64 and 128 (dev/ladder_eager.md)
+PANEL_BYTES = 32 << 20  # of p
+
+
+def supports(spec: LightningSpec) -> str | None:
+    if spec.sequences is not None and spec.device.type != "cpu":
+        return "eager reads cu_seqlens on the host, which would synchronise the GPU"
+    return None
+
+
+def rank(spec: LightningSpec) -> float:
+    return 100.0
+
+
+class Powers(NamedTuple):
+    """The decay factors of a chunk, shaped to broadcast over (B, H, chunks, C, size); None where all are 1."""
+
+    mask: Tensor  # (H, 1, C, C), scaled
+    into: Tensor | float  # (H, 1, C, 1), scaled
+    left: Tensor | None  # (H, 1, C, 1)
+    whole: Tensor | None  # (H, 1, 1)
+
+
+def powers(decay: Tensor | None, scale: float, C: int, like: Tensor) -> Powers:
+    r = torch.arange(C, dtype=like.dtype, device=like.device)
+    distance = r[:, None] - r[None, :]
+    if decay is None:
+        return Powers((distance >= 0).to(like.dtype).mul_(scale)[None, None], scale, None, None)
+    s = -decay.to(like.dtype).view(-1, 1, 1, 1)
+    mask = torch.where(distance >= 0, torch.exp(s * distance.clamp(min=0)) * scale, 0.0)
+    into = torch.exp(s * (r[:, None] + 1)) * scale
+    return Powers(mask, into, torch.exp(s * (C - 1 - r)[:, None]), torch.exp(s * C).squeeze(-1))
+
+
+class Panel(NamedTuple):
+    """`chunks` chunks of C rows from row `begin`."""
+
+    begin: int
+    chunks: int
+    C: int
+
+    def of(self, x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """This panel's rows of x as (B, H, chunks, C, size), stored heads repeated `group` times."""
+        x = x[:, :, self.begin : self.begin + self.chunks * self.C].to(dtype)
+        if group > 1:
+            x = x.repeat_interleave(group, dim=1)
+        return x.unflatten(2, (self.chunks, self.C))
+
+    def put(self, x: Tensor, value: Tensor, group: int) -> None:
+        """Write (B, H, chunks, C, size) to this panel's rows of x, summing over heads that share one."""
+        value = value.flatten(2, 3)
+        if group > 1:
+            value = value.unflatten(1, (-1, group)).sum(2)
+        x[:, :, self.begin : self.begin + self.chunks * self.C] = value
+
+
+def panels(begin: int, end: int, heads: int) -> list[Panel]:
+    most = max(1, PANEL_BYTES // (4 * heads * CHUNK * CHUNK))
+    full, tail = divmod(end - begin, CHUNK)
+    cut = [Panel(begin + i * CHUNK, min(most, full - i), CHUNK) for i in range(0, full, most)]
+    return cut + ([Panel(begin + full * CHUNK, 1, tail)] if tail else [])
+
+
+def weigh(x: Tensor, w: Tensor | float | None) -> Tensor:
+    return x if w is None or (isinstance(w, float) and w == 1.0) else x * w
+
+
+def scan(step: Tensor, state: Tensor, whole: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """States entering each chunk, (B, H, chunks, D, E), from what each chunk adds; and the one leaving."""
+    entering = torch.empty_like(step)
+    chunks = range(step.shape[2])
+    for i in reversed(chunks) if reverse else chunks:
+        entering[:, :, i] = state
+        state = state + step[:, :, i] if whole is None else torch.addcmul(step[:, :, i], state, whole)
+    return entering, state
+
+
+def sequences(spec: LightningSpec, x: Residuals) -> list[tuple[int, int, slice]]:
+    """(begin, end, which states) of each sequence that has rows; the whole batch at once when not packed."""
+    if x.cu_seqlens is None:
+        return [(0, spec.N, slice(None))] if x.q.numel() else []
+    ends = x.cu_seqlens.tolist()
+    bounds = enumerate(itertools.pairwise(ends))
+    return [(begin, end, slice(i, i + 1)) for i, (begin, end) in bounds if begin < end]
+
+
+def initial_states(spec: LightningSpec, x: Residuals) -> Tensor:
+    states = empty_states(x.q, spec.states, spec.E)
+    return states.zero_() if x.initial_state is None else states.copy_(x.initial_state)
+
+
+def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
+    o = empty_rows(x.q, spec.H, spec.E)
+    states = initial_states(spec, x)
+    group = spec.H // max(spec.H_KV, 1)
+    for begin, end, which in sequences(spec, x):
+        state = states[which]
+        for panel in panels(begin, end, spec.B * spec.H):
+            w = powers(x.decay, spec.scale, panel.C, state)
+            q, k, v = (panel.of(t, g, state.dtype) for t, g in ((x.q, 1), (x.k, group), (x.v, group)))
+            entering, state = scan(weigh(k, w.left).mT @ v, state, w.whole)
+            p = (q @ k.mT).mul_(w.mask)
+            panel.put(o, (p @ v).add_(weigh(q, w.into) @ entering), 1)
+        states[which] = state
+    return o, states if spec.with_final_state else None
+
+
+def backward(
+    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
+    states = initial_states(spec, x)
+    dstates = torch.zeros_like(states) if dstate is None else dstate.clone()
+    group = spec.H // max(spec.H_KV, 1)
+    for begin, end, which in sequences(spec, x):
+        cut = panels(begin, end, spec.B * spec.H)
+        starts = [states[which]]  # the state entering each panel
+        for panel in cut[:-1]:
+            w = powers(x.decay, spec.scale, panel.C, states)
+            k, v = (panel.of(t, group, states.dtype) for t in (x.k, x.v))
+            starts.append(scan(weigh(k, w.left).mT @ v, starts[-1], w.whole)[1])
+        dstate = dstates[which]
+        for panel, start in zip(reversed(cut), reversed(starts), strict=True):
+            w = powers(x.decay, spec.scale, panel.C, states)
+            q, do_, k, v = (panel.of(t, g, states.dtype) for t, g in ((x.q, 1), (do, 1), (x.k, group), (x.v, group)))
+            k_left, v_left = weigh(k, w.left), weigh(v, w.left)
+            entering, _ = scan(k_left.mT @ v, start, w.whole)
+            leaving, dstate = scan(weigh(q, w.into).mT @ do_, dstate, w.whole, reverse=True)
+            dp = (do_ @ v.mT).mul_(w.mask)
+            panel.put(dq, (dp @ k).add_(weigh(do_, w.into) @ entering.mT), 1)
+            panel.put(dk, (dp.mT @ q).add_(v_left @ leaving.mT), group)
+            p = (q @ k.mT).mul_(w.mask)
+            panel.put(dv, (p.mT @ do_).add_(k_left @ leaving), group)
+        dstates[which] = dstate
+    return dq, dk, dv, None if x.initial_state is None else dstates
+
+
+register("lightning", "eager", supports=supports, rank=rank, forward=forward, backward=backward)

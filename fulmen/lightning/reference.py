@@ -1,0 +1,103 @@
+"""Lightning attention written three times as plainly as possible: the oracles every backend is tested against.
+
+`recurrent` is the definition, `quadratic` the attention matrix written out, `chunked` the block form the kernels
+use. They are ordinary differentiable PyTorch (twice, too), run on any device, compute in fp64 for fp64 inputs
+and in fp32 otherwise, and agree with each other to rounding. The registered backend is `quadratic`: use it to
+check, not to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fulmen.dispatch import register
+from fulmen.lightning.op import LightningSpec, Residuals
+
+Oracle = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """S_t = exp(-s) S_{t-1} + k_t v_t^T;  o_t = q_t S_t."""
+    keep = torch.exp(-s).view(-1, 1, 1)  # (H, 1, 1)
+    rows = []
+    for t in range(q.shape[2]):
+        state = keep * state + k[:, :, t, :, None] * v[:, :, t, None, :]  # (B, H, D, E)
+        rows.append(q[:, :, t, None, :] @ state)
+    o = torch.cat(rows, dim=2) if rows else q.new_zeros(*q.shape[:3], v.shape[3])
+    return o, state
+
+
+def quadratic(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """o = ((q k^T) * M) v + exp(-s (t + 1)) q S_0 with M_tj = exp(-s (t - j)) for t >= j."""
+    N = q.shape[2]
+    t = torch.arange(N, dtype=q.dtype, device=q.device)
+    s = s.view(-1, 1, 1)
+    distance = t[:, None] - t[None, :]
+    m = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0.0)  # (H, N, N)
+    o = (q @ k.mT * m) @ v + torch.exp(-s * (t[:, None] + 1)) * (q @ state)
+    left = torch.exp(-s * (N - 1 - t)[:, None])  # (H, N, 1)
+    return o, torch.exp(-s * N) * state + (k * left).mT @ v
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor, C: int = 16) -> tuple[Tensor, Tensor]:
+    """`quadratic` inside chunks of C rows, the state between them."""
+    rows = []
+    for i in range(0, q.shape[2], C):
+        part = slice(i, i + C)
+        o, state = quadratic(q[:, :, part], k[:, :, part], v[:, :, part], s, state)
+        rows.append(o)
+    return torch.cat(rows, dim=2) if rows else q.new_zeros(*q.shape[:3], v.shape[3]), state
+
+
+def attend(
+    oracle: Oracle,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Any oracle with the operation's full semantics: shared heads, scale, states, packed sequences.
+
+    Returns o in the inputs' dtype and the final state(s) in the computing dtype.
+    """
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    H, D, E = q.shape[1], q.shape[3], v.shape[3]
+    s = q.new_zeros(H, dtype=compute) if decay is None else decay.to(compute).reshape(H)
+    group = H // max(k.shape[1], 1)
+    k, v = (x.to(compute).repeat_interleave(group, dim=1) for x in (k, v))
+    ends = [0, q.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
+    sequences = q.shape[0] if cu_seqlens is None else len(ends) - 1
+    if initial_state is None:
+        initial_state = q.new_zeros(sequences, H, D, E, dtype=compute)
+    states = [initial_state] if cu_seqlens is None else list(initial_state.split(1))
+    rows, finals = [], []
+    for begin, end, state in zip(ends[:-1], ends[1:], states, strict=True):
+        part = slice(begin, end)
+        o, final = oracle(q[:, :, part].to(compute), k[:, :, part], v[:, :, part], s, state)
+        rows.append(o)
+        finals.append(final)
+    if not rows:
+        return q.new_zeros(*q.shape[:3], E), initial_state.clone()
+    return (torch.cat(rows, dim=2) * scale).to(q.dtype), torch.cat(finals)
+
+
+def supports(spec: LightningSpec) -> str | None:
+    return None
+
+
+def rank(spec: LightningSpec) -> float:
+    return 1e9  # never chosen where anything else works
+
+
+def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor]:
+    return attend(quadratic, *x[:4], scale=spec.scale, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens)
+
+
+register("lightning", "reference", supports=supports, rank=rank, forward=forward, backward=None)

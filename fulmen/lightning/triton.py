@@ -1,0 +1,453 @@
+"""Lightning attention in Triton: one fused sweep over the sequence, forward and backward.
+
+Everything is one primitive. With lambda = exp(-s) and rows r = 0, 1, ... counted in walking order,
+
+    f(a, b, c)_r = scale * sum_{j <= r} lambda^(r-j) (a_r . b_j) c_j    (+ the same from an initial state)
+
+and  o = f(q, k, v),  dq = f(do, v, k)  walk left to right,  dk = f(v, do, q),  dv = f(k, q, do)  right to left.
+One kernel serves all four; dk and dv, which walk the same rows at the same time, share a grid and so read q and do
+from L2. Nothing but q, k, v is saved for the backward.
+
+Tiled, in chunks of C rows, everything transposed so that the state, [V, K] in fp32 registers, is the register
+operand of both products it enters and never goes through shared memory:
+
+    p^T     = (b a^T) * mask                   mask_ji = scale * lambda^(i-j) for j <= i, else 0    [C, C]
+    out^T   = c^T p^T + (state^T a^T) * a_decay                                                     [BLOCK_V, C]
+    state^T = state^T * chunk_decay + (c * c_decay)^T b                                             [BLOCK_V, BLOCK_K]
+
+One program owns (sequence, head, sweep, a tile of c's columns) and walks the chunks in order. Decay multiplies c
+and products, never a or b, which go from shared memory to the tensor cores untouched; every exponent is a
+difference >= 0, so nothing overflows.
+
+The two directions differ by one power of lambda, `LAG`: left to right, row r reads the incoming state decayed
+r + 1 times (o_t = q_t (lambda S_{t-1} + k_t v_t^T)); right to left the gradient of the final state reaches the
+last row undecayed, so r times. `docs/lightning.md` derives this and the shared-memory budget.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fulmen import hardware
+from fulmen.dispatch import register
+from fulmen.lightning.op import LightningSpec, Residuals, empty_rows, empty_states
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strides are 64-bit run-time values
+
+
+def supports(spec: LightningSpec) -> str | None:
+    if spec.dtype == torch.float64:
+        return "computes in fp32 at most, and q is float64"
+    if spec.device.type == "cuda":
+        arch = hardware.of(spec.device).arch
+        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
+    if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
+        return "Triton's interpreter has no bf16 products" if spec.dtype == torch.bfloat16 else None
+    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
+
+
+def rank(spec: LightningSpec) -> float:
+    return 10.0 if spec.device.type == "cuda" else 1000.0  # interpreted: only when asked for by name
+
+
+# ------------------------------------------------------------------------------------------------ tiles
+
+
+class Config(NamedTuple):
+    chunk: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+
+
+def config(spec: LightningSpec, hw: hardware.Hardware, pass_: str) -> Config:
+    """Tiles for the sweeps of `pass_`, "forward" or "backward", by what the chip multiplies with and can hold.
+
+    Beside a row: its share of the H200's copy bandwidth, over 4u forward and 7u backward (results/h200, and
+    dev/ladder_lightning.md for the tiles that lost). Rows without a figure were compiled, not measured.
+    """
+    K = block(max(spec.D, spec.E))
+    if spec.dtype == torch.float32:
+        return Config(32, 32, 4, 2) if K <= 64 else Config(16, 16, 4, 2)  # D64: 26 % and 15 %; K = 256 spills
+    if K > 128:
+        return Config(32, 64, 8, 2)  # D256: 17 % and 10 %
+    roomy = hw.smem_bytes > 200_000
+    if hw.arch // 10 == 9 and roomy:  # wgmma: one warp group multiplies 64 rows at a time
+        return Config(64, 64, 4, 4)  # D64: 91 % and 62 %, decay or not; D128: 86 % and 52 %, decay 77 % and 45 %
+    if hw.arch // 10 == 10 and roomy:  # tcgen05, accumulators in tensor memory
+        return Config(64, 64, 8, 3)
+    return Config(32, 64, 4, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
+
+
+def block(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+# ----------------------------------------------------------------------------------------------- kernel
+
+
+class Rows(NamedTuple):
+    """A (B, heads, N, size) tensor as the kernel sees it; `group` query heads share one stored head."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_n: int
+    group: int
+
+
+class Tensors(NamedTuple):
+    """What the sweeps of one launch read and write: Rows, or None."""
+
+    q: Rows | None = None
+    k: Rows | None = None
+    v: Rows | None = None
+    o: Rows | None = None
+    do: Rows | None = None
+    dq: Rows | None = None
+    dk: Rows | None = None
+    dv: Rows | None = None
+
+
+class States(NamedTuple):
+    """fp32 (sequences, H, segments, D, E), contiguous, or None: the states that enter and leave the rows a program
+    walks, and their gradients."""
+
+    initial: Any = None
+    final: Any = None
+    dfinal: Any = None
+    dinitial: Any = None
+
+
+@triton.jit
+def at_row(rows, pid_b, pid_h, row):
+    """Pointer to `row` of this program's head, and the row stride."""
+    stride = tl.cast(rows.stride_n, tl.int64)
+    head = (pid_h // rows.group).to(tl.int64)
+    return rows.ptr + pid_b.to(tl.int64) * rows.stride_b + head * rows.stride_h + row * stride, stride
+
+
+@triton.jit
+def open_sweep(tensors, pid_b, pid_h, row, SWEEP: tl.constexpr):
+    """Pointers to `row` of a sweep's operands a, b, c, out, each with its row stride."""
+    if SWEEP == "o":
+        a, b, c, out = tensors.q, tensors.k, tensors.v, tensors.o
+    elif SWEEP == "dq":
+        a, b, c, out = tensors.do, tensors.v, tensors.k, tensors.dq
+    elif SWEEP == "dk":
+        a, b, c, out = tensors.v, tensors.do, tensors.q, tensors.dk
+    elif SWEEP == "dv":
+        a, b, c, out = tensors.k, tensors.q, tensors.do, tensors.dv
+    elif SWEEP == "state":  # gathers a state from b and c, writes no rows
+        a, b, c, out = tensors.k, tensors.k, tensors.v, tensors.v
+    else:
+        tl.static_assert(SWEEP == "dstate")
+        a, b, c, out = tensors.q, tensors.q, tensors.do, tensors.do
+    a_ptr, a_stride = at_row(a, pid_b, pid_h, row)
+    b_ptr, b_stride = at_row(b, pid_b, pid_h, row)
+    c_ptr, c_stride = at_row(c, pid_b, pid_h, row)
+    out_ptr, out_stride = at_row(out, pid_b, pid_h, row)
+    return a_ptr, a_stride, b_ptr, b_stride, c_ptr, c_stride, out_ptr, out_stride
+
+
+@triton.jit
+def as_operand(state, DTYPE: tl.constexpr):
+    """`state` as a tensor-core operand, and the factor that undoes its scaling.
+
+    A sum of k v^T passes fp16's 65,504 long before the output does, so fp16 gets it times a power of two.
+    """
+    if DTYPE == tl.float16:
+        exponent = tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(state)), 1e-30)))
+        return (state * tl.exp2(13.0 - exponent)).to(DTYPE), tl.exp2(exponent - 13.0)
+    else:
+        return state.to(DTYPE), 1.0
+
+
+@triton.jit
+def lightning_sweep_kernel(
+    tensors,  # Tensors
+    states,  # States
+    decay_ptr,  # (H,) fp32, or None
+    cu_seqlens_ptr,  # (sequences + 1,) int32, or None
+    H,
+    N,
+    segment,  # rows one program walks: N, unless the sequence is split over programs
+    num_segments,
+    scale,
+    SWEEPS: tl.constexpr,  # tuple of names, all with the same K, V and direction
+    ROW_STRIDE: tl.constexpr,  # of all operands, or 0 if they differ; known, it saves 20 registers
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # who am I: column tiles innermost, then sweeps, so that programs that read the same rows run side by side
+    NUM_SWEEPS: tl.constexpr = len(SWEEPS)
+    TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    HAS_OUT: tl.constexpr = SWEEPS[0] != "state" and SWEEPS[0] != "dstate"
+    REVERSE: tl.constexpr = SWEEPS[0] == "dk" or SWEEPS[0] == "dv" or SWEEPS[0] == "dstate"
+    STEP: tl.constexpr = -C if REVERSE else C
+    pid = tl.program_id(0)
+    pid_v = pid % TILES_V
+    pid_sweep = pid // TILES_V % NUM_SWEEPS
+    pid_segment = pid // (TILES_V * NUM_SWEEPS) % num_segments
+    pid_head = pid // (TILES_V * NUM_SWEEPS) // num_segments
+    pid_sequence = pid_head // H
+    pid_h = pid_head % H
+    if cu_seqlens_ptr is None:
+        pid_b = pid_sequence
+        begin = 0
+        end = N
+    else:  # clamped: a wrong cu_seqlens must not reach foreign memory
+        pid_b = pid_sequence * 0
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_sequence), 0), N)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_sequence + 1), begin), N)
+    skip = pid_segment * segment
+    length = tl.minimum(end - begin - skip, segment)
+
+    # which sweep: merged into one set of pointers, so that the loop below exists once
+    row = end - skip - C if REVERSE else begin + skip
+    a_ptr, a_stride, b_ptr, b_stride, c_ptr, c_stride, out_ptr, out_stride = open_sweep(
+        tensors, pid_b, pid_h, row, tl.constexpr(SWEEPS[0])
+    )
+    for i in tl.static_range(1, NUM_SWEEPS):
+        mine = pid_sweep == i
+        a_i, a_stride_i, b_i, b_stride_i, c_i, c_stride_i, out_i, out_stride_i = open_sweep(
+            tensors, pid_b, pid_h, row, tl.constexpr(SWEEPS[i])
+        )
+        a_ptr, a_stride = tl.where(mine, a_i, a_ptr), tl.where(mine, a_stride_i, a_stride)
+        b_ptr, b_stride = tl.where(mine, b_i, b_ptr), tl.where(mine, b_stride_i, b_stride)
+        c_ptr, c_stride = tl.where(mine, c_i, c_ptr), tl.where(mine, c_stride_i, c_stride)
+        out_ptr, out_stride = tl.where(mine, out_i, out_ptr), tl.where(mine, out_stride_i, out_stride)
+    offs_c = tl.arange(0, C)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = pid_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    offs_a = offs_c[:, None] * (ROW_STRIDE if ROW_STRIDE else a_stride) + offs_k[None, :]
+    offs_b = offs_c[:, None] * (ROW_STRIDE if ROW_STRIDE else b_stride) + offs_k[None, :]
+    offs_cv = offs_c[:, None] * (ROW_STRIDE if ROW_STRIDE else c_stride) + offs_v[None, :]
+    offs_out = offs_c[None, :] * (ROW_STRIDE if ROW_STRIDE else out_stride) + offs_v[:, None]
+    mask_k = offs_k < K
+    mask_v = offs_v < V
+
+    # what stays resident: the state, and the decay within a chunk; `place` is a row's turn in walking order
+    place = C - 1 - offs_c if REVERSE else offs_c
+    LAG: tl.constexpr = 0 if REVERSE else 1
+    mask = tl.where(place[:, None] <= place[None, :], scale, 0.0)  # [C (j), C (i)]
+    if decay_ptr is not None:
+        rate = -LOG2E * tl.load(decay_ptr + pid_h)
+        mask *= tl.exp2(rate * tl.maximum(place[None, :] - place[:, None], 0))
+        a_decay = tl.exp2(rate * (place + LAG)) * scale
+    offs_state = (pid_head.to(tl.int64) * num_segments + pid_segment) * (K * V)
+    plain = offs_state + offs_k[None, :] * V + offs_v[:, None]  # states are stored [D, E]: where K is D,
+    swapped = offs_state + offs_k[None, :] + offs_v[:, None] * K  # and where K is E
+    mask_state = mask_k[None, :] & mask_v[:, None]
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    for i in tl.static_range(NUM_SWEEPS):
+        mine = mask_state & (pid_sweep == i)
+        if SWEEPS[i] == "o" and states.initial is not None:
+            state += tl.load(states.initial + plain, mask=mine, other=0.0)
+        if SWEEPS[i] == "dq" and states.initial is not None:
+            state += tl.load(states.initial + swapped, mask=mine, other=0.0)
+        if SWEEPS[i] == "dv" and states.dfinal is not None:
+            state += tl.load(states.dfinal + plain, mask=mine, other=0.0) / scale
+        if SWEEPS[i] == "dk" and states.dfinal is not None:
+            state += tl.load(states.dfinal + swapped, mask=mine, other=0.0) / scale
+
+    for start in range(0, length, C):
+        left = length - start
+        mask_c = place < left
+        b = tl.load(b_ptr + offs_b, mask=mask_c[:, None] & mask_k[None, :], other=0.0)  # [C, K]
+        c = tl.load(c_ptr + offs_cv, mask=mask_c[:, None] & mask_v[None, :], other=0.0)  # [C, V]
+        c_late = tl.trans(c)
+        if HAS_OUT:
+            a = tl.load(a_ptr + offs_a, mask=mask_c[:, None] & mask_k[None, :], other=0.0)  # [C, K]
+            p = tl.dot(b, tl.trans(a), input_precision=PRECISION) * mask  # [C (j), C (i)]
+            p = p.to(c.dtype)  # before the next product, which needs the registers
+            operand, undo = as_operand(state, a.dtype)
+            inter = tl.dot(operand, tl.trans(a), input_precision=PRECISION)  # [V, C]
+            if decay_ptr is not None:
+                inter *= (a_decay * undo)[None, :]
+            else:
+                inter *= scale * undo
+            out = tl.dot(tl.trans(c), p, inter, input_precision=PRECISION)
+            mask_out = mask_v[:, None] & mask_c[None, :]
+            tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
+        if decay_ptr is not None:
+            walked = tl.minimum(left, C)
+            c_decay = tl.exp2(rate * tl.maximum(walked - LAG - place, 0))
+            c_late = (c_late * c_decay[None, :]).to(c.dtype)
+            state *= tl.exp2(rate * walked)
+        state = tl.dot(c_late, b, state, input_precision=PRECISION)  # [V, K]
+        a_ptr += STEP * a_stride
+        b_ptr += STEP * b_stride
+        c_ptr += STEP * c_stride
+        out_ptr += STEP * out_stride
+
+    # the state that leaves the rows
+    for i in tl.static_range(NUM_SWEEPS):
+        mine = mask_state & (pid_sweep == i)
+        if (SWEEPS[i] == "o" or SWEEPS[i] == "state") and states.final is not None:
+            tl.store(states.final + plain, state, mask=mine)
+        if (SWEEPS[i] == "dv" or SWEEPS[i] == "dstate") and states.dinitial is not None:
+            tl.store(states.dinitial + plain, state * scale, mask=mine)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+class Launch(NamedTuple):
+    """A kernel call that has not happened yet, so that it can also be compiled for a GPU that is not here."""
+
+    kernel: Any
+    grid: int
+    args: tuple[Any, ...]
+    options: dict[str, int]
+
+    def run(self) -> None:
+        if self.grid:
+            self.kernel[(self.grid,)](*self.args, **self.options)
+
+
+class Segments(NamedTuple):
+    """How the rows of a sequence are split over programs."""
+
+    rows: int
+    number: int
+
+
+def sweep(
+    spec: LightningSpec,
+    cfg: Config,
+    sweeps: tuple[str, ...],
+    x: Residuals,
+    tensors: Tensors,
+    states: States,
+    segments: Segments | None = None,
+) -> Launch:
+    """One launch of `sweeps`, which must agree in direction and in the sizes they contract over."""
+    segments = segments or Segments(max(spec.N, 1), 1)
+    K, V = (spec.E, spec.D) if sweeps[0] in ("dk", "dq") else (spec.D, spec.E)
+    block_v = min(cfg.block_v, block(V))
+    strides = {rows.stride_n for rows in tensors if rows is not None}
+    row_stride = strides.pop() if len(strides) == 1 and max(strides) < MAX_ROW_STRIDE else 0
+    return Launch(
+        kernel=lightning_sweep_kernel,
+        grid=spec.states * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
+        args=(
+            *(tensors, states, x.decay, x.cu_seqlens),
+            *(spec.H, spec.N, segments.rows, segments.number, spec.scale),
+            *(sweeps, row_stride, K, V, cfg.chunk, block(K), block_v),
+            "tf32x3" if spec.dtype == torch.float32 else "tf32",
+        ),
+        options={"num_warps": cfg.num_warps, "num_stages": cfg.num_stages},
+    )
+
+
+def rows_of(x: Tensor, spec: LightningSpec) -> Rows:
+    stride_b, stride_h, stride_n, _ = x.stride()
+    return Rows(x, stride_b, stride_h, stride_n, spec.H // max(x.shape[1], 1))
+
+
+def forward_tensors(spec: LightningSpec, x: Residuals, o: Tensor) -> Tensors:
+    return Tensors(*(rows_of(t, spec) for t in (x.q, x.k, x.v, o)))
+
+
+def forward_launches(
+    spec: LightningSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, final: Tensor | None
+) -> list[Launch]:
+    states = States(initial=x.initial_state, final=final)
+    return [sweep(spec, config(spec, hw, "forward"), ("o",), x, forward_tensors(spec, x, o), states)]
+
+
+class Gradients(NamedTuple):
+    """dq, and dk, dv with one head per *query* head: in fp32 where several share one stored head."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def empty(cls, spec: LightningSpec, x: Residuals) -> Gradients:
+        dtype = torch.float32 if spec.H != spec.H_KV else spec.dtype
+        return cls(
+            empty_rows(x.q, spec.H, spec.D),
+            empty_rows(x.k, spec.H, spec.D, dtype),
+            empty_rows(x.v, spec.H, spec.E, dtype),
+        )
+
+    def of_stored_heads(self, spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor, Tensor]:
+        if spec.H == spec.H_KV:
+            return self
+        dk, dv = (empty_rows(t, spec.H_KV, t.shape[3]) for t in (x.k, x.v))
+        for shared, each in ((dk, self.dk), (dv, self.dv)):
+            shared.copy_(each.unflatten(1, (spec.H_KV, -1)).sum(2))
+        return self.dq, dk, dv
+
+
+def backward_tensors(spec: LightningSpec, x: Residuals, do: Tensor, grads: Gradients) -> Tensors:
+    q, k, v, do_, dq, dk, dv = (rows_of(t, spec) for t in (x.q, x.k, x.v, do, *grads))
+    return Tensors(q, k, v, None, do_, dq, dk, dv)
+
+
+def backward_sweeps(spec: LightningSpec) -> list[tuple[str, ...]]:
+    """Which gradients share a launch: dv and dk, where they contract over dimensions of one size."""
+    return [("dv", "dk"), ("dq",)] if spec.D == spec.E else [("dv",), ("dk",), ("dq",)]
+
+
+def backward_launches(
+    spec: LightningSpec,
+    hw: hardware.Hardware,
+    x: Residuals,
+    do: Tensor,
+    dstate: Tensor | None,
+    grads: Gradients,
+    dinitial: Tensor | None,
+) -> list[Launch]:
+    cfg = config(spec, hw, "backward")
+    tensors = backward_tensors(spec, x, do, grads)
+    states = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
+    return [sweep(spec, cfg, sweeps, x, tensors, states) for sweeps in backward_sweeps(spec)]
+
+
+def run_forward(
+    launches: Callable[..., list[Launch]], spec: LightningSpec, x: Residuals
+) -> tuple[Tensor, Tensor | None]:
+    o = empty_rows(x.q, spec.H, spec.E)
+    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+    for launch in launches(spec, hardware.of(spec.device), x, o, final):
+        launch.run()
+    return o, final
+
+
+def run_backward(
+    launches: Callable[..., list[Launch]],
+    spec: LightningSpec,
+    x: Residuals,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    grads = Gradients.empty(spec, x)
+    dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    for launch in launches(spec, hardware.of(spec.device), x, do, dstate, grads, dinitial):
+        launch.run()
+    return *grads.of_stored_heads(spec, x), dinitial
+
+
+register(
+    "lightning",
+    "triton",
+    supports=supports,
+    rank=rank,
+    forward=functools.partial(run_forward, forward_launches),
+    backward=functools.partial(run_backward, backward_launches),
+)

@@ -1,0 +1,154 @@
+"""Lightning attention in Triton with the sequence split over programs: for few heads and long sequences.
+
+With B * H programs a fused sweep leaves most SMs idle when B * H is small. Here each sequence is cut into segments:
+
+    1. every segment gathers its own state, from zero       (`lightning_sweep_kernel`, state only: reads k, v)
+    2. a scan carries the states across segments            (`lightning_scan_kernel`, scalar decay per segment)
+    3. every segment runs the fused sweep from its state    (`lightning_sweep_kernel`)
+
+It is exact and deterministic; forward traffic is 6u instead of 4u. The backward does the same with two states,
+of (k, v) left to right for dq and of (q, do) right to left for dk and dv. The scratch is one fp32 state per segment.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fulmen import hardware
+from fulmen.dispatch import register
+from fulmen.lightning import triton as fused
+from fulmen.lightning.op import LightningSpec, Residuals
+from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, sweep
+
+PROGRAMS_PER_SM = 2
+MIN_SEGMENT = 256  # rows; shorter ones spend their time on states
+
+
+def supports(spec: LightningSpec) -> str | None:
+    if spec.sequences is not None:
+        return "does not split packed sequences (cu_seqlens)"
+    return fused.supports(spec)
+
+
+def rank(spec: LightningSpec) -> float:
+    """Ahead of the fused sweep where that leaves at least half of the SMs without a program."""
+    if spec.device.type != "cuda":
+        return 1001.0
+    hw = hardware.of(spec.device)
+    programs = spec.B * spec.H * triton.cdiv(spec.E, fused.config(spec, hw, "forward").block_v)
+    return 5.0 if 2 * programs <= hw.sm_count and spec.N >= 8 * MIN_SEGMENT else 20.0
+
+
+def segments(spec: LightningSpec, hw: hardware.Hardware, cfg: fused.Config) -> Segments:
+    """Enough segments for PROGRAMS_PER_SM programs on each SM, none shorter than MIN_SEGMENT."""
+    programs = max(spec.B * spec.H * triton.cdiv(spec.E, cfg.block_v), 1)
+    count = max(1, min(PROGRAMS_PER_SM * max(hw.sm_count, 1) // programs, spec.N // MIN_SEGMENT))
+    rows = triton.cdiv(max(spec.N, 1), count * cfg.chunk) * cfg.chunk
+    return Segments(rows, max(1, triton.cdiv(spec.N, rows)))
+
+
+@triton.jit
+def lightning_scan_kernel(
+    states_ptr,  # (B * H, segments, D * E): in, what each segment adds; out, the state that enters it
+    initial_ptr,  # (B * H, D * E), or None
+    final_ptr,  # (B * H, D * E), or None
+    decay_ptr,  # (H,), or None
+    H,
+    N,
+    segment,
+    num_segments,
+    SIZE: tl.constexpr,  # D * E
+    BLOCK: tl.constexpr,
+):
+    TILES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    pid_head = tl.program_id(0) // TILES
+    offs = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    carry = tl.zeros([BLOCK], tl.float32)
+    if initial_ptr is not None:
+        carry = tl.load(initial_ptr + pid_head.to(tl.int64) * SIZE + offs, mask=mask, other=0.0)
+    rate = 0.0
+    if decay_ptr is not None:
+        rate = -LOG2E * tl.load(decay_ptr + pid_head % H)
+    at = states_ptr + pid_head.to(tl.int64) * num_segments * SIZE + offs
+    for i in range(num_segments):
+        added = tl.load(at, mask=mask, other=0.0)
+        tl.store(at, carry, mask=mask)
+        carry = carry * tl.exp2(rate * tl.minimum(segment, N - i * segment)) + added
+        at += SIZE
+    if final_ptr is not None:
+        tl.store(final_ptr + pid_head.to(tl.int64) * SIZE + offs, carry, mask=mask)
+
+
+def scan(
+    spec: LightningSpec,
+    x: Residuals,
+    cut: Segments,
+    states: Tensor,
+    initial: Tensor | None,
+    final: Tensor | None,
+) -> Launch:
+    size = spec.D * spec.E
+    block = min(1024, fused.block(size))
+    return Launch(
+        kernel=lightning_scan_kernel,
+        grid=spec.B * spec.H * triton.cdiv(size, block),
+        args=(states, initial, final, x.decay, spec.H, spec.N, cut.rows, cut.number, size, block),
+        options={"num_warps": 4},
+    )
+
+
+def segment_states(spec: LightningSpec, x: Residuals, cut: Segments) -> Tensor:
+    return x.q.new_empty(spec.B, spec.H, cut.number, spec.D, spec.E, dtype=torch.float32)
+
+
+def forward_launches(
+    spec: LightningSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, final: Tensor | None
+) -> list[Launch]:
+    cfg = fused.config(spec, hw, "forward")
+    cut = segments(spec, hw, cfg)
+    entering = segment_states(spec, x, cut)
+    tensors = fused.forward_tensors(spec, x, o)
+    return [
+        sweep(spec, cfg, ("state",), x, tensors, States(final=entering), cut),
+        scan(spec, x, cut, entering, x.initial_state, final),
+        sweep(spec, cfg, ("o",), x, tensors, States(initial=entering), cut),
+    ]
+
+
+def backward_launches(
+    spec: LightningSpec,
+    hw: hardware.Hardware,
+    x: Residuals,
+    do: Tensor,
+    dstate: Tensor | None,
+    grads: Gradients,
+    dinitial: Tensor | None,
+) -> list[Launch]:
+    cfg = fused.config(spec, hw, "backward")
+    cut = segments(spec, hw, cfg)
+    entering, leaving = segment_states(spec, x, cut), segment_states(spec, x, cut)
+    tensors = fused.backward_tensors(spec, x, do, grads)
+    states = States(initial=entering, dfinal=leaving)
+    return [
+        sweep(spec, cfg, ("state",), x, tensors, States(final=entering), cut),
+        sweep(spec, cfg, ("dstate",), x, tensors, States(dinitial=leaving), cut),
+        scan(spec, x, cut, entering, x.initial_state, None),
+        scan(spec, x, cut, leaving, dstate, dinitial),
+        *(sweep(spec, cfg, sweeps, x, tensors, states, cut) for sweeps in fused.backward_sweeps(spec)),
+    ]
+
+
+register(
+    "lightning",
+    "triton_split",
+    supports=supports,
+    rank=rank,
+    forward=functools.partial(fused.run_forward, forward_launches),
+    backward=functools.partial(fused.run_backward, backward_launches),
+)

@@ -1,0 +1,259 @@
+"""Inputs, oracles and a derived tolerance, for tests, benchmarks and users who bring a backend.
+
+    x = inputs(B=2, H=4, N=113, D=64, dtype=torch.float16, decay="mixed", initial_state=True)
+    check(x, backend="triton")          # o, the final state and every gradient against fp64
+
+No tolerance is typed. The yardstick is what a plain user would get: the attention matrix written out with
+ordinary PyTorch operations in the inputs' own dtype. A backend may err `factor` times as much as that, plus
+one rounding of the result:
+
+    |actual - exact| <= factor * |low - exact| + u * |exact|      in the largest element, and in the 2-norm
+
+with u half the spacing of the dtype, factor 2 for results and 3 for gradients. NaN and Inf never pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fulmen.lightning.op import lightning_attention_with_state
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+DECAYS = {"zero": (0.0,), "weak": (0.02,), "strong": (8.0,), "mixed": (0.004, 0.7, 0.0, 8.0, 0.06)}
+
+
+class Inputs(NamedTuple):
+    """The arguments of one call and the gradients that come back to it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    scale: float
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    do: Tensor
+    dstate: Tensor
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `lightning_attention`."""
+        return {"scale": self.scale, "initial_state": self.initial_state, "cu_seqlens": self.cu_seqlens}
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Every floating tensor in another dtype; strides stay."""
+        names = ("q", "k", "v", "decay", "initial_state", "do", "dstate")
+        given = {name: getattr(self, name) for name in names}
+        cast: dict[str, Any] = {name: x.to(dtype) for name, x in given.items() if x is not None}
+        return self._replace(**cast)
+
+
+class Outputs(NamedTuple):
+    o: Tensor
+    state: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dinitial: Tensor | None
+
+
+Attend = Callable[[Inputs], tuple[Tensor, Tensor]]
+
+# ------------------------------------------------------------------------------------------------ inputs
+
+
+def rows(
+    B: int, heads: int, N: int, size: int, *, dtype: torch.dtype, device: str | torch.device,
+    layout: str = "bhnd", generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """A normal (B, heads, N, size) tensor; "bnhd" is one allocated as (B, N, heads, size) and transposed."""
+    shape = (B, heads, N, size) if layout == "bhnd" else (B, N, heads, size)
+    x = _normal(shape, generator, device).to(dtype)
+    return x if layout == "bhnd" else x.transpose(1, 2)
+
+
+def fused_rows(
+    B: int, heads: Sequence[int], N: int, sizes: Sequence[int], *, dtype: torch.dtype,
+    device: str | torch.device, generator: torch.Generator | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """q, k, v as views of the one (B, N, features) tensor a fused projection returns."""
+    widths = [h * size for h, size in zip(heads, sizes, strict=True)]
+    x = _normal((B, N, sum(widths)), generator, device).to(dtype)
+    parts = x.split(widths, dim=2)
+    return [p.unflatten(2, (h, size)).transpose(1, 2) for p, h, size in zip(parts, heads, sizes, strict=True)]
+
+
+def slopes(kind: str | None, H: int, device: str | torch.device = "cpu") -> Tensor | None:
+    """One of DECAYS repeated over H heads, or None."""
+    if kind is None:
+        return None
+    values = DECAYS[kind]
+    return torch.tensor([values[h % len(values)] for h in range(H)], dtype=torch.float32, device=device)
+
+
+def inputs(
+    B: int = 1,
+    H: int = 2,
+    N: int = 64,
+    D: int = 16,
+    *,
+    E: int | None = None,
+    H_KV: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    layout: str = "bhnd",
+    decay: str | Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: bool = False,
+    lengths: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Inputs:
+    """Random arguments. `layout`: "bhnd", "bnhd" or "fused"; `lengths` packs sequences, their sum is N."""
+    E, H_KV = E or D, H_KV or H
+    if lengths is not None:
+        B, N = 1, sum(lengths)
+    states = B if lengths is None else len(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    make: dict[str, Any] = {"dtype": dtype, "device": device, "generator": generator}
+    if layout == "fused":
+        q, k, v = fused_rows(B, (H, H_KV, H_KV), N, (D, D, E), **make)
+    else:
+        q, k, v = (rows(B, h, N, s, layout=layout, **make) for h, s in ((H, D), (H_KV, D), (H_KV, E)))
+    do = rows(B, H, N, E, layout="bhnd" if layout == "bhnd" else "bnhd", **make)
+    make["dtype"] = torch.float64 if dtype == torch.float64 else torch.float32
+    dstate = rows(states, H, D, E, **make)
+    cu_seqlens = None
+    if lengths is not None:
+        ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    return Inputs(
+        q, k, v, slopes(decay, H, device) if decay is None or isinstance(decay, str) else decay, scale,
+        rows(states, H, D, E, **make) if initial_state else None, cu_seqlens, do, dstate,
+    )  # fmt: skip
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator | None, device: str | torch.device) -> Tensor:
+    """Drawn on the CPU, so that a seed means the same numbers on every device."""
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, device=device)
+    return torch.randn(shape, generator=generator).to(device)
+
+
+# ----------------------------------------------------------------------------------------------- oracles
+
+
+def evaluate(attend: Attend, x: Inputs, use: Sequence[str] = ("o", "state")) -> Outputs:
+    """`attend`'s results and all gradients, from the results named in `use` (the others get no gradient)."""
+    leaves = {name: getattr(x, name).detach().requires_grad_() for name in ("q", "k", "v")}
+    if x.initial_state is not None:
+        leaves["initial_state"] = x.initial_state.detach().requires_grad_()
+    o, state = attend(x._replace(**leaves))
+    given = {"o": (o, x.do), "state": (state, x.dstate.to(state.dtype))}
+    results, gradients = zip(*(given[name] for name in use), strict=True)
+    grads = torch.autograd.grad(results, list(leaves.values()), gradients, materialize_grads=True)
+    dinitial = None if x.initial_state is None else grads[3]
+    return Outputs(o.detach(), state.detach(), grads[0], grads[1], grads[2], dinitial)
+
+
+def backend(name: str) -> Attend:
+    """A backend as `evaluate` takes it."""
+    return lambda x: lightning_attention_with_state(x.q, x.k, x.v, x.decay, **x.options(), backend=name)
+
+
+def reference(x: Inputs, use: Sequence[str] = ("o", "state"), oracle: str = "quadratic") -> Outputs:
+    """The same quantities in fp64, by autograd through an oracle of `fulmen.lightning.reference`."""
+    from fulmen.lightning import reference as oracles
+
+    def attend(x: Inputs) -> tuple[Tensor, Tensor]:
+        return oracles.attend(getattr(oracles, oracle), x.q, x.k, x.v, x.decay, **x.options())
+
+    return evaluate(attend, x.to(torch.float64), use)
+
+
+def low_precision(x: Inputs, use: Sequence[str] = ("o", "state")) -> Outputs:
+    """The same quantities by the quadratic formula in the inputs' own dtype: the yardstick.
+
+    In fp16 a product or a sum over k v^T can pass 65,504 where the results do not. All results are
+    homogeneous in the inputs, so then the yardstick is measured on inputs times 2^-a, which only moves the
+    exponents: o and the gradients of q, k, v come back times 2^3a, the states times 2^2a (all in fp64).
+    """
+    for a in (0, 3, 6):
+        shrunk = x._replace(**{n: getattr(x, n) * 2.0**-a for n in ("q", "k", "v", "do")})
+        shrunk = shrunk._replace(dstate=x.dstate * 4.0**-a)
+        if x.initial_state is not None:
+            shrunk = shrunk._replace(initial_state=x.initial_state * 4.0**-a)
+        out = evaluate(_plain, shrunk, use)
+        if x.q.dtype != torch.float16 or all(y is None or bool(y.isfinite().all()) for y in out):
+            break
+    if a == 0:
+        return out
+    degree = {"state": 2, "dinitial": 2}
+    grown = {n: y.double() * 2.0 ** (a * degree.get(n, 3)) for n, y in out._asdict().items() if y is not None}
+    return out._replace(**grown)
+
+
+def _plain(x: Inputs) -> tuple[Tensor, Tensor]:
+    """((q k^T) * M) v, as one would write it; only M's exponents are computed in more than the dtype."""
+    group = x.q.shape[1] // max(x.k.shape[1], 1)
+    k, v = (y.repeat_interleave(group, dim=1) for y in (x.k, x.v))
+    ends = [0, x.q.shape[2]] if x.cu_seqlens is None else x.cu_seqlens.tolist()
+    dtype, fp32 = x.q.dtype, torch.promote_types(x.q.dtype, torch.float32)
+    s = torch.zeros(x.q.shape[1], device=x.q.device) if x.decay is None else x.decay
+    s = s.to(fp32).view(-1, 1, 1)
+    os, states = [], []
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        q_, k_, v_ = (y[:, :, begin:end] for y in (x.q, k, v))
+        t = torch.arange(end - begin, dtype=fp32, device=x.q.device)
+        distance = t[:, None] - t[None, :]
+        m = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0.0).to(dtype)
+        o = (q_ @ k_.mT * m) @ v_
+        state = (k_ * torch.exp(-s * (end - begin - 1 - t)[:, None]).to(dtype)).mT @ v_
+        if x.initial_state is not None:
+            initial = (x.initial_state if x.cu_seqlens is None else x.initial_state[i : i + 1]).to(dtype)
+            o = o + q_ @ initial * torch.exp(-s * (t[:, None] + 1)).to(dtype)
+            state = state + initial * torch.exp(-s * (end - begin)).to(dtype)
+        os.append(o * x.scale)
+        states.append(state.to(fp32))
+    return torch.cat(os, dim=2), torch.cat(states)
+
+
+# --------------------------------------------------------------------------------------------- comparison
+
+
+def assert_close(name: str, actual: Tensor, low: Tensor, exact: Tensor, factor: float = FORWARD_FACTOR) -> None:
+    """`actual` errs at most `factor` times as much as `low`, plus one rounding; see the top of the file."""
+    assert actual.shape == exact.shape, f"{name} has shape {tuple(actual.shape)}, want {tuple(exact.shape)}"
+    if not exact.numel():
+        return
+    error, yardstick = (actual.double() - exact).abs(), (low.double() - exact).abs()
+    u = torch.finfo(actual.dtype).eps / 2
+    for norm, order in (("largest", math.inf), ("2-norm", 2)):
+        got, plain, size = (float(torch.linalg.vector_norm(y, order)) for y in (error, yardstick, exact))
+        bound = factor * plain + u * size
+        if not got <= bound:  # also when NaN
+            flat = error.nan_to_num(math.inf).argmax()
+            at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))
+            raise AssertionError(
+                f"{name} {tuple(actual.shape)} {actual.dtype}: {norm} error {got:.3e} > {bound:.3e} = "
+                f"{factor:g} * {plain:.3e} (plain {low.dtype}) + one rounding of {size:.3e}; worst at {at}: "
+                f"{float(actual[at]):.6g}, exact {float(exact[at]):.6g}, plain {float(low[at]):.6g}"
+            )
+
+
+def check(x: Inputs, backend_name: str, use: Sequence[str] = ("o", "state")) -> Outputs:
+    """A backend's results and gradients against fp64; returns them."""
+    actual, low, exact = evaluate(backend(backend_name), x, use), low_precision(x, use), reference(x, use)
+    dtypes = {"o": x.q.dtype, "dq": x.q.dtype, "dk": x.q.dtype, "dv": x.q.dtype}
+    for name, value in actual._asdict().items():
+        if value is None:
+            continue
+        assert value.dtype == dtypes.get(name, x.dstate.dtype), f"{name} is {value.dtype}"
+        factor = GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR
+        assert_close(name, value, getattr(low, name), getattr(exact, name), factor)
+    return actual

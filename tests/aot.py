@@ -1,0 +1,155 @@
+"""Compiles a backend's launches for GPUs that are not here, and says what they take.
+
+Tests run under Triton's interpreter, which replaces `triton.jit` for the whole process, so the compiler lives
+in a process of its own: `Compiler()` starts this file as a program that answers each case with one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Case(NamedTuple):
+    """A call as a target GPU would see it; the defaults are the issue's benchmark shape."""
+
+    arch: int
+    pass_: str
+    D: int = 64
+    E: int | None = None
+    decay: bool = True
+    dtype: str = "bfloat16"
+    H_KV: int | None = None
+    states: bool = False
+    packed: bool = False
+    layout: str = "bhnd"
+    backend: str = "triton"
+    B: int = 4
+    H: int = 32
+    N: int = 8192
+
+    def __str__(self) -> str:
+        named = list(zip(self._fields, self, strict=True))[3:]
+        odd = [f"{name}={value}" for name, value in named if value != self._field_defaults[name]]
+        return "-".join([f"sm_{self.arch}", self.pass_, f"D={self.D}", *odd])
+
+
+class Usage(NamedTuple):
+    """What one compiled launch takes. `stack` > 0 means registers spilled to memory."""
+
+    launch: str
+    shared: int
+    stack: int
+    registers: int
+
+
+class Compiler:
+    """The other process."""
+
+    def __init__(self) -> None:
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+
+    def __call__(self, case: Case) -> list[Usage]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(case), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline() or '{"error": "the compiling process died"}')
+        assert "error" not in answer, answer["error"]
+        return [Usage(*usage) for usage in answer["usage"]]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# -------------------------------------------------------------------------------- inside the other process
+
+
+def launches(case: Case) -> list[Any]:
+    import importlib
+
+    import torch
+
+    from fulmen import testing
+    from fulmen.hardware import TARGETS
+    from fulmen.lightning.op import Residuals, empty_rows, spec_of
+    from fulmen.lightning.triton import Gradients
+
+    module = importlib.import_module(f"fulmen.lightning.{case.backend}")
+    x = testing.inputs(
+        case.B, case.H, case.N, case.D, E=case.E, H_KV=case.H_KV, dtype=getattr(torch, case.dtype),
+        device="meta", layout=case.layout, initial_state=case.states,
+        lengths=[case.N // 4] * 4 if case.packed else None,
+    )  # fmt: skip
+    decay = torch.empty(case.H, device="meta") if case.decay else None
+    spec = spec_of(x.q, x.k, x.v, decay, **x.options(), with_final_state=case.states)
+    state = torch.empty_like(x.dstate) if case.states else None
+    saved = Residuals(x.q, x.k, x.v, decay, x.initial_state, x.cu_seqlens)
+    hw = TARGETS[case.arch]
+    if case.pass_ == "forward":
+        return module.forward_launches(spec, hw, saved, empty_rows(x.q, spec.H, spec.E), state)
+    dstate = x.dstate if case.states else None
+    return module.backward_launches(spec, hw, saved, x.do, dstate, Gradients.empty(spec, saved), state)
+
+
+def compile(launch: Any, arch: int) -> Any:
+    """What `launch.run()` would compile on a GPU of `arch`: same arguments, same specialisation."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel, options = launch.kernel, launch.options
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    packed = kernel._pack_args(backend, options, *bind(*launch.args, debug=False, **options))
+    parsed, signature, constants, attributes = packed
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=parsed.__dict__)
+
+
+def usage(launch: Any, compiled: Any) -> Usage:
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    assert found, text
+    registers, stack, _, local = map(int, found.groups())
+    sweeps = next((a for a in launch.args if isinstance(a, tuple) and a and isinstance(a[0], str)), ())
+    return Usage(
+        f"{launch.kernel.__name__}{list(sweeps)}", compiled.metadata.shared, stack + local, registers
+    )
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        case = Case(*json.loads(line))
+        try:
+            answer: dict[str, Any] = {
+                "usage": [usage(launch, compile(launch, case.arch)) for launch in launches(case)]
+            }
+        except Exception as error:
+            answer = {"error": f"{case}: {type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

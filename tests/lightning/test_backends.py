@@ -1,0 +1,229 @@
+"""Every registered backend against fp64: o, the final state and all gradients.
+
+A new file in fulmen/lightning/ is tested here with no other edit. What a backend does not support is a skip
+with its own sentence. On a CPU the Triton kernels are interpreted, so those shapes are small.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen import dispatch, testing
+from fulmen.lightning import triton_split
+from fulmen.lightning.op import spec_of
+
+BACKENDS = sorted(dispatch.kernels("lightning"))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def case(**options):
+    return options
+
+
+# One row per thing that can go wrong, each otherwise small: sizes around the tile edges (16, 64, 128), one
+# below, one above, none; then the options, alone and together.
+CASES = {
+    "N=0": case(B=2, H=2, N=0, D=16, initial_state=True, decay="mixed"),
+    "N=0 no state": case(B=2, H=2, N=0, D=16),
+    "N=1": case(B=2, H=2, N=1, D=16, initial_state=True, decay="mixed"),
+    "N=63": case(H=1, N=63, D=64),
+    "N=113": case(H=2, N=113, D=64, decay="mixed"),
+    "no heads": case(B=2, H=0, N=5, D=16),
+    "D=1": case(N=70, D=1, E=16, decay="weak"),
+    "D=5 E=1": case(N=70, D=5, E=1, decay="mixed", initial_state=True),
+    "D=16 E=48": case(N=67, D=16, E=48, decay="mixed", initial_state=True),
+    "D=80": case(H=1, N=130, D=80, decay="weak"),
+    "D=128 E=64": case(H=1, N=65, D=128, E=64, initial_state=True),
+    "D=64 E=192": case(H=1, N=65, D=64, E=192, decay="weak", initial_state=True),
+    "D=192 E=16": case(H=1, N=40, D=192, E=16, decay="weak"),
+    "D=256 E=5": case(H=1, N=70, D=256, E=5, initial_state=True),
+    "zero decay": case(H=1, N=100, D=16, decay="zero", initial_state=True),
+    "strong decay": case(H=1, N=130, D=16, decay="strong", initial_state=True),
+    "heads 4/2": case(H=4, H_KV=2, N=70, D=16, decay="mixed", initial_state=True),
+    "heads 3/1, E": case(H=3, H_KV=1, N=66, D=16, E=32, decay="mixed"),
+    "bnhd": case(B=2, H=2, N=70, D=16, layout="bnhd", decay="mixed"),
+    "bnhd, heads, E": case(H=4, H_KV=2, N=70, D=16, E=20, layout="bnhd", initial_state=True),
+    "fused": case(B=2, H=2, N=70, D=16, layout="fused", decay="mixed"),
+    "fused, heads, E": case(H=4, H_KV=2, N=70, D=32, E=16, layout="fused", initial_state=True),
+    "scale": case(N=100, D=16, decay="mixed", scale=0.25, initial_state=True),
+    "negative scale": case(H=1, N=70, D=16, scale=-3.0, initial_state=True),
+    "packed": case(H=2, D=16, lengths=[0, 1, 64, 0, 65, 0], decay="mixed", initial_state=True),
+    "packed, heads": case(H=2, H_KV=1, D=16, E=32, lengths=[33, 1, 40], layout="fused", scale=0.5),
+    "packed, all empty": case(H=2, D=16, lengths=[0, 0], initial_state=True, decay="weak"),
+}  # fmt: skip
+
+# Only where a shape costs nothing in Python: many chunks and panels.
+LONG_CASES = {
+    "N=1000": case(B=2, H=2, N=1000, D=64, decay="mixed", initial_state=True),
+    "N=1000 none": case(B=1, H=4, H_KV=2, N=1000, D=32, E=64),
+    "packed 1000": case(H=2, D=48, lengths=[300, 0, 1, 699], decay="mixed", initial_state=True),
+}  # fmt: skip
+
+# Compiled kernels at real tile sizes; odd head sizes again, because the interpreter knows no layouts.
+GPU_CASES = {
+    "D=64": case(B=2, H=4, N=1000, D=64),
+    "D=64 decay": case(B=2, H=4, N=1000, D=64, decay="mixed"),
+    "D=64 all": case(B=2, H=4, H_KV=2, N=1000, D=64, decay="mixed", initial_state=True, scale=-2.0),
+    "D=128": case(B=1, H=2, N=4099, D=128, initial_state=True),
+    "D=128 decay": case(B=1, H=4, N=1000, D=128, decay="mixed", layout="fused"),
+    "D=192 decay": case(B=1, H=2, N=1000, D=192, decay="mixed", initial_state=True),
+    "D=256": case(B=1, H=2, N=1000, D=256),
+    "D=256 decay": case(B=1, H=2, N=1000, D=256, decay="weak", initial_state=True),
+    "D=64 E=128": case(B=1, H=2, N=1000, D=64, E=128, decay="mixed", initial_state=True),
+    "D=80 E=48": case(B=1, H=4, H_KV=1, N=113, D=80, E=48, decay="mixed", layout="bnhd"),
+    "D=256 E=16": case(B=1, H=2, N=113, D=256, E=16, initial_state=True),
+    "D=5 E=1": case(B=2, H=2, N=70, D=5, E=1, decay="mixed", initial_state=True),
+    "N=0": case(B=2, H=2, N=0, D=64, initial_state=True, decay="weak"),
+    "N=1": case(B=2, H=2, N=1, D=64, initial_state=True, decay="weak"),
+    "strong decay": case(B=1, H=2, N=4099, D=64, decay="strong", initial_state=True),
+    "packed": case(H=4, D=64, lengths=[0, 1, 999, 0, 65, 1, 2000, 0], decay="mixed", initial_state=True),
+    "packed, heads": case(H=4, H_KV=2, D=128, lengths=[700, 1, 63], layout="bnhd", initial_state=True),
+}  # fmt: skip
+
+# All in bf16; in the others, where the code differs: tiles, the rescaled fp16 state, tf32x3.
+GPU_RUNS = [("bf16", name) for name in GPU_CASES] + [
+    (dtype, name)
+    for dtype in ("fp16", "fp32")
+    for name in ("D=64 all", "D=128", "D=256 decay", "D=80 E=48", "N=1", "packed")
+]
+
+
+def supported(backend: str, x: testing.Inputs) -> None:
+    why = dispatch.reasons("lightning", spec_of(x.q, x.k, x.v, x.decay, **x.options()))[backend]
+    if why is not None:
+        pytest.skip(why)
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    """The numbers of segments triton_split used. Interpreted shapes are small, so let it cut them small."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(triton_split, "MIN_SEGMENT", 16)
+        monkeypatch.setattr(triton_split, "PROGRAMS_PER_SM", 1000)
+    numbers, cut = [], triton_split.segments
+
+    def recorded(*args):
+        numbers.append(cut(*args)[1])
+        return cut(*args)
+
+    monkeypatch.setattr(triton_split, "segments", recorded)
+    return numbers
+
+
+def check(backend: str, x: testing.Inputs, segments: list[int], use=("o", "state")) -> None:
+    supported(backend, x)
+    testing.check(x, backend, use)
+    if backend == "triton_split" and x.q.numel() and x.q.shape[2] > (64 if x.q.device.type == "cpu" else 512):
+        assert min(segments) > 1, f"nothing was split: {segments}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_against_fp64(backend, dtype, case, segments):
+    check(backend, testing.inputs(**CASES[case], dtype=DTYPES[dtype]), segments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_sequences(backend):
+    x = testing.inputs(H=2, D=16, lengths=[], initial_state=True, decay="weak")
+    supported(backend, x)
+    o, state = testing.backend(backend)(x)
+    assert (o.shape, state.shape) == ((1, 2, 0, 16), (0, 2, 16, 16))
+
+
+@pytest.mark.parametrize("case", LONG_CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if not b.startswith("triton")])
+def test_long_against_fp64(backend, dtype, case, segments):
+    check(backend, testing.inputs(**LONG_CASES[case], dtype=DTYPES[dtype]), segments)
+
+
+@pytest.mark.parametrize("use", [("o",), ("state",)], ids=["only o", "only state"])
+@pytest.mark.parametrize("lengths", [None, [30, 0, 40]], ids=["batch", "packed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_one_result_used(backend, lengths, use, segments):
+    x = testing.inputs(1, 2, 70, 16, E=24, lengths=lengths, decay="mixed", scale=0.5, initial_state=True)
+    check(backend, x, segments, use)
+
+
+def gradients_of_views(x: testing.Inputs, kind: str) -> testing.Inputs:
+    """`x` with gradients as autograd hands them over: expanded ones of a sum, transposed ones of a .mT."""
+    if kind == "expanded":
+        return x._replace(
+            **{n: getattr(x, n).new_ones(()).expand_as(getattr(x, n)) for n in ("do", "dstate")}
+        )
+    return x._replace(do=x.do.mT.contiguous().mT, dstate=x.dstate.mT.contiguous().mT)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_incoming_gradients(backend, kind, segments):
+    x = testing.inputs(1, 2, 70, 16, E=24, decay="mixed", initial_state=True)
+    check(backend, gradients_of_views(x, kind), segments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sum_backward(backend, segments):
+    """The same through the ordinary interface: .sum() sends back a stride-0 tensor."""
+    x = testing.inputs(1, 2, 70, 16, decay="mixed")
+    supported(backend, x)
+    q, k, v = (y.clone().requires_grad_() for y in (x.q, x.k, x.v))
+    o, state = testing.backend(backend)(x._replace(q=q, k=k, v=v))
+    (o.sum() + state.sum()).backward()
+    ones = gradients_of_views(x, "expanded")
+    low, exact = testing.low_precision(ones), testing.reference(ones)
+    for name, y in (("dq", q), ("dk", k), ("dv", v)):
+        testing.assert_close(name, y.grad, getattr(low, name), getattr(exact, name), testing.GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("argument", ["initial_state", "decay", "cu_seqlens", "q", "k", "v"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_arguments(backend, argument, segments):
+    """Views that are not contiguous: every other row of a larger tensor."""
+    lengths = [30, 40] if argument == "cu_seqlens" else None
+    x = testing.inputs(1, 2, 70, 16, E=24, decay="mixed", initial_state=True, lengths=lengths)
+    y = getattr(x, argument)
+    dim = 0 if y.ndim == 1 else y.ndim - 2
+    spread = y.repeat_interleave(2, dim)
+    spread.index_fill_(dim, torch.arange(1, spread.shape[dim], 2), 3)  # what must not be read
+    view = spread.transpose(dim, -1)[..., ::2].transpose(dim, -1)
+    assert not view.is_contiguous()
+    check(backend, x._replace(**{argument: view}), segments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transposed_state(backend, segments):
+    x = testing.inputs(2, 2, 40, 16, E=24, decay="mixed", initial_state=True)
+    check(backend, x._replace(initial_state=x.initial_state.mT.contiguous().mT), segments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_broadcast_operands(backend, segments):
+    """Expanded over batch and rows (stride 0) is legal: only the last dimension must be contiguous."""
+    x = testing.inputs(2, 2, 70, 16, decay="mixed")
+    check(backend, x._replace(q=x.q[:1].expand_as(x.q), k=x.k[:, :, :1].expand_as(x.k)), segments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deep_initial_state(backend, segments):
+    """A state far larger than what the rows add (fp16 operands must be rescaled, not clipped)."""
+    x = testing.inputs(1, 2, 70, 16, initial_state=True, decay="weak", dtype=torch.float16)
+    x = x._replace(q=x.q * 2.0**-8, do=x.do * 2.0**-8, initial_state=x.initial_state * 2.0**17)
+    check(backend, x, segments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "case"), GPU_RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_gpu(backend, dtype, case, segments):
+    check(backend, testing.inputs(**GPU_CASES[case], dtype=DTYPES[dtype], device="cuda"), segments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["expanded", "transposed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_incoming_gradients_on_gpu(backend, kind, segments):
+    x = testing.inputs(2, 2, 600, 64, decay="mixed", initial_state=True, dtype=torch.bfloat16, device="cuda")
+    check(backend, gradients_of_views(x, kind), segments)

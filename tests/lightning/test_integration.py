@@ -1,0 +1,357 @@
+"""How the operation lives inside PyTorch: compile, autocast, checkpointing, layouts, memory, CUDA graphs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import fulmen
+from fulmen import dispatch, testing
+from fulmen.lightning.op import spec_of
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = sorted(dispatch.kernels("lightning"))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+FULL = {"E": 24, "H_KV": 2, "decay": "mixed", "scale": 0.5, "initial_state": True}
+
+
+def serving(x: testing.Inputs, backend: str) -> None:
+    why = dispatch.reasons("lightning", spec_of(x.q, x.k, x.v, x.decay, **x.options()))[backend]
+    if why is not None:
+        pytest.skip(why)
+
+
+def attend(x: testing.Inputs):
+    return fulmen.lightning_attention_with_state(x.q, x.k, x.v, x.decay, **x.options())
+
+
+def assert_same(a: testing.Outputs, b: testing.Outputs) -> None:
+    for name, x, y in zip(a._fields, a, b, strict=True):
+        assert (x is None) == (y is None), name
+        assert x is None or torch.equal(x, y), f"{name}: {(x - y).abs().max()}"
+
+
+# ---------------------------------------------------------------------------------------------- compile
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
+def test_compile_fullgraph(mode, packed, device):
+    """The op is opaque to the compiler, so compiled results have the same bits."""
+    torch._dynamo.reset()
+    x = testing.inputs(1, 4, 70, 16, **FULL, lengths=[30, 0, 40] if packed else None, device=device)
+    compiled = torch.compile(attend, fullgraph=True, backend=mode)
+    assert_same(testing.evaluate(compiled, x), testing.evaluate(attend, x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compile_dynamic_shapes(device):
+    """One forward and one backward graph for every B and N. Equal sizes would be taken for one symbol."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for B, N in ((3, 70), (5, 129), (4, 33)):
+        x = testing.inputs(B, 2, N, 16, E=24, decay="mixed", layout="bnhd", device=device)
+        assert_same(testing.evaluate(compiled, x), testing.evaluate(attend, x))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "device"), [("aot_eager", "cpu"), pytest.param("inductor", "cuda", marks=pytest.mark.gpu)]
+)
+def test_compile_of_a_layer_between_other_operations(mode, device):
+    """Views of a fused projection in, a transposed view out: the strides must be those the fake promised."""
+    torch._dynamo.reset()
+    layer = torch.nn.Linear(32, 96, device=device)
+    decay = fulmen.decay.alibi(2).to(device)
+
+    def f(x):
+        q, k, v = layer(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        o = fulmen.lightning_attention(q.sin(), k, v, decay)
+        return (o.transpose(1, 2).flatten(2) * 2).square().mean()
+
+    x = torch.randn(2, 70, 32, device=device)
+    plain = torch.autograd.grad(f(x), layer.parameters())
+    compiled = torch.autograd.grad(torch.compile(f, fullgraph=True, backend=mode)(x), layer.parameters())
+    for a, b in zip(plain, compiled, strict=True):
+        assert (a - b).abs().max() <= 140 * torch.finfo(a.dtype).eps * a.abs().max()  # sums over 2 * 70 rows
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("kind", ["plain", "full", "packed"])
+def test_opcheck(kind, layout, device):
+    """Schema, fake implementation (shapes, strides), autograd registration, AOT dispatch; both ops."""
+    options = {} if kind == "plain" else FULL
+    lengths = [30, 0, 10] if kind == "packed" else None
+    x = testing.inputs(2, 4, 40, 16, layout=layout, lengths=lengths, device=device, **options)
+    q, k, v = (y.detach().requires_grad_() for y in (x.q, x.k, x.v))
+    s0 = None if x.initial_state is None else x.initial_state.detach().requires_grad_()
+    ops = torch.ops.fulmen
+    for with_state in (False, True):
+        args = (q, k, v, x.decay, s0, x.cu_seqlens, x.scale, with_state, "auto")
+        torch.library.opcheck(ops.lightning_forward.default, args)
+    tail = (x.q, x.k, x.v, x.decay, x.initial_state, x.cu_seqlens, x.scale, "auto")
+    for dstate in (None, x.dstate):
+        torch.library.opcheck(ops.lightning_backward.default, (x.do, dstate, *tail))
+
+
+# -------------------------------------------------------------------------------- autocast, checkpointing
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device):
+    """As in torch's own attention: mixed inputs in, the autocast dtype out, gradients as the inputs."""
+    x = testing.inputs(1, 2, 70, 64, decay="mixed", device=device)
+    q, k, v = x.q.requires_grad_(), x.k.half().requires_grad_(), x.v.bfloat16().requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        o, state = fulmen.lightning_attention_with_state(q, k, v, x.decay)
+    assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    cast = x._replace(q=q.bfloat16(), k=k.bfloat16(), v=v.bfloat16())
+    for got, want in zip((o, state), attend(cast), strict=True):
+        assert torch.equal(got, want)  # autocast reaches the op's inputs, never its fp32 insides
+    grads = torch.autograd.grad(o, (q, k, v), x.do.bfloat16())
+    assert [g.dtype for g in grads] == [torch.float32, torch.float16, torch.bfloat16]
+    with pytest.raises(ValueError, match=r"k is torch\.float16"):
+        fulmen.lightning_attention(q, k, v, x.decay)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_activation_checkpointing(device):
+    x = testing.inputs(1, 2, 70, 64, decay="mixed", initial_state=True, device=device)
+    again = testing.evaluate(lambda y: checkpoint(attend, y, use_reentrant=False), x)
+    assert_same(again, testing.evaluate(attend, x))
+
+
+# --------------------------------------------------------------------------------- inputs, bits, overflow
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_are_not_modified(backend):
+    x = testing.inputs(H=2, D=16, lengths=[30, 0, 10], decay="mixed", initial_state=True)
+    if backend == "triton_split":
+        x = testing.inputs(1, 2, 40, 16, decay="mixed", initial_state=True)
+    serving(x, backend)
+    before = [y.clone() if isinstance(y, torch.Tensor) else y for y in x]
+    testing.evaluate(testing.backend(backend), x)
+    for name, a, b in zip(x._fields, before, x, strict=True):
+        assert a is b or a == b if not isinstance(a, torch.Tensor) else torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_bits_every_run(backend, device):
+    torch.use_deterministic_algorithms(False)  # without help from PyTorch
+    N = 70 if device == "cpu" else 3000
+    x = testing.inputs(1, 4, N, 16, **FULL, device=device)
+    serving(x, backend)
+    first = testing.evaluate(testing.backend(backend), x)
+    for _ in range(1 if device == "cpu" else 10):
+        assert_same(testing.evaluate(testing.backend(backend), x), first)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp16_state_beyond_65504(backend, device):
+    """Positive k, v drive every entry of the state past fp16's range in 18 rows; q and so o stay small."""
+    x = testing.inputs(1, 2, 200, 16, dtype=torch.float16, device=device)
+    x = x._replace(k=x.k.abs() * 0.1 + 60, v=x.v.abs() * 0.1 + 64, q=x.q * 2.0**-13, do=x.do * 2.0**-13)
+    x = x._replace(dstate=x.dstate * 0)
+    serving(x, backend)
+    out = testing.check(x, backend)
+    assert out.state.min() > 4 * 65504
+    assert all(y is None or y.isfinite().all() for y in out)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_double_backward_raises(backend):
+    x = testing.inputs(1, 2, 20, 16)
+    serving(x, backend)
+    q = x.q.requires_grad_()
+    o = fulmen.lightning_attention(q, x.k, x.v, backend=backend)
+    (dq,) = torch.autograd.grad((o * x.do).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        dq.sum().backward()
+
+
+def test_reference_is_twice_differentiable():
+    x = testing.inputs(1, 1, 4, 3, decay="weak", dtype=torch.float64)
+    q, k, v = (y.requires_grad_() for y in (x.q, x.k, x.v))
+    assert torch.autograd.gradgradcheck(
+        lambda q, k, v: fulmen.lightning_attention(q, k, v, x.decay, backend="reference"), (q, k, v)
+    )
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 0, 1, 2]], ids=["batch", "packed"])
+def test_gradcheck(lengths):
+    x = testing.inputs(2, 2, 6, 3, E=2, H_KV=1, decay="mixed", scale=0.5, initial_state=True, lengths=lengths,
+                       dtype=torch.float64)  # fmt: skip
+    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v, x.initial_state)]
+
+    def f(q, k, v, initial_state):
+        return attend(x._replace(q=q, k=k, v=v, initial_state=initial_state, decay=x.decay.float()))
+
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+# ------------------------------------------------------------------------------------------------ layout
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layout_follows_q(backend):
+    """A (B, N, H, D) model gets (B, N, H, E) memory back, and gradients like their inputs: no copies."""
+    x = testing.inputs(2, 2, 40, 16, E=24, layout="bnhd")
+    serving(x, backend)
+    if backend == "reference":
+        pytest.skip("an oracle: its layout is whatever PyTorch makes of it")
+    out = testing.evaluate(testing.backend(backend), x)
+    for name in ("o", "dq", "dk", "dv"):
+        assert getattr(out, name).transpose(1, 2).is_contiguous(), name
+    out = testing.evaluate(testing.backend(backend), testing.inputs(2, 2, 40, 16, E=24))
+    for name in ("o", "dq", "dk", "dv"):
+        assert getattr(out, name).is_contiguous(), name
+
+
+def test_no_graph_is_kept_without_grad():
+    x = testing.inputs(1, 2, 40, 16)
+    assert not fulmen.lightning_attention(x.q, x.k, x.v).requires_grad
+
+
+# ------------------------------------------------------------------------------------------------ import
+
+
+def python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
+
+
+def test_import_loads_no_compiler_and_no_backend():
+    """torch itself may import triton; fulmen must not be what does. Touching the op loads op.py alone."""
+    code = "import sys, torch; before = set(sys.modules); import fulmen; fulmen.lightning_attention;"
+    added = python(f"{code} print(*sorted(set(sys.modules) - before))").split()
+    assert "fulmen.lightning.op" in added
+    assert not [name for name in added if name.startswith("triton") or name.endswith((".eager", ".triton"))]
+
+
+def test_import_time():
+    """Best of three: the first one also writes bytecode, and the machine may be busy."""
+    code = "import torch, time; t = time.perf_counter(); from fulmen import lightning_attention;"
+    assert min(float(python(f"{code} print(time.perf_counter() - t)")) for _ in range(3)) < 0.2
+
+
+# --------------------------------------------------------------------------------------------------- GPU
+
+
+def graph_inputs(backend: str) -> testing.Inputs:
+    lengths = None if backend == "triton_split" else [500, 0, 1, 1547]
+    x = testing.inputs(1, 4, 2048, 64, H_KV=2, decay="mixed", initial_state=True, lengths=lengths,
+                       dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    serving(x, backend)
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
+def test_no_synchronisation(backend):
+    x = graph_inputs(backend)
+    testing.evaluate(testing.backend(backend), x)  # compile first: loading a module may synchronise
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        testing.evaluate(testing.backend(backend), x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
+def test_cuda_graph(backend):
+    """Captured once, replayed on other numbers and, packed, on other lengths."""
+    x = graph_inputs(backend)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        testing.evaluate(testing.backend(backend), x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = testing.evaluate(testing.backend(backend), x)
+    for name in ("q", "k", "v", "do", "initial_state", "dstate"):
+        getattr(x, name).normal_()
+    if x.cu_seqlens is not None:
+        x.cu_seqlens.copy_(torch.tensor([0, 0, 3, 1900, 2048]))
+    graph.replay()
+    assert_same(captured, testing.evaluate(testing.backend(backend), x))
+
+
+def huge(B: int, H: int, N: int, D: int, decay: str = "strong") -> testing.Inputs:
+    make = {"dtype": torch.bfloat16, "device": "cuda"}
+    q, k, v, do = (torch.randn(B, H, N, D, **make) for _ in range(4))
+    return testing.Inputs(q, k, v, testing.slopes(decay, H, "cuda"), 1.0, None, None, do,
+                          torch.zeros(1, 1, D, D, device="cuda"))  # fmt: skip
+
+
+def evaluate_o(x: testing.Inputs, backend: str) -> testing.Outputs:
+    q, k, v = (y.requires_grad_() for y in (x.q, x.k, x.v))
+    o = fulmen.lightning_attention(q, k, v, x.decay, backend=backend)
+    return testing.Outputs(o.detach(), x.dstate, *torch.autograd.grad(o, (q, k, v), x.do), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
+@pytest.mark.parametrize("shape", [(1, 1, 2**25 + 640, 64), (2**14 + 10, 2, 1024, 64)], ids=["long", "wide"])
+def test_beyond_2_to_31_elements(shape, backend):
+    """Offsets pass 2^31 along a head, or across heads. Strong decay forgets at once: a window suffices."""
+    x = huge(*shape)
+    assert x.q.numel() > 2**31
+    out = evaluate_o(x, backend)
+    B, H, N, _ = shape
+    tail = slice(N - 1000, N)  # past what 32-bit offsets reach, in the last head
+    for b, h in ((0, 0), (B - 1, H - 1)):
+        window = (slice(b, b + 1), slice(h, h + 1), tail)
+        one = x._replace(**{n: getattr(x, n)[window].detach() for n in ("q", "k", "v", "do")})
+        one = one._replace(decay=x.decay[h : h + 1])
+        low, exact = testing.low_precision(one, ("o",)), testing.reference(one, ("o",))
+        for name in ("o", "dq", "dk", "dv"):  # 10 rows in, exp(-80) of what came before the window is left
+            got, plain, true = getattr(out, name)[window], getattr(low, name), getattr(exact, name)
+            factor = testing.FORWARD_FACTOR if name == "o" else testing.GRADIENT_FACTOR
+            got, plain, true = (y[:, :, 10:] for y in (got, plain, true))
+            testing.assert_close(f"{name}[{b}, {h}]", got, plain, true, factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
+def test_more_than_65535_heads(backend):
+    x = huge(700, 100, 33, 16, decay="mixed")
+    out = evaluate_o(x, backend)
+    exact = testing.reference(x._replace(dstate=x.dstate.expand(700, 100, 16, 16)), ("o",))
+    low = testing.low_precision(x._replace(dstate=x.dstate.expand(700, 100, 16, 16)), ("o",))
+    for name in ("o", "dq", "dk", "dv"):
+        testing.assert_close(name, getattr(out, name), getattr(low, name), getattr(exact, name), 3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", [None, "mixed"])
+def test_peak_memory(decay):
+    """q, k, v, o, dO, dq, dk, dv are 8u; everything else together may take 5 % of that."""
+    x = testing.inputs(4, 32, 8192, 64, dtype=torch.bfloat16, device="cuda", decay=decay)
+    u = x.q.numel() * x.q.element_size()
+    q, k, v = (y.requires_grad_() for y in (x.q, x.k, x.v))
+    torch.cuda.synchronize()
+    others = torch.cuda.memory_allocated() - 4 * u
+    torch.cuda.reset_peak_memory_stats()
+    o = fulmen.lightning_attention(q, k, v, x.decay)
+    o.backward(x.do)
+    peak = torch.cuda.max_memory_allocated() - others
+    assert peak <= 1.05 * 8 * u, f"{peak / u:.2f} u"

@@ -1,0 +1,71 @@
+"""Writes docs/dispatch.md, the tiles each architecture gets; with --check, fails if it is out of date."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from fulmen.hardware import TARGETS
+from fulmen.lightning import triton as lightning
+from fulmen.lightning.op import LightningSpec
+
+PATH = Path(__file__).parent.parent / "docs" / "dispatch.md"
+HEAD_DIMS = (64, 128, 256)
+PASSES = ("forward", "backward")
+
+INTRODUCTION = """\
+# What each GPU runs
+
+Made by `tools/dispatch_table.py` from the code; `make check` fails when they differ. A kernel's `config`
+picks tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares.
+
+## Lightning attention, backend `triton`
+
+bf16, B = 4, H = 32, N = 8192, E = D. An entry is chunk length x value columns of a program, warps, pipeline
+stages and, where there is one, the cap on registers of a thread.
+
+| GPU | shared memory | D | pass | with decay | without |
+|---|---|---|---|---|---|
+"""
+
+
+def tiles(config: lightning.Config) -> str:
+    words = f"{config.chunk} x {config.block_v}, {config.num_warps} warps, {config.num_stages} stages"
+    return words if config.max_registers is None else f"{words}, {config.max_registers} registers"
+
+
+def spec(D: int, has_decay: bool) -> LightningSpec:
+    return LightningSpec(
+        4, 32, 32, 8192, D, D, torch.bfloat16, torch.device("cuda"), has_decay=has_decay
+    )  # fmt: skip
+
+
+def render() -> str:
+    lines = []
+    for hw in TARGETS.values():
+        for D in HEAD_DIMS:
+            for pass_ in PASSES:
+                chosen = [tiles(lightning.config(spec(D, decay), hw, pass_)) for decay in (True, False)]
+                cells = [hw.name, f"{hw.smem_bytes:,} B", str(D), pass_, *chosen]
+                lines.append(f"| {' | '.join(cells)} |\n")
+    return INTRODUCTION + "".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print("usage: dispatch_table.py [--check]")
+        return 2
+    text = render()
+    if not arguments:
+        PATH.parent.mkdir(exist_ok=True)
+        PATH.write_text(text, encoding="utf-8")
+    elif not PATH.exists() or PATH.read_text(encoding="utf-8") != text:
+        print(f"{PATH} is out of date: run tools/dispatch_table.py and commit the difference")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
