@@ -23,7 +23,8 @@ class Kernel(NamedTuple):
 
     supports  spec -> None, or the sentence that says why not
     rank      spec -> how it compares where several support the spec; "auto" takes the lowest
-    forward, backward  plain functions over the op's residuals; backward None: differentiable as it is
+    forward, backward  plain functions over the op's residuals; backward None: differentiable as it is, and taken
+                       only when asked for by name
     """
 
     op: str
@@ -84,7 +85,7 @@ def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
             raise NotImplementedError(f"backend={backend!r} cannot serve this call: {why[backend]}\n{table(why)}")
         return kernels(op)[backend]
     for name, reason in why.items():
-        if reason is None:
+        if reason is None and kernels(op)[name].backward is not None:
             return kernels(op)[name]
     raise NotImplementedError(f"no {op} backend can serve this call:\n{table(why)}")
 

@@ -134,18 +134,14 @@ def usage(launch: Any, compiled: Any) -> Usage:
     assert found, text
     registers, stack, _, local = map(int, found.groups())
     sweeps = next((a for a in launch.args if isinstance(a, tuple) and a and isinstance(a[0], str)), ())
-    return Usage(
-        f"{launch.kernel.__name__}{list(sweeps)}", compiled.metadata.shared, stack + local, registers
-    )
+    return Usage(f"{launch.kernel.__name__}{list(sweeps)}", compiled.metadata.shared, stack + local, registers)
 
 
 def serve() -> None:
     for line in sys.stdin:
         case = Case(*json.loads(line))
         try:
-            answer: dict[str, Any] = {
-                "usage": [usage(launch, compile(launch, case.arch)) for launch in launches(case)]
-            }
+            answer: dict[str, Any] = {"usage": [usage(launch, compile(launch, case.arch)) for launch in launches(case)]}
         except Exception as error:
             answer = {"error": f"{case}: {type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

@@ -24,7 +24,7 @@ picks tiles from the facts a device reports, so a GPU that is not listed gets th
 ## Lightning attention, backend `triton`
 
 bf16, B = 4, H = 32, N = 8192, E = D. An entry is chunk length x value columns of a program, warps, pipeline
-stages and, where there is one, the cap on registers of a thread.
+stages.
 
 | GPU | shared memory | D | pass | with decay | without |
 |---|---|---|---|---|---|
@@ -32,8 +32,7 @@ stages and, where there is one, the cap on registers of a thread.
 
 
 def tiles(config: lightning.Config) -> str:
-    words = f"{config.chunk} x {config.block_v}, {config.num_warps} warps, {config.num_stages} stages"
-    return words if config.max_registers is None else f"{words}, {config.max_registers} registers"
+    return f"{config.chunk} x {config.block_v}, {config.num_warps} warps, {config.num_stages} stages"
 
 
 def spec(D: int, has_decay: bool) -> LightningSpec:

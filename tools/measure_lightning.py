@@ -79,8 +79,7 @@ def check(q: Any, k: Any, v: Any, do: Any, s: Any, o: Any, grads: Any) -> dict[s
     def one(x: Any) -> Any:
         return x[b : b + 1, h : h + 1].detach().double()
 
-    def chunked(*args: Any) -> Any:
-        return reference.chunked(*args, C=512)
+    chunked = functools.partial(reference.chunked, C=512)
 
     exact = [one(x).requires_grad_() for x in (q, k, v)]
     ref, _ = reference.attend(chunked, exact[0], exact[1], exact[2], None if s is None else s[h : h + 1])
@@ -137,7 +136,7 @@ def measure_case(shape: tuple[int, ...], backends: list[str], decay: bool) -> li
         call = functools.partial(fulmen.lightning_attention, q, k, v, s, backend=backend)
         o = call()
         errors = check(q, k, v, do, s, o, torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
-        row = {
+        row: dict[str, Any] = {
             "kind": "case", "shape": shape, "dtype": "bfloat16", "decay": decay, "backend": backend,
             "chosen": fulmen.explain("lightning", q, k, v, s).split()[-1] if backend == "auto" else backend,
             "u_bytes": u, "errors": errors, "peak_bytes": peak_bytes(call, q, k, v, do),
@@ -149,9 +148,9 @@ def measure_case(shape: tuple[int, ...], backends: list[str], decay: bool) -> li
     timed[None, "copy_ms"] = functools.partial(target.copy_, source)
     by_name = {row["backend"]: row for row in rows}
     for turn in range(ROUNDS + 3):
-        for (backend, what), fn in random.sample(list(timed.items()), len(timed)):
+        for (name, what), fn in random.sample(list(timed.items()), len(timed)):
             ms = sample(fn, flush)
-            for row in rows if backend is None else [by_name[backend]]:
+            for row in rows if name is None else [by_name[name]]:
                 if turn >= 3:
                     row[what].append(ms)
     return rows

@@ -3,14 +3,14 @@
 The sequence is cut into chunks of C rows and the chunks into panels; all chunks of a panel are computed at once as
 batched matrix products, so that Python runs once per panel and per state, never per token:
 
-    p = (q k^T) * mask,  o = p v + (q * into) S          S: the state entering the chunk
+    p = (q k^T) * mask,  o = p v + (q S) * into          S: the state entering the chunk
     S' = S * whole + (k * left)^T v                      S': the state leaving it
 
 with, for row r of a chunk, mask_rj = scale lambda^(r-j), into_r = scale lambda^(r+1), left_r = lambda^(C-1-r) and
 whole = lambda^C. The backward is the adjoint, right to left, with dS' the gradient of the leaving state:
 
-    dp = (do v^T) * mask,  dq = dp k + (do * into) S^T
-    dk = dp^T q + (v * left) dS'^T,  dv = p^T do + (k * left) dS',  dS = dS' * whole + (q * into)^T do
+    dp = (do v^T) * mask,  dq = dp k + (do S^T) * into
+    dk = dp^T q + (v dS'^T) * left,  dv = p^T do + (k dS') * left,  dS = dS' * whole + (q * into)^T do
 
 Nothing but q, k, v is saved; a panel bounds the memory of p and dp. bf16 and fp16 compute in fp32.
 """
@@ -67,19 +67,29 @@ class Panel(NamedTuple):
     chunks: int
     C: int
 
-    def of(self, x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """This panel's rows of x as (B, H, chunks, C, size), stored heads repeated `group` times."""
-        x = x[:, :, self.begin : self.begin + self.chunks * self.C].to(dtype)
-        if group > 1:
-            x = x.repeat_interleave(group, dim=1)
-        return x.unflatten(2, (self.chunks, self.C))
+    def rows(self, x: Tensor) -> Tensor:
+        """This panel's rows of x as (B, heads, chunks, C, size)."""
+        return x.narrow(2, self.begin, self.chunks * self.C).unflatten(2, (self.chunks, self.C))
 
-    def put(self, x: Tensor, value: Tensor, group: int) -> None:
-        """Write (B, H, chunks, C, size) to this panel's rows of x, summing over heads that share one."""
-        value = value.flatten(2, 3)
-        if group > 1:
-            value = value.unflatten(1, (-1, group)).sum(2)
-        x[:, :, self.begin : self.begin + self.chunks * self.C] = value
+    def of(self, x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """`rows` to compute with: each stored head repeated for the `group` query heads that share it."""
+        x = self.rows(x).to(dtype)
+        return (x.repeat_interleave(group, dim=1) if group > 1 else x).contiguous()
+
+    def write(
+        self, x: Tensor, group: int, a: Tensor, state: Tensor, w: Tensor | float | None, p: Tensor, c: Tensor
+    ) -> None:
+        """Rows of x = (a state) * w + p c, summed over query heads that share a stored head."""
+        rows = self.rows(x)
+        direct = group == 1 and rows.dtype == a.dtype and rows.is_contiguous()
+        out = rows if direct else a.new_empty(*a.shape[:4], x.shape[3])
+        flat = out.flatten(0, 2)
+        torch.bmm(a.flatten(0, 2), state.flatten(0, 2), out=flat)
+        if w is not None:
+            out.mul_(w)
+        flat.baddbmm_(p.flatten(0, 2), c.flatten(0, 2))
+        if not direct:
+            rows.copy_(out.unflatten(1, (-1, group)).sum(2) if group > 1 else out)
 
 
 def panels(begin: int, end: int, heads: int) -> list[Panel]:
@@ -93,14 +103,14 @@ def weigh(x: Tensor, w: Tensor | float | None) -> Tensor:
     return x if w is None or (isinstance(w, float) and w == 1.0) else x * w
 
 
-def scan(step: Tensor, state: Tensor, whole: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """States entering each chunk, (B, H, chunks, D, E), from what each chunk adds; and the one leaving."""
-    entering = torch.empty_like(step)
-    chunks = range(step.shape[2])
-    for i in reversed(chunks) if reverse else chunks:
-        entering[:, :, i] = state
-        state = state + step[:, :, i] if whole is None else torch.addcmul(step[:, :, i], state, whole)
-    return entering, state
+def scan(steps: Tensor, state: Tensor, whole: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """Turns what each chunk adds, (B, H, chunks, D, E), into the state entering it, in place; and the state leaving."""
+    each = steps.unbind(2)
+    for step in reversed(each) if reverse else each:
+        after = step + state if whole is None else torch.addcmul(step, state, whole)
+        step.copy_(state)
+        state = after
+    return steps, state
 
 
 def sequences(spec: LightningSpec, x: Residuals) -> list[tuple[int, int, slice]]:
@@ -127,8 +137,7 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
             w = powers(x.decay, spec.scale, panel.C, state)
             q, k, v = (panel.of(t, g, state.dtype) for t, g in ((x.q, 1), (x.k, group), (x.v, group)))
             entering, state = scan(weigh(k, w.left).mT @ v, state, w.whole)
-            p = (q @ k.mT).mul_(w.mask)
-            panel.put(o, (p @ v).add_(weigh(q, w.into) @ entering), 1)
+            panel.write(o, 1, q, entering, w.into, (q @ k.mT).mul_(w.mask), v)
         states[which] = state
     return o, states if spec.with_final_state else None
 
@@ -151,14 +160,13 @@ def backward(
         for panel, start in zip(reversed(cut), reversed(starts), strict=True):
             w = powers(x.decay, spec.scale, panel.C, states)
             q, do_, k, v = (panel.of(t, g, states.dtype) for t, g in ((x.q, 1), (do, 1), (x.k, group), (x.v, group)))
-            k_left, v_left = weigh(k, w.left), weigh(v, w.left)
-            entering, _ = scan(k_left.mT @ v, start, w.whole)
-            leaving, dstate = scan(weigh(q, w.into).mT @ do_, dstate, w.whole, reverse=True)
+            entering, _ = scan(weigh(k, w.left).mT @ v, start, w.whole)
             dp = (do_ @ v.mT).mul_(w.mask)
-            panel.put(dq, (dp @ k).add_(weigh(do_, w.into) @ entering.mT), 1)
-            panel.put(dk, (dp.mT @ q).add_(v_left @ leaving.mT), group)
+            panel.write(dq, 1, do_, entering.mT, w.into, dp, k)
+            leaving, dstate = scan(weigh(q, w.into).mT @ do_, dstate, w.whole, reverse=True)
+            panel.write(dk, group, v, leaving.mT, w.left, dp.mT, q)
             p = (q @ k.mT).mul_(w.mask)
-            panel.put(dv, (p.mT @ do_).add_(k_left @ leaving), group)
+            panel.write(dv, group, k, leaving, w.left, p.mT, do_)
         dstates[which] = dstate
     return dq, dk, dv, None if x.initial_state is None else dstates
 

@@ -9,7 +9,9 @@ let `dispatch.pick` choose, and in the backward do the same again. Only q, k, v 
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -176,8 +178,9 @@ def _check(
         raise ValueError(f"scale={scale}: must be finite and not 0")
     _check_decay(q, decay)
     _check_states(q, initial_state, cu_seqlens, E)
-    slopes = None if decay is None else decay.detach().reshape(H)
-    return Residuals(q, k, v, slopes, initial_state, cu_seqlens)
+    slopes = None if decay is None else decay.detach().reshape(H).contiguous()
+    ends = None if cu_seqlens is None else cu_seqlens.contiguous()
+    return Residuals(q, k, v, slopes, initial_state, ends)
 
 
 def _check_decay(q: Tensor, decay: Tensor | None) -> None:
@@ -226,8 +229,8 @@ def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | 
 
 def _check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
     """What a look at values costs nothing for: tensors on the CPU."""
-    if decay is not None and decay.device.type == "cpu" and bool((~(decay >= 0)).any()):
-        raise ValueError(f"decay must be >= 0 (the state decays as exp(-decay)); got {decay.flatten().tolist()}")
+    if decay is not None and decay.device.type == "cpu" and not bool(((decay >= 0) & decay.isfinite()).all()):
+        raise ValueError(f"decay must be finite and >= 0 (the state decays as exp(-decay)); got {decay.tolist()}")
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
         ends = cu_seqlens.tolist()
         if ends[0] != 0:
@@ -323,6 +326,20 @@ def _nothing(x: Residuals) -> Tensor:
     return x.q.new_empty(0, dtype=torch.float32)
 
 
+def _outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Dtypes were settled in `_check`; inside, autocast must not touch what a backend computes in fp32."""
+
+    @functools.wraps(implementation)
+    def run(q: Tensor, *args: Any) -> Any:
+        if not torch.is_autocast_enabled(q.device.type):
+            return implementation(q, *args)
+        with torch.autocast(q.device.type, enabled=False):
+            return implementation(q, *args)
+
+    return run
+
+
+@_outside_autocast
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     *tensors, scale, with_state, backend = args
     x = Residuals(*tensors)
@@ -340,6 +357,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return o, empty_states(x.q, states, x.v.shape[3]) if with_state else _nothing(x)
 
 
+@_outside_autocast
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, do, dstate, scale, backend = args
     x = Residuals(*tensors)

@@ -76,15 +76,13 @@ def attend(
     sequences = q.shape[0] if cu_seqlens is None else len(ends) - 1
     if initial_state is None:
         initial_state = q.new_zeros(sequences, H, D, E, dtype=compute)
-    states = [initial_state] if cu_seqlens is None else list(initial_state.split(1))
-    rows, finals = [], []
+    states = [initial_state] if cu_seqlens is None else [initial_state[i : i + 1] for i in range(sequences)]
+    rows, finals = [q[:, :, :0].to(compute) @ k.new_zeros(D, E)], [initial_state[:0]]  # so that none is a case too
     for begin, end, state in zip(ends[:-1], ends[1:], states, strict=True):
         part = slice(begin, end)
         o, final = oracle(q[:, :, part].to(compute), k[:, :, part], v[:, :, part], s, state)
         rows.append(o)
         finals.append(final)
-    if not rows:
-        return q.new_zeros(*q.shape[:3], E), initial_state.clone()
     return (torch.cat(rows, dim=2) * scale).to(q.dtype), torch.cat(finals)
 
 

@@ -85,9 +85,7 @@ def table() -> str:
             for decay, pass_ in itertools.product((True, False), ("forward", "backward")):
                 picked = config(spec_of(x.q, x.k, x.v)._replace(has_decay=decay), hw, pass_)
                 key = f"sm_{arch:<3} {str(dtype)[6:]:<8} D={D:<3} {'decay' if decay else '-':<5} {pass_:<8}"
-                lines.append(
-                    "  ".join([key, *(f"{name}={value}" for name, value in picked._asdict().items())])
-                )
+                lines.append("  ".join([key, *(f"{name}={value}" for name, value in picked._asdict().items())]))
     return "\n".join(lines) + "\n"
 
 

@@ -151,9 +151,7 @@ def test_only_one_result_used(backend, lengths, use, segments):
 def gradients_of_views(x: testing.Inputs, kind: str) -> testing.Inputs:
     """`x` with gradients as autograd hands them over: expanded ones of a sum, transposed ones of a .mT."""
     if kind == "expanded":
-        return x._replace(
-            **{n: getattr(x, n).new_ones(()).expand_as(getattr(x, n)) for n in ("do", "dstate")}
-        )
+        return x._replace(**{n: getattr(x, n).new_ones(()).expand_as(getattr(x, n)) for n in ("do", "dstate")})
     return x._replace(do=x.do.mT.contiguous().mT, dstate=x.dstate.mT.contiguous().mT)
 
 
@@ -178,7 +176,7 @@ def test_sum_backward(backend, segments):
         testing.assert_close(name, y.grad, getattr(low, name), getattr(exact, name), testing.GRADIENT_FACTOR)
 
 
-@pytest.mark.parametrize("argument", ["initial_state", "decay", "cu_seqlens", "q", "k", "v"])
+@pytest.mark.parametrize("argument", ["decay", "cu_seqlens", "q", "k", "v"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_arguments(backend, argument, segments):
     """Views that are not contiguous: every other row of a larger tensor."""
@@ -191,12 +189,6 @@ def test_strided_arguments(backend, argument, segments):
     view = spread.transpose(dim, -1)[..., ::2].transpose(dim, -1)
     assert not view.is_contiguous()
     check(backend, x._replace(**{argument: view}), segments)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_transposed_state(backend, segments):
-    x = testing.inputs(2, 2, 40, 16, E=24, decay="mixed", initial_state=True)
-    check(backend, x._replace(initial_state=x.initial_state.mT.contiguous().mT), segments)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -80,6 +80,10 @@ WRONG = {
         change(initial_state=STATE[:1]),
         ["initial_state has shape (1, 4, 16, 24)", "(B, H, D, E) = (2, 4, 16, 24)"],
     ),
+    "state strides": (
+        change(initial_state=STATE.mT.contiguous().mT),
+        ["initial_state must be contiguous", "(2, 4, 16, 24)", ".contiguous()"],
+    ),
     "state transposed": (change(initial_state=STATE.mT), ["initial_state has shape (2, 4, 24, 16)"]),
     "state dtype": (change(initial_state=STATE.half()), ["initial_state is torch.float16", "float32"]),
     "state device": (change(initial_state=STATE.to(META)), ["initial_state is on meta", "q's cpu"]),
@@ -259,7 +263,5 @@ def test_wrong_cu_seqlens_on_a_gpu_reads_nothing_foreign():
     wrong = torch.tensor([0, 100, 2**30], dtype=torch.int32, device="cuda")
     assert torch.equal(fulmen.lightning_attention(x.q, x.k, x.v, cu_seqlens=wrong), good)
     wrong = torch.tensor([-5, 100, 50], dtype=torch.int32, device="cuda")
-    assert torch.equal(
-        fulmen.lightning_attention(x.q, x.k, x.v, cu_seqlens=wrong)[:, :, :100], good[:, :, :100]
-    )
+    assert torch.equal(fulmen.lightning_attention(x.q, x.k, x.v, cu_seqlens=wrong)[:, :, :100], good[:, :, :100])
     torch.cuda.synchronize()

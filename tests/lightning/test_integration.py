@@ -100,9 +100,9 @@ def test_opcheck(kind, layout, device):
     for with_state in (False, True):
         args = (q, k, v, x.decay, s0, x.cu_seqlens, x.scale, with_state, "auto")
         torch.library.opcheck(ops.lightning_forward.default, args)
-    tail = (x.q, x.k, x.v, x.decay, x.initial_state, x.cu_seqlens, x.scale, "auto")
+    tensors = (x.q, x.k, x.v, x.decay, x.initial_state, x.cu_seqlens, x.do)
     for dstate in (None, x.dstate):
-        torch.library.opcheck(ops.lightning_backward.default, (x.do, dstate, *tail))
+        torch.library.opcheck(ops.lightning_backward.default, (*tensors, dstate, x.scale, "auto"))
 
 
 # -------------------------------------------------------------------------------- autocast, checkpointing
