@@ -26,7 +26,7 @@ def toy(monkeypatch):
         def supports(spec):
             return None if spec < limit else f"{spec} is not below {limit}"
 
-        dispatch.register("toy", name, supports=supports, rank=lambda _: rank, forward=print, backward=None)
+        dispatch.register("toy", name, supports=supports, rank=lambda _: rank, forward=print, backward=print)
 
     add("any", 5.0, 100)
     add("small", 1.0, 10)
@@ -38,6 +38,12 @@ def toy(monkeypatch):
 def test_auto_takes_the_lowest_rank_that_supports(toy):
     assert dispatch.pick(toy, 3).name == "small"
     assert dispatch.pick(toy, 30).name == "any"
+
+
+def test_auto_leaves_what_has_no_backward_to_those_who_ask(toy):
+    dispatch.register(toy, "oracle", supports=lambda _: None, rank=lambda _: 0.0, forward=print, backward=None)
+    assert dispatch.pick(toy, 3).name == "small"
+    assert dispatch.pick(toy, 3, "oracle").name == "oracle"
 
 
 def test_auto_with_none_left_shows_every_reason(toy):

@@ -12,22 +12,20 @@ from fulmen.lightning import triton as lightning
 from fulmen.lightning.op import LightningSpec
 
 PATH = Path(__file__).parent.parent / "docs" / "dispatch.md"
-HEAD_DIMS = (64, 128, 256)
-PASSES = ("forward", "backward")
-
+HEAD_DIMS = (16, 64, 128, 256)
 INTRODUCTION = """\
 # What each GPU runs
 
-Made by `tools/dispatch_table.py` from the code; `make check` fails when they differ. A kernel's `config`
-picks tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares.
+Made by `tools/dispatch_table.py` from the code; `make check` and the tests fail when they differ. `config` picks
+tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares.
 
-## Lightning attention, backend `triton`
+## Lightning attention, backends `triton` and `triton_split`
 
-bf16, B = 4, H = 32, N = 8192, E = D. An entry is chunk length x value columns of a program, warps, pipeline
-stages.
+Both passes, with and without decay, D = E (else the larger one counts). An entry is the chunk length x the value
+columns of a program, warps, pipeline stages.
 
-| GPU | shared memory | D | pass | with decay | without |
-|---|---|---|---|---|---|
+| GPU | shared memory | D up to | bf16, fp16 | fp32 |
+|---|---|---|---|---|
 """
 
 
@@ -35,20 +33,15 @@ def tiles(config: lightning.Config) -> str:
     return f"{config.chunk} x {config.block_v}, {config.num_warps} warps, {config.num_stages} stages"
 
 
-def spec(D: int, has_decay: bool) -> LightningSpec:
-    return LightningSpec(
-        4, 32, 32, 8192, D, D, torch.bfloat16, torch.device("cuda"), has_decay=has_decay
-    )  # fmt: skip
-
-
 def render() -> str:
     lines = []
     for hw in TARGETS.values():
         for D in HEAD_DIMS:
-            for pass_ in PASSES:
-                chosen = [tiles(lightning.config(spec(D, decay), hw, pass_)) for decay in (True, False)]
-                cells = [hw.name, f"{hw.smem_bytes:,} B", str(D), pass_, *chosen]
-                lines.append(f"| {' | '.join(cells)} |\n")
+            picked = []
+            for dtype in (torch.bfloat16, torch.float32):
+                spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"))
+                picked.append(tiles(lightning.config(spec, hw)))
+            lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
     return INTRODUCTION + "".join(lines)
 
 

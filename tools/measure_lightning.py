@@ -109,7 +109,7 @@ def sample(fn: Any, flush: Any) -> float:
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
-    torch.cuda._sleep(1_000_000)
+    torch.cuda._sleep(4_000_000)  # about 2 ms
     start.record()
     fn()
     end.record()

@@ -144,23 +144,26 @@ def _check(
 ) -> Residuals:
     """One clear error for each wrong argument. Shapes only: values are checked in `_check_values`."""
     q, k, v = _autocast(q, k, v)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    def got() -> str:
+        return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ValueError(f"{name} has {x.ndim} dimensions, must have 4: (B, heads, N, head dim); got {shapes}")
-    B, H, N, D = q.shape
-    H_KV, E = v.shape[1], v.shape[3]
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != B or x.shape[2] != N:
-            raise ValueError(f"{name} must share B={B} and N={N} with q; got {shapes}")
-    if k.shape[3] != D:
-        raise ValueError(f"k has head dim {k.shape[3]}, must have q's D={D}; got {shapes}")
-    if k.shape[1] != H_KV:
-        raise ValueError(f"v has {H_KV} heads, must have as many as k, {k.shape[1]}; got {shapes}")
+            raise ValueError(f"{name} has {x.ndim} dimensions, must have 4: (B, heads, N, head dim); {got()}")
+    (B, H, N, D), (B_K, H_KV, N_K, D_K), (B_V, H_V, N_V, E) = q.shape, k.shape, v.shape
+    if B_K != B or N_K != N:
+        raise ValueError(f"k must share B={B} and N={N} with q; {got()}")
+    if B_V != B or N_V != N:
+        raise ValueError(f"v must share B={B} and N={N} with q; {got()}")
+    if D_K != D:
+        raise ValueError(f"k has head dim {D_K}, must have q's D={D}; {got()}")
+    if H_V != H_KV:
+        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}; {got()}")
     if (H_KV == 0 and H != 0) or (H_KV != 0 and H % H_KV != 0):
-        raise ValueError(f"k and v have {H_KV} heads, which must divide q's H={H}; got {shapes}")
+        raise ValueError(f"k and v have {H_KV} heads, which must divide q's H={H}; {got()}")
     if not (1 <= D <= MAX_HEAD_DIM and 1 <= E <= MAX_HEAD_DIM):
-        raise ValueError(f"head dims must be 1 to {MAX_HEAD_DIM}: D={D}, E={E}; got {shapes}")
+        raise ValueError(f"head dims must be 1 to {MAX_HEAD_DIM}: D={D}, E={E}; {got()}")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"q is {q.dtype}, must be bfloat16, float16, float32 or float64")
     for name, x in (("k", k), ("v", v)):
@@ -169,7 +172,7 @@ def _check(
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[3] > 1 and x.stride(3) != 1:
+        if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(
                 f"{name}'s last dimension must be contiguous, its strides are {tuple(x.stride())} for shape "
                 f"{tuple(x.shape)}: call .contiguous() on it"
@@ -287,6 +290,8 @@ def plain_spec(device: torch.device) -> LightningSpec:
 def empty_rows(x: Tensor, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
     """An empty (B, heads, N, size) tensor whose memory order of B, heads and N follows x's strides."""
     B, _, N, _ = x.shape
+    if x.is_contiguous():
+        return torch.empty(B, heads, N, size, dtype=dtype or x.dtype, device=x.device)
     order = sorted(range(3), key=x.stride, reverse=True)
     shape = [(B, heads, N)[i] for i in order] + [size]
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)

@@ -68,8 +68,9 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def config(spec: LightningSpec, hw: hardware.Hardware, pass_: str) -> Config:
-    """Tiles for the sweeps of `pass_`, "forward" or "backward", by what the chip multiplies with and can hold.
+@functools.lru_cache(maxsize=4096)
+def config(spec: LightningSpec, hw: hardware.Hardware) -> Config:
+    """Tiles for every sweep of a call, by what the chip multiplies with and can hold.
 
     Beside a row: its share of the H200's copy bandwidth, over 4u forward and 7u backward (results/h200, and
     dev/ladder_lightning.md for the tiles that lost). Rows without a figure were compiled, not measured.
@@ -248,20 +249,20 @@ def lightning_sweep_kernel(
         mask *= tl.exp2(rate * tl.maximum(place[None, :] - place[:, None], 0))
         a_decay = tl.exp2(rate * (place + LAG)) * scale
     offs_state = (pid_head.to(tl.int64) * num_segments + pid_segment) * (K * V)
-    plain = offs_state + offs_k[None, :] * V + offs_v[:, None]  # states are stored [D, E]: where K is D,
-    swapped = offs_state + offs_k[None, :] + offs_v[:, None] * K  # and where K is E
+    plain = offs_k[None, :] * V + offs_v[:, None]  # states are stored [D, E]: where K is D,
+    swapped = offs_k[None, :] + offs_v[:, None] * K  # and where K is E
     mask_state = mask_k[None, :] & mask_v[:, None]
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     for i in tl.static_range(NUM_SWEEPS):
         mine = mask_state & (pid_sweep == i)
         if SWEEPS[i] == "o" and states.initial is not None:
-            state += tl.load(states.initial + plain, mask=mine, other=0.0)
+            state += tl.load(states.initial + offs_state + plain, mask=mine, other=0.0)
         if SWEEPS[i] == "dq" and states.initial is not None:
-            state += tl.load(states.initial + swapped, mask=mine, other=0.0)
+            state += tl.load(states.initial + offs_state + swapped, mask=mine, other=0.0)
         if SWEEPS[i] == "dv" and states.dfinal is not None:
-            state += tl.load(states.dfinal + plain, mask=mine, other=0.0) / scale
+            state += tl.load(states.dfinal + offs_state + plain, mask=mine, other=0.0) / scale
         if SWEEPS[i] == "dk" and states.dfinal is not None:
-            state += tl.load(states.dfinal + swapped, mask=mine, other=0.0) / scale
+            state += tl.load(states.dfinal + offs_state + swapped, mask=mine, other=0.0) / scale
 
     for start in range(0, length, C):
         left = length - start
@@ -297,9 +298,9 @@ def lightning_sweep_kernel(
     for i in tl.static_range(NUM_SWEEPS):
         mine = mask_state & (pid_sweep == i)
         if (SWEEPS[i] == "o" or SWEEPS[i] == "state") and states.final is not None:
-            tl.store(states.final + plain, state, mask=mine)
+            tl.store(states.final + offs_state + plain, state, mask=mine)
         if (SWEEPS[i] == "dv" or SWEEPS[i] == "dstate") and states.dinitial is not None:
-            tl.store(states.dinitial + plain, state * scale, mask=mine)
+            tl.store(states.dinitial + offs_state + plain, state * scale, mask=mine)
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -366,7 +367,7 @@ def forward_launches(
     spec: LightningSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, final: Tensor | None
 ) -> list[Launch]:
     states = States(initial=x.initial_state, final=final)
-    return [sweep(spec, config(spec, hw, "forward"), ("o",), x, forward_tensors(spec, x, o), states)]
+    return [sweep(spec, config(spec, hw), ("o",), x, forward_tensors(spec, x, o), states)]
 
 
 class Gradients(NamedTuple):
@@ -413,7 +414,7 @@ def backward_launches(
     grads: Gradients,
     dinitial: Tensor | None,
 ) -> list[Launch]:
-    cfg = config(spec, hw, "backward")
+    cfg = config(spec, hw)
     tensors = backward_tensors(spec, x, do, grads)
     states = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     return [sweep(spec, cfg, sweeps, x, tensors, states) for sweeps in backward_sweeps(spec)]

@@ -40,7 +40,7 @@ def rank(spec: LightningSpec) -> float:
     if spec.device.type != "cuda":
         return 1001.0
     hw = hardware.of(spec.device)
-    programs = spec.B * spec.H * triton.cdiv(spec.E, fused.config(spec, hw, "forward").block_v)
+    programs = spec.B * spec.H * triton.cdiv(spec.E, fused.config(spec, hw).block_v)
     return 5.0 if 2 * programs <= hw.sm_count and spec.N >= 8 * MIN_SEGMENT else 20.0
 
 
@@ -110,7 +110,7 @@ def segment_states(spec: LightningSpec, x: Residuals, cut: Segments) -> Tensor:
 def forward_launches(
     spec: LightningSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, final: Tensor | None
 ) -> list[Launch]:
-    cfg = fused.config(spec, hw, "forward")
+    cfg = fused.config(spec, hw)
     cut = segments(spec, hw, cfg)
     entering = segment_states(spec, x, cut)
     tensors = fused.forward_tensors(spec, x, o)
@@ -130,7 +130,7 @@ def backward_launches(
     grads: Gradients,
     dinitial: Tensor | None,
 ) -> list[Launch]:
-    cfg = fused.config(spec, hw, "backward")
+    cfg = fused.config(spec, hw)
     cut = segments(spec, hw, cfg)
     entering, leaving = segment_states(spec, x, cut), segment_states(spec, x, cut)
     tensors = fused.backward_tensors(spec, x, do, grads)

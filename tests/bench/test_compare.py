@@ -50,9 +50,7 @@ def test_fit_interval_covers_the_truth_as_often_as_it_says() -> None:
     hits = 0
     for _ in range(400):
         noise = (0.1 * torch.randn(len(compare.TOKENS), generator=generator)).exp().tolist()
-        fit = compare.fit_exponent(
-            compare.TOKENS, [n * x for n, x in zip(compare.TOKENS, noise, strict=True)]
-        )
+        fit = compare.fit_exponent(compare.TOKENS, [n * x for n, x in zip(compare.TOKENS, noise, strict=True)])
         hits += fit.low <= 1.0 <= fit.high
     assert 0.91 <= hits / 400 <= 0.99  # 95 %, four standard errors either way
 

@@ -73,9 +73,9 @@ WRONG = {
     "decay scalar": (change(decay=torch.tensor(0.1)), ["decay has shape ()"]),
     "decay dtype": (change(decay=torch.ones(4).half()), ["decay is torch.float16", "float32"]),
     "decay device": (change(decay=torch.ones(4, device=META)), ["decay is on meta", "q's cpu"]),
-    "negative decay": (change(decay=torch.tensor([0.0, 1.0, -0.5, 2.0])), ["decay must be >= 0", "-0.5"]),
-    "nan decay": (change(decay=torch.tensor([0.0, 1.0, float("nan"), 2.0])), ["decay must be >= 0", "nan"]),
-    "infinite decay": (change(decay=torch.tensor([0.0, 1.0, float("inf"), 2.0])), ["decay", "inf"]),
+    "negative decay": (change(decay=torch.tensor([0.0, 1.0, -0.5, 2.0])), ["decay must be finite and >= 0", "-0.5"]),
+    "nan decay": (change(decay=torch.tensor([0.0, 1.0, float("nan"), 2.0])), ["decay must be finite and >= 0", "nan"]),
+    "infinite decay": (change(decay=torch.tensor([0.0, 1.0, float("inf"), 2.0])), ["decay must be finite", "inf"]),
     "state shape": (
         change(initial_state=STATE[:1]),
         ["initial_state has shape (1, 4, 16, 24)", "(B, H, D, E) = (2, 4, 16, 24)"],
