@@ -30,8 +30,9 @@ setup: $(STAMP)  ## make or update .venv
 test: $(STAMP)  ## everything that needs no GPU; PYTEST="-k decay" narrows it
 	$(PY) -m pytest -m "not gpu" -n 2 $(PYTEST)
 
-test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton and pytest there
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests $(PYTEST)
+test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton, pytest-xdist there
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and not slow" -n 8 tests $(PYTEST)
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and slow" tests $(PYTEST)
 
 check: $(STAMP)  ## lint, format, types, size limits, generated tables
 	$(VENV)/bin/ruff check .

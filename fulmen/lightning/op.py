@@ -391,9 +391,8 @@ def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Any,
     x = Residuals(*ctx.saved_tensors)
     if do is None:  # only the state was used
         do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
-    dq, dk, dv, dinitial = torch.ops.fulmen.lightning_backward(
-        *x, do, dstate if ctx.with_state else None, ctx.scale, ctx.backend
-    )
+    run = _backward if _unwatched(do) and not torch.is_grad_enabled() else torch.ops.fulmen.lightning_backward
+    dq, dk, dv, dinitial = run(*x, do, dstate if ctx.with_state else None, ctx.scale, ctx.backend)
     return dq, dk, dv, None, None if x.initial_state is None else dinitial, None, None, None, None
 
 
@@ -411,9 +410,38 @@ torch.library.register_autograd("fulmen::lightning_forward", _gradients, setup_c
 torch.library.register_autograd("fulmen::lightning_backward", _no_second_derivative, lib=_lib)
 
 
+class LightningFunction(torch.autograd.Function):
+    """The gradient registered above, for plain eager calls: `torch.library`'s own wrapper costs 50 us more a call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        outputs = _forward(*inputs)
+        _save(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _gradients(ctx, *grads)
+
+
+def _unwatched(x: Tensor) -> bool:
+    """Whether nothing but eager PyTorch will look at the call: no compiler, no fake tensor, no mode, no transform."""
+    return (
+        not torch.compiler.is_compiling()
+        and (type(x) is Tensor or type(x) is torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 def _attend(x: Residuals, scale: float, with_state: bool, backend: str) -> tuple[Tensor, Tensor]:
     if backend == "reference":  # plain differentiable PyTorch: no boundary to cross
         _check_values(x.decay, x.cu_seqlens, x.q.shape[2])
         spec = _spec(x, scale, with_state)
         return dispatch.pick("lightning", spec, backend).forward(spec, x)
-    return torch.ops.fulmen.lightning_forward(*x, scale, with_state, backend)
+    inputs = (*x, scale, with_state, backend)
+    if not _unwatched(x.q):
+        return torch.ops.fulmen.lightning_forward(*inputs)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.initial_state)):
+        return LightningFunction.apply(*inputs)
+    return _forward(*inputs)

@@ -22,6 +22,7 @@ OPTIONS = [
     {"dtype": "float16", "D": 128},
     {"dtype": "float32", "D": 64},
     {"dtype": "float32", "D": 128},
+    {"dtype": "float32", "D": 256},
     {"D": 64, "E": 128},
     {"D": 80, "E": 48, "decay": False},
     {"D": 128, "E": 256, "states": True},
@@ -51,24 +52,15 @@ def test_fits_and_does_not_spill(case, compiler):
         assert usage.stack == 0, usage
 
 
-# With decay, D = 128 on wgmma uses all 255 registers; the addresses of states, or of rows whose strides differ, cost
-# it up to four more.
+# On wgmma, D = 128 with decay uses all 255 registers; the addresses of states, or of rows whose strides differ, cost
+# it a few more. fp32 multiplies on the CUDA cores, with whole rows in registers.
 @pytest.mark.parametrize("case", VARIED, ids=str)
-def test_variants_fit_and_spill_at_most_a_few_addresses(case, compiler):
+def test_variants_fit_and_spill_at_most_a_few_registers(case, compiler):
     launches = compiler(case)
     assert len(launches) >= (3 if case.backend == "triton_split" else 1)
     for usage in launches:
         assert usage.shared <= TARGETS[case.arch].smem_bytes, usage
-        assert usage.stack <= (16 if (case.arch, case.D) == (90, 128) else 0), usage
-
-
-# Three tf32 products to each fp32 one hold more than a thread's registers when a row has 256 numbers; no tile
-# avoids that. Seen are both kinds of failure: a stack of kilobytes, and ptxas giving up (32 registers).
-FP32_WIDE = [Case(arch, "forward", 256, dtype="float32") for arch in (86, 90)]
-
-
-@pytest.mark.parametrize("case", FP32_WIDE, ids=str)
-def test_wide_fp32_spills_little(case, compiler):
-    for usage in compiler(case):
-        assert usage.shared <= TARGETS[case.arch].smem_bytes, usage
-        assert usage.stack < 1024, usage
+        if case.dtype == "float32" and case.D >= 128:
+            assert usage.stack <= 64, usage
+        else:
+            assert usage.stack <= (16 if (case.arch, case.D) == (90, 128) else 0), usage
