@@ -245,7 +245,7 @@ def assert_close(
             at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))
             raise AssertionError(
                 f"{name} {tuple(actual.shape)} {actual.dtype}: {norm} error {got:.3e} > {bound:.3e} = "
-                f"{factor:g} * {plain:.3e} (plain {low.dtype}) + {roundings:.3g} roundings of {size:.3e}; worst at {at}: "
+                f"{factor:g} * {plain:.3e} (plain {low.dtype}) + {roundings:.3g} roundings of {size:.3e}; at {at}: "
                 f"{float(actual[at]):.6g}, exact {float(exact[at]):.6g}, plain {float(low[at]):.6g}"
             )
 

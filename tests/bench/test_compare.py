@@ -32,7 +32,7 @@ def printed(console: Console) -> str:
 
 
 def lightning(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return fulmen.lightning_attention(q, k, v, decay.alibi(compare.H))
+    return fulmen.lightning_attention(q, k, v, decay.alibi(q.shape[1]))
 
 
 # ------------------------------------------------------------------------------------------- the fit
