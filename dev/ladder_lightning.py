@@ -92,7 +92,9 @@ def split():
             case = Case(1, 8, 65536, 64, torch.bfloat16, decay, plan)
             case.run("forward"), case.run("backward")
             times = [bench(lambda p=p: case.run(p)) for p in ("forward", "backward")]
-            print(plan.__name__, "1 8 65536 64", decay, times, case.error("forward"), case.error("backward"), flush=True)
+            print(
+                plan.__name__, "1 8 65536 64", decay, times, case.error("forward"), case.error("backward"), flush=True
+            )
 
 
 def host():
@@ -128,11 +130,11 @@ def host():
 
 
 if __name__ == "__main__":
-    bf16 = torch.bfloat16
     host()
-    joint = [("dv", "dk"), ("dq",)]
-    for limit in (1 << 24, 0):
-        fused.MAX_ROW_STRIDE = limit
-        print("row stride", "known" if limit else "not known")
-        ladder((4, 32, 8192, 64), bf16, (True, False), [(64, 64, 4, 4)], [(64, 64, 4, 3), (64, 64, 4, 4)])
-        ladder((2, 32, 8192, 128), bf16, (True, False), [(64, 64, 4, 3), (64, 64, 4, 4)], [(64, 64, 4, 3), (64, 64, 4, 4)])
+    wide = [(32, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4), (16, 64, 4, 3), (16, 64, 4, 4)]
+    ladder((1, 32, 8192, 256), torch.bfloat16, (True, False), wide, wide)
+    ladder(
+        (4, 32, 4096, 64), torch.float32, (True,), [(16, 32, 4, 2), (16, 64, 4, 2)], [(16, 32, 4, 2), (16, 64, 4, 2)]
+    )
+    ladder((2, 32, 4096, 128), torch.float32, (True,), [(16, 32, 4, 2)], [(16, 32, 4, 2)])
+    split()
