@@ -46,8 +46,7 @@ class Case:
         return self.plan.backward_launches(self.spec, self.hw, x, self.do, None, grads, None)
 
     def run(self, pass_):
-        for launch in self.launches(pass_):
-            launch.run()
+        fused.run(self.launches(pass_), DEV)
 
     def error(self, pass_):
         """Relative error of head (0, 0) against fp64."""

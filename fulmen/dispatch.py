@@ -23,8 +23,10 @@ class Kernel(NamedTuple):
 
     supports  spec -> None, or the sentence that says why not
     rank      spec -> how it compares where several support the spec; "auto" takes the lowest
-    forward, backward  plain functions over the op's residuals; backward None: differentiable as it is, and taken
-                       only when asked for by name
+    forward   (spec, residuals) -> the op's outputs; for lightning (o, final state or None)
+    backward  (spec, residuals, gradients of the outputs...) -> gradients; for lightning, from do and dstate (or None),
+              (dq, dk, dv, dinitial_state or None). None: forward is differentiable as it is, and the kernel is taken
+              only when asked for by name.
     """
 
     op: str
@@ -90,6 +92,13 @@ def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
     raise NotImplementedError(f"no {op} backend can serve this call:\n{table(why)}")
 
 
+@torch.compiler.assume_constant_result
+def differentiable_as_it_is(op: str, backend: str) -> bool:
+    """Whether `backend` names a kernel of plain PyTorch, which autograd goes through by itself."""
+    kernel = kernels(op).get(backend)
+    return kernel is not None and kernel.backward is None
+
+
 def table(why: dict[str, str | None]) -> str:
     """Candidates in the order `auto` would take them, one a line."""
     width = max(map(len, why))
@@ -97,16 +106,19 @@ def table(why: dict[str, str | None]) -> str:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:
-    """The candidates for a call of `op` with these arguments, and which one `auto` takes.
+    """The candidates for a call of `op` with these arguments, and which one serves it.
 
     >>> print(fulmen.explain("lightning", q, k, v, decay))
     """
     if op not in OPS:
         raise ValueError(f"op={op!r}: fulmen has {', '.join(OPS)}")
-    spec = importlib.import_module(f"fulmen.{op}.op").spec_of(*args, **kwargs)
-    why = reasons(op, spec)
-    chosen = next((name for name, reason in why.items() if reason is None), "none")
-    return f"{spec}\n{table(why)}\nauto: {chosen}"
+    backend = kwargs.pop("backend", "auto")
+    spec = importlib.import_module(f"fulmen.{op}.op").checked_spec(*args, **kwargs)
+    try:
+        chosen = pick(op, spec, backend).name
+    except NotImplementedError:
+        chosen = "none"
+    return f"{spec}\n{table(reasons(op, spec))}\n{backend}: {chosen}"
 
 
 def report(op: str, device: torch.device) -> list[tuple[str, str | None]]:

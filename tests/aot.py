@@ -105,7 +105,7 @@ def launches(case: Case) -> list[Any]:
 
 
 def compile(launch: Any, arch: int) -> Any:
-    """What `launch.run()` would compile on a GPU of `arch`: same arguments, same specialisation."""
+    """What running `launch` would compile on a GPU of `arch`: same arguments, same specialisation."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend

@@ -51,11 +51,16 @@ def environment() -> dict[str, object]:
     import torch
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.strip()
     return {
         "kind": "environment", "schema": 1, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": torch.version.cuda, "python": sys.version.split()[0], "commit": commit or None, "rounds": ROUNDS,
+        "cuda": torch.version.cuda, "driver": driver, "python": sys.version.split()[0],
+        "commit": commit or None, "rounds": ROUNDS,
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fulmen import dispatch
 
@@ -126,7 +127,7 @@ def lightning_attn_func(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast q, k, v take the autocast dtype, as in torch's own attention."""
-    if not torch.is_autocast_enabled(q.device.type):
+    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -143,6 +144,10 @@ def _check(
     cu_seqlens: Tensor | None,
 ) -> Residuals:
     """One clear error for each wrong argument. Shapes only: values are checked in `_check_values`."""
+    given = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    for name, tensor in given.items():
+        if not (isinstance(tensor, Tensor) or (tensor is None and name not in "qkv")):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
     q, k, v = _autocast(q, k, v)
 
     def got() -> str:
@@ -259,7 +264,7 @@ def spec_of(
     cu_seqlens: Tensor | None = None,
     with_final_state: bool = False,
 ) -> LightningSpec:
-    """The spec of a call; takes the arguments of `lightning_attention` (see `fulmen.explain`)."""
+    """The spec of a call whose arguments are right."""
     B, H, N, D = q.shape
     return LightningSpec(
         B=B,
@@ -276,6 +281,20 @@ def spec_of(
         with_final_state=with_final_state,
         sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
     )
+
+
+def checked_spec(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> LightningSpec:
+    """The spec `lightning_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
+    return _spec(_check(q, k, v, decay, scale, initial_state, cu_seqlens), float(scale), False)
 
 
 def plain_spec(device: torch.device) -> LightningSpec:
@@ -336,7 +355,7 @@ def _outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(implementation)
     def run(q: Tensor, *args: Any) -> Any:
-        if not torch.is_autocast_enabled(q.device.type):
+        if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
             return implementation(q, *args)
         with torch.autocast(q.device.type, enabled=False):
             return implementation(q, *args)
@@ -425,21 +444,33 @@ class LightningFunction(torch.autograd.Function):
 
 
 def _unwatched(x: Tensor) -> bool:
-    """Whether nothing but eager PyTorch will look at the call: no compiler, no fake tensor, no mode, no transform."""
+    """Whether nothing but eager PyTorch will look at the call: no compiler, no fake tensor, no dispatch mode."""
     return (
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is torch.nn.Parameter)
         and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
+def _refuse_transforms(x: Residuals) -> None:
+    """What would come out wrong or as a riddle: forward-mode derivatives and torch.func."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed or (
+        forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in x[:3])
+    ):
+        raise NotImplementedError(
+            "lightning_attention has no forward-mode derivative and no torch.func rules; backend='reference' has both"
+        )
+
+
 def _attend(x: Residuals, scale: float, with_state: bool, backend: str) -> tuple[Tensor, Tensor]:
-    if backend == "reference":  # plain differentiable PyTorch: no boundary to cross
+    if dispatch.differentiable_as_it_is("lightning", backend):  # plain PyTorch: no boundary to cross
         _check_values(x.decay, x.cu_seqlens, x.q.shape[2])
         spec = _spec(x, scale, with_state)
         return dispatch.pick("lightning", spec, backend).forward(spec, x)
     inputs = (*x, scale, with_state, backend)
+    if not torch.compiler.is_compiling():
+        _refuse_transforms(x)
     if not _unwatched(x.q):
         return torch.ops.fulmen.lightning_forward(*inputs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.initial_state)):

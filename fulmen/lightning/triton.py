@@ -26,6 +26,7 @@ last row undecayed, so r times. `docs/lightning.md` derives this and the shared-
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -325,9 +326,13 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, int]
 
-    def run(self) -> None:
-        if self.grid:
-            self.kernel[(self.grid,)](*self.args, **self.options)
+
+def run(launches: list[Launch], device: torch.device) -> None:
+    """In order, on the tensors' device: Triton itself launches on whichever is current."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for launch in launches:
+            if launch.grid:
+                launch.kernel[(launch.grid,)](*launch.args, **launch.options)
 
 
 class Segments(NamedTuple):
@@ -435,8 +440,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor | None]:
     o = empty_rows(x.q, spec.H, spec.E)
     final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
-    for launch in launches(spec, hardware.of(spec.device), x, o, final):
-        launch.run()
+    run(launches(spec, hardware.of(spec.device), x, o, final), spec.device)
     return o, final
 
 
@@ -449,8 +453,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     grads = Gradients.empty(spec, x)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    for launch in launches(spec, hardware.of(spec.device), x, do, dstate, grads, dinitial):
-        launch.run()
+    run(launches(spec, hardware.of(spec.device), x, do, dstate, grads, dinitial), spec.device)
     return *grads.of_stored_heads(spec, x), dinitial
 
 
