@@ -12,7 +12,7 @@ from fulmen import __version__
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="fulmen %(version)s")
 def main() -> None:
-    """fulmen: lightning and flash attention for PyTorch."""
+    """fulmen: lightning (linear) attention for PyTorch."""
 
 
 @main.command()

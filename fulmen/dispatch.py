@@ -92,10 +92,13 @@ def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
     raise NotImplementedError(f"no {op} backend can serve this call:\n{table(why)}")
 
 
-@torch.compiler.assume_constant_result
 def differentiable_as_it_is(op: str, backend: str) -> bool:
     """Whether `backend` names a kernel of plain PyTorch, which autograd goes through by itself."""
-    kernel = kernels(op).get(backend)
+    if backend == "auto":
+        return False
+    if not torch.compiler.is_compiling():  # a compiler cannot follow imports
+        _load(op)
+    kernel = _kernels[op].get(backend)
     return kernel is not None and kernel.backward is None
 
 

@@ -235,6 +235,8 @@ def assert_close(
     assert actual.shape == exact.shape, f"{name} has shape {tuple(actual.shape)}, want {tuple(exact.shape)}"
     if not exact.numel():
         return
+    for what, y in ((name, actual), ("the plain computation of it", low)):
+        assert y.isfinite().all(), f"{what} is not finite: {int((~y.isfinite()).sum())} of {y.numel()} elements"
     error, yardstick = (actual.double() - exact).abs(), (low.double() - exact).abs()
     u = torch.finfo(actual.dtype).eps / 2
     for norm, order in (("largest", math.inf), ("2-norm", 2)):

@@ -132,3 +132,11 @@ def test_explain_says_which_and_why():
 def test_report_names_every_backend():
     names = [name for name, _ in dispatch.report("lightning", torch.device("cpu"))]
     assert sorted(names) == sorted(dispatch.kernels("lightning"))
+
+
+def test_a_backend_without_backward_is_differentiated_as_it_is(monkeypatch):
+    oracle = dispatch.kernels("lightning")["reference"]
+    monkeypatch.setitem(dispatch.kernels("lightning"), "oracle", oracle._replace(name="oracle"))
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    fulmen.lightning_attention(q, q, q, backend="oracle").sum().backward()
+    assert q.grad is not None

@@ -55,7 +55,8 @@ def powers(decay: Tensor | None, scale: float, C: int, like: Tensor) -> Powers:
     distance = r[:, None] - r[None, :]
     if decay is None:
         return Powers((distance >= 0).to(like.dtype).mul_(scale)[None, None], scale, None, None)
-    each = torch.exp(-decay.double()).view(-1, 1).repeat(1, C + 1)
+    exact = torch.float32 if like.device.type == "mps" else torch.float64  # MPS has no fp64
+    each = torch.exp(-decay.to(exact)).view(-1, 1).repeat(1, C + 1)
     each[:, 0] = 1.0
     table = each.cumprod(1).to(like.dtype)  # (H, C + 1): lambda^0 .. lambda^C
     mask = torch.where(distance >= 0, table[:, distance.clamp(min=0)] * scale, 0.0)

@@ -3,8 +3,8 @@
     o_t = scale * sum_{j <= t} exp(-s_h (t - j)) (q_t . k_j) v_j        s = 0 without decay
 
 or, token by token, S_t = exp(-s) S_{t-1} + k_t v_t^T and o_t = scale * q_t S_t, which is why cost grows with N and
-not with N^2. This file is the whole story of a call: check, build the spec, cross one `torch.library` boundary,
-let `dispatch.pick` choose, and in the backward do the same again. Only q, k, v are saved.
+not with N^2. This file is the whole story of a call: check, build the spec, let `dispatch.pick` choose, and in the
+backward do the same again; nothing but the arguments is saved. Compilers and modes see two `torch.library` operators.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from fulmen import dispatch
@@ -118,7 +119,8 @@ def lightning_attn_func(
     variants = {"chunk_loop": "triton", "parallel": "triton_split"}
     if variant not in variants:
         raise ValueError(f"variant={variant!r}: must be one of {', '.join(map(repr, variants))}")
-    backend = "eager" if q.device.type == "cpu" else variants[variant]
+    on_gpu = isinstance(q, Tensor) and q.device.type != "cpu"
+    backend = variants[variant] if on_gpu else "eager"
     return lightning_attention(q, k, v, s, backend=backend)
 
 
@@ -143,10 +145,13 @@ def _check(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Residuals:
-    """One clear error for each wrong argument. Shapes only: values are checked in `_check_values`."""
+    """The tensors of a call as backends take them; one clear error for each wrong argument.
+
+    What would take a look at values is left to `_check_values`.
+    """
     given = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     for name, tensor in given.items():
-        if not (isinstance(tensor, Tensor) or (tensor is None and name not in "qkv")):
+        if not (isinstance(tensor, Tensor) or (tensor is None and name not in ("q", "k", "v"))):
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
     q, k, v = _autocast(q, k, v)
 
@@ -182,8 +187,8 @@ def _check(
                 f"{name}'s last dimension must be contiguous, its strides are {tuple(x.stride())} for shape "
                 f"{tuple(x.shape)}: call .contiguous() on it"
             )
-    if not scale or scale != scale or scale in (float("inf"), float("-inf")):
-        raise ValueError(f"scale={scale}: must be finite and not 0")
+    if not 1e-30 <= abs(scale) <= 1e30:
+        raise ValueError(f"scale={scale}: its magnitude must be 1e-30 to 1e30, for fp32 arithmetic")
     _check_decay(q, decay)
     _check_states(q, initial_state, cu_seqlens, E)
     slopes = None if decay is None else decay.detach().reshape(H).contiguous()
@@ -410,7 +415,8 @@ def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Any,
     x = Residuals(*ctx.saved_tensors)
     if do is None:  # only the state was used
         do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
-    run = _backward if _unwatched(do) and not torch.is_grad_enabled() else torch.ops.fulmen.lightning_backward
+    plain = _unwatched(*x, do, dstate) and not torch.is_grad_enabled()
+    run = _backward if plain else torch.ops.fulmen.lightning_backward
     dq, dk, dv, dinitial = run(*x, do, dstate if ctx.with_state else None, ctx.scale, ctx.backend)
     return dq, dk, dv, None, None if x.initial_state is None else dinitial, None, None, None, None
 
@@ -443,21 +449,23 @@ class LightningFunction(torch.autograd.Function):
         return _gradients(ctx, *grads)
 
 
-def _unwatched(x: Tensor) -> bool:
-    """Whether nothing but eager PyTorch will look at the call: no compiler, no fake tensor, no dispatch mode."""
+def _unwatched(*tensors: Tensor | None) -> bool:
+    """Whether nothing but eager PyTorch looks at the call: no compiler, tensor subclass, dispatch mode or transform."""
     return (
         not torch.compiler.is_compiling()
-        and (type(x) is Tensor or type(x) is torch.nn.Parameter)
         and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
     )
 
 
-def _refuse_transforms(x: Residuals) -> None:
-    """What would come out wrong or as a riddle: forward-mode derivatives and torch.func."""
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if transformed or (
-        forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in x[:3])
-    ):
+def _refuse_derivatives_we_lack(x: Residuals) -> None:
+    """Forward mode would silently give zeros, torch.func.grad a riddle."""
+    func = None if torch.compiler.is_compiling() else torch._C._functorch.peek_interpreter_stack()
+    forward_mode = forward_ad._current_level >= 0 and any(
+        t is not None and t.is_floating_point() and forward_ad.unpack_dual(t).tangent is not None for t in x
+    )
+    if forward_mode or (func is not None and func.key() in (TransformType.Grad, TransformType.Jvp)):
         raise NotImplementedError(
             "lightning_attention has no forward-mode derivative and no torch.func rules; backend='reference' has both"
         )
@@ -469,9 +477,8 @@ def _attend(x: Residuals, scale: float, with_state: bool, backend: str) -> tuple
         spec = _spec(x, scale, with_state)
         return dispatch.pick("lightning", spec, backend).forward(spec, x)
     inputs = (*x, scale, with_state, backend)
-    if not torch.compiler.is_compiling():
-        _refuse_transforms(x)
-    if not _unwatched(x.q):
+    _refuse_derivatives_we_lack(x)
+    if not _unwatched(*x):
         return torch.ops.fulmen.lightning_forward(*inputs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.initial_state)):
         return LightningFunction.apply(*inputs)

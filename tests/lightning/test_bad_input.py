@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -173,7 +174,7 @@ def test_unknown_variant():
 
 
 def test_unknown_backend():
-    with pytest.raises(ValueError, match=r"backend='cuda': lightning has eager, reference, triton.*'auto'"):
+    with pytest.raises(ValueError, match=r"backend='cuda': lightning has .*eager, .*reference, .*triton.*'auto'"):
         fulmen.lightning_attention(GOOD.q, GOOD.k, GOOD.v, backend="cuda")
 
 
@@ -265,3 +266,29 @@ def test_wrong_cu_seqlens_on_a_gpu_reads_nothing_foreign():
     wrong = torch.tensor([-5, 100, 50], dtype=torch.int32, device="cuda")
     assert torch.equal(fulmen.lightning_attention(x.q, x.k, x.v, cu_seqlens=wrong)[:, :, :100], good[:, :, :100])
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "decay", "initial_state", "cu_seqlens"])
+def test_what_is_no_tensor(name):
+    arguments = {"q": GOOD.q, "k": GOOD.k, "v": GOOD.v, name: [1.0]}
+    with pytest.raises(ValueError, match=f"{name} is a list, must be a torch.Tensor"):
+        fulmen.lightning_attention(**arguments)
+
+
+def test_explain_checks_like_the_call():
+    with pytest.raises(ValueError, match="k has head dim 8, must have q's D=16"):
+        fulmen.explain("lightning", GOOD.q, GOOD.k[..., :8], GOOD.v)
+
+
+def test_forward_mode_and_transforms_are_refused():
+    """Rather than a zero tangent: only plain PyTorch has these derivatives."""
+    sentence = "no forward-mode derivative and no torch.func rules; backend='reference'"
+    with pytest.raises(NotImplementedError, match=sentence):
+        torch.func.jvp(lambda q: fulmen.lightning_attention(q, GOOD.k, GOOD.v), (GOOD.q,), (GOOD.q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(STATE, STATE)
+        with pytest.raises(NotImplementedError, match=sentence):
+            fulmen.lightning_attention(GOOD.q, GOOD.k, GOOD.v, initial_state=dual)
+    attend = functools.partial(fulmen.lightning_attention, k=GOOD.k, v=GOOD.v, backend="reference")
+    _, tangent = torch.func.jvp(attend, (GOOD.q,), (GOOD.q,))
+    torch.testing.assert_close(tangent, attend(GOOD.q))  # linear in q

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import fulmen
@@ -18,6 +20,7 @@ from fulmen.lightning.op import spec_of
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(dispatch.kernels("lightning"))
+BACKEND_MODULES = tuple(f"fulmen.lightning.{name}" for name in BACKENDS)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 FULL = {"E": 24, "H_KV": 2, "decay": "mixed", "scale": 0.5, "initial_state": True}
@@ -172,7 +175,7 @@ def test_fp16_state_beyond_65504(backend, device):
     assert all(y is None or y.isfinite().all() for y in out)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if dispatch.kernels("lightning")[b].backward is not None])
 def test_double_backward_raises(backend):
     x = testing.inputs(1, 2, 20, 16)
     serving(x, backend)
@@ -211,7 +214,7 @@ def test_layout_follows_q(backend):
     """A (B, N, H, D) model gets (B, N, H, E) memory back, and gradients like their inputs: no copies."""
     x = testing.inputs(2, 2, 40, 16, E=24, layout="bnhd")
     serving(x, backend)
-    if backend == "reference":
+    if dispatch.kernels("lightning")[backend].backward is None:
         pytest.skip("an oracle: its layout is whatever PyTorch makes of it")
     out = testing.evaluate(testing.backend(backend), x)
     for name in ("o", "dq", "dk", "dv"):
@@ -223,7 +226,28 @@ def test_layout_follows_q(backend):
 
 def test_no_graph_is_kept_without_grad():
     x = testing.inputs(1, 2, 40, 16)
-    assert not fulmen.lightning_attention(x.q, x.k, x.v).requires_grad
+    with torch.no_grad():
+        assert not fulmen.lightning_attention(x.q.requires_grad_(), x.k, x.v).requires_grad
+    assert fulmen.lightning_attention(x.q, x.k, x.v).requires_grad
+
+
+def test_fake_tensors_and_subclasses_go_through_the_operator():
+    """Also where q itself is plain: the fast path must not look past the other arguments."""
+    x = testing.inputs(1, 2, 40, 16)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x.k)
+        assert isinstance(fulmen.lightning_attention(mode.from_tensor(x.q), fake, fake), FakeTensor)
+    double = TwoTensor(x.k, x.k * 3)
+    o = fulmen.lightning_attention(x.q, double, x.v)
+    assert isinstance(o, TwoTensor)
+    torch.testing.assert_close(o.b, 3 * o.a, rtol=1e-4, atol=1e-3)
+
+
+def test_vmap():
+    q, k, v = (testing.inputs(3, 2, 40, 16)[i].unsqueeze(1) for i in range(3))
+    torch.testing.assert_close(
+        torch.vmap(fulmen.lightning_attention)(q, k, v)[:, 0], fulmen.lightning_attention(q[:, 0], k[:, 0], v[:, 0])
+    )
 
 
 # ------------------------------------------------------------------------------------------------ import
@@ -240,7 +264,9 @@ def test_import_loads_no_compiler_and_no_backend():
     code = "import sys, torch; before = set(sys.modules); import fulmen; fulmen.lightning_attention;"
     added = python(f"{code} print(*sorted(set(sys.modules) - before))").split()
     assert "fulmen.lightning.op" in added
-    assert not [name for name in added if name.startswith("triton") or name.endswith((".eager", ".triton"))]
+    assert not [
+        name for name in added if name.startswith(("triton", "torch._dynamo")) or name.startswith(BACKEND_MODULES)
+    ]
 
 
 def test_import_time():
