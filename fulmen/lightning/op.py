@@ -436,7 +436,7 @@ torch.library.register_autograd("fulmen::lightning_backward", _no_second_derivat
 
 
 class LightningFunction(torch.autograd.Function):
-    """The gradient registered above, for plain eager calls: `torch.library`'s own wrapper costs 50 us more a call."""
+    """The gradient registered above, for plain eager calls, past the dispatcher's Python wrappers."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
