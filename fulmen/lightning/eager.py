@@ -12,7 +12,8 @@ whole = lambda^C. The backward is the adjoint, right to left, with dS' the gradi
     dp = (do v^T) * mask,  dq = dp k + (do S^T) * into
     dk = dp^T q + (v dS'^T) * left,  dv = p^T do + (k dS') * left,  dS = dS' * whole + (q * into)^T do
 
-Nothing but q, k, v is saved; a panel bounds the memory of p and dp. bf16 and fp16 compute in fp32.
+Nothing but q, k, v is saved; a panel bounds the memory of states, and within it heads are taken in parts whose p and
+dp stay in the cache. bf16 and fp16 compute in fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from fulmen.dispatch import register
 from fulmen.lightning.op import LightningSpec, Residuals, empty_rows, empty_states
 
 CHUNK = 64  # rows; on 2 CPU cores, H8 N4096 D64: 12 ms forward, against 14 with 32 and 15 with 128
-PANEL_BYTES = 32 << 20  # of p
+PANEL_BYTES = 32 << 20  # of p over all heads: bounds the memory
+PART_BYTES = 4 << 20  # of p at a time: stays in the cache, and its memory is used again
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -64,6 +66,9 @@ def powers(decay: Tensor | None, scale: float, C: int, like: Tensor) -> Powers:
     return Powers(mask[:, None], column[:, :, 1:] * scale, column[:, :, :C].flip(2), table[:, C].view(-1, 1, 1))
 
 
+Part = tuple[slice, slice]  # of the batches and of the query heads
+
+
 class Panel(NamedTuple):
     """`chunks` chunks of C rows from row `begin`."""
 
@@ -80,20 +85,31 @@ class Panel(NamedTuple):
         x = self.rows(x).to(dtype)
         return (x.repeat_interleave(group, dim=1) if group > 1 else x).contiguous()
 
-    def write(
-        self, x: Tensor, group: int, a: Tensor, state: Tensor, w: Tensor | float | None, p: Tensor, c: Tensor
-    ) -> None:
-        """Rows of x = (a state) * w + p c, summed over query heads that share a stored head."""
-        rows = self.rows(x)
-        direct = group == 1 and rows.dtype == a.dtype and rows.is_contiguous()
-        out = rows if direct else a.new_empty(*a.shape[:4], x.shape[3])
-        flat = out.flatten(0, 2)
-        torch.bmm(a.flatten(0, 2), state.flatten(0, 2), out=flat)
-        if w is not None:
-            out.mul_(w)
-        flat.baddbmm_(p.flatten(0, 2), c.flatten(0, 2))
-        if not direct:
-            rows.copy_(out.unflatten(1, (-1, group)).sum(2) if group > 1 else out)
+    def parts(self, spec: LightningSpec) -> list[Part]:
+        """Cuts batches and heads so that p of a part stays in the cache; heads that share k, v stay together."""
+        group = spec.H // spec.H_KV
+        heads = max(1, PART_BYTES // (4 * self.chunks * self.C * self.C * group)) * group
+        if heads < spec.H:
+            return [(slice(b, b + 1), slice(h, h + heads)) for b in range(spec.B) for h in range(0, spec.H, heads)]
+        batches = heads // spec.H
+        return [(slice(b, b + batches), slice(None)) for b in range(0, spec.B, batches)]
+
+
+def write(x: Tensor, part: Part, a: Tensor, state: Tensor, w: Tensor | float | None, p: Tensor, c: Tensor) -> None:
+    """That part of the rows x = (a state) * w + p c, summed over query heads that share a stored head of x."""
+    group = a.shape[1] // x.shape[1]
+    batches, heads = part
+    stored = heads if heads.start is None else slice(heads.start // group, heads.stop // group)
+    rows, a, state, c = x[batches, stored], a[part], state[part], c[part]
+    direct = group == 1 and rows.dtype == a.dtype and rows.is_contiguous()
+    out = rows if direct else a.new_empty(*a.shape[:4], x.shape[4])
+    flat = out.flatten(0, 2)
+    torch.bmm(a.flatten(0, 2), state.flatten(0, 2), out=flat)
+    if w is not None:
+        out.mul_(of_heads(w, heads))
+    flat.baddbmm_(p.flatten(0, 2), c.flatten(0, 2))
+    if not direct:
+        rows.copy_(out.unflatten(1, (-1, group)).sum(2) if group > 1 else out)
 
 
 def panels(begin: int, end: int, heads: int) -> list[Panel]:
@@ -103,8 +119,27 @@ def panels(begin: int, end: int, heads: int) -> list[Panel]:
     return cut + ([Panel(begin + full * CHUNK, 1, tail)] if tail else [])
 
 
-def weigh(x: Tensor, w: Tensor | float | None) -> Tensor:
-    return x if w is None or (isinstance(w, float) and w == 1.0) else x * w
+def of_heads(w: Tensor | float, heads: slice) -> Tensor | float:
+    """The factors of these heads; without decay there is one for all."""
+    return w if isinstance(w, float) or w.shape[0] == 1 else w[heads]
+
+
+def weigh(x: Tensor, w: Tensor | float | None, heads: slice) -> Tensor:
+    return x if w is None or (isinstance(w, float) and w == 1.0) else x * of_heads(w, heads)
+
+
+def added(a: Tensor, w: Tensor | float | None, b: Tensor, parts: list[Part]) -> Tensor:
+    """What each chunk adds to the state, (a * w)^T b: (B, H, chunks, D, E)."""
+    steps = a.new_empty(*a.shape[:3], a.shape[4], b.shape[4])
+    for part in parts:
+        left = weigh(a[part], w, part[1]).flatten(0, 2)
+        torch.bmm(left.mT, b[part].flatten(0, 2), out=steps[part].flatten(0, 2))
+    return steps
+
+
+def masked(a: Tensor, b: Tensor, mask: Tensor, part: Part) -> Tensor:
+    """(a b^T) * mask of a part."""
+    return (a[part] @ b[part].mT).mul_(of_heads(mask, part[1]))
 
 
 def scan(steps: Tensor, state: Tensor, whole: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
@@ -139,9 +174,11 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
         state = states[which]
         for panel in panels(begin, end, spec.B * spec.H):
             w = powers(x.decay, spec.scale, panel.C, state)
+            parts = panel.parts(spec)
             q, k, v = (panel.of(t, g, state.dtype) for t, g in ((x.q, 1), (x.k, group), (x.v, group)))
-            entering, state = scan(weigh(k, w.left).mT @ v, state, w.whole)
-            panel.write(o, 1, q, entering, w.into, (q @ k.mT).mul_(w.mask), v)
+            entering, state = scan(added(k, w.left, v, parts), state, w.whole)
+            for part in parts:
+                write(panel.rows(o), part, q, entering, w.into, masked(q, k, w.mask, part), v)
         states[which] = state
     return o, states if spec.with_final_state else None
 
@@ -159,18 +196,20 @@ def backward(
         for panel in cut[:-1]:
             w = powers(x.decay, spec.scale, panel.C, states)
             k, v = (panel.of(t, group, states.dtype) for t in (x.k, x.v))
-            starts.append(scan(weigh(k, w.left).mT @ v, starts[-1], w.whole)[1])
+            starts.append(scan(added(k, w.left, v, panel.parts(spec)), starts[-1], w.whole)[1])
         dstate = dstates[which]
         for panel, start in zip(reversed(cut), reversed(starts), strict=True):
             w = powers(x.decay, spec.scale, panel.C, states)
+            parts = panel.parts(spec)
             q, do_, k, v = (panel.of(t, g, states.dtype) for t, g in ((x.q, 1), (do, 1), (x.k, group), (x.v, group)))
-            entering, _ = scan(weigh(k, w.left).mT @ v, start, w.whole)
-            dp = (do_ @ v.mT).mul_(w.mask)
-            panel.write(dq, 1, do_, entering.mT, w.into, dp, k)
-            leaving, dstate = scan(weigh(q, w.into).mT @ do_, dstate, w.whole, reverse=True)
-            panel.write(dk, group, v, leaving.mT, w.left, dp.mT, q)
-            p = (q @ k.mT).mul_(w.mask)
-            panel.write(dv, group, k, leaving, w.left, p.mT, do_)
+            entering, _ = scan(added(k, w.left, v, parts), start, w.whole)
+            leaving, dstate = scan(added(q, w.into, do_, parts), dstate, w.whole, reverse=True)
+            for part in parts:
+                dp = masked(do_, v, w.mask, part)
+                write(panel.rows(dq), part, do_, entering.mT, w.into, dp, k)
+                write(panel.rows(dk), part, v, leaving.mT, w.left, dp.mT, q)
+                p = masked(q, k, w.mask, part)
+                write(panel.rows(dv), part, k, leaving, w.left, p.mT, do_)
         dstates[which] = dstate
     return dq, dk, dv, None if x.initial_state is None else dstates
 
