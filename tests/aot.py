@@ -83,8 +83,9 @@ def launches(case: Case) -> list[Any]:
     import torch
 
     from fulmen import testing
+    from fulmen.boundary import empty_rows
     from fulmen.hardware import TARGETS
-    from fulmen.lightning.op import Residuals, empty_rows, spec_of
+    from fulmen.lightning.op import Residuals, spec_of
     from fulmen.lightning.triton import Gradients
 
     module = importlib.import_module(f"fulmen.lightning.{case.backend}")

@@ -9,17 +9,25 @@ backward do the same again; nothing but the arguments is saved. Compilers and mo
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch.autograd import forward_ad
 
 from fulmen import dispatch
+from fulmen.boundary import (
+    autocast,
+    check_offset_values,
+    check_offsets,
+    check_qkv,
+    check_scale,
+    empty_rows,
+    no_second_derivative,
+    outside_autocast,
+    refuse_derivatives_we_lack,
+    require_tensors,
+    unwatched,
+)
 
 MAX_HEAD_DIM = 256
 
@@ -127,15 +135,6 @@ def lightning_attn_func(
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inside torch.autocast q, k, v take the autocast dtype, as in torch's own attention."""
-    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
-
-
 def _check(
     q: Tensor,
     k: Tensor,
@@ -149,46 +148,13 @@ def _check(
 
     What would take a look at values is left to `_check_values`.
     """
-    given = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    for name, tensor in given.items():
-        if not (isinstance(tensor, Tensor) or (tensor is None and name not in ("q", "k", "v"))):
-            raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
-    q, k, v = _autocast(q, k, v)
-
-    def got() -> str:
-        return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has {x.ndim} dimensions, must have 4: (B, heads, N, head dim); {got()}")
-    (B, H, N, D), (B_K, H_KV, N_K, D_K), (B_V, H_V, N_V, E) = q.shape, k.shape, v.shape
-    if B_K != B or N_K != N:
-        raise ValueError(f"k must share B={B} and N={N} with q; {got()}")
-    if B_V != B or N_V != N:
-        raise ValueError(f"v must share B={B} and N={N} with q; {got()}")
-    if D_K != D:
-        raise ValueError(f"k has head dim {D_K}, must have q's D={D}; {got()}")
-    if H_V != H_KV:
-        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}; {got()}")
-    if (H_KV == 0 and H != 0) or (H_KV != 0 and H % H_KV != 0):
-        raise ValueError(f"k and v have {H_KV} heads, which must divide q's H={H}; {got()}")
-    if not (1 <= D <= MAX_HEAD_DIM and 1 <= E <= MAX_HEAD_DIM):
-        raise ValueError(f"head dims must be 1 to {MAX_HEAD_DIM}: D={D}, E={E}; {got()}")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"q is {q.dtype}, must be bfloat16, float16, float32 or float64")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype}, must be q's {q.dtype}: cast one of them")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            raise ValueError(
-                f"{name}'s last dimension must be contiguous, its strides are {tuple(x.stride())} for shape "
-                f"{tuple(x.shape)}: call .contiguous() on it"
-            )
-    if not 1e-30 <= abs(scale) <= 1e30:
-        raise ValueError(f"scale={scale}: its magnitude must be 1e-30 to 1e30, for fp32 arithmetic")
+    require_tensors(
+        {"q": q, "k": k, "v": v}, {"decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    )
+    q, k, v = autocast(q, k, v)
+    check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
+    H, E = q.shape[1], v.shape[3]
+    check_scale(scale)
     _check_decay(q, decay)
     _check_states(q, initial_state, cu_seqlens, E)
     slopes = None if decay is None else decay.detach().reshape(H).contiguous()
@@ -214,14 +180,7 @@ def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | 
     B, H, _, D = q.shape
     states = B
     if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, must be (sequences + 1,)")
-        if cu_seqlens.dtype != torch.int32:
-            raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}, must be int32")
-        if cu_seqlens.device != q.device:
-            raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, must be on q's {q.device}")
-        if B != 1:
-            raise ValueError(f"cu_seqlens packs sequences along N, so B must be 1; got q {tuple(q.shape)}")
+        check_offsets("cu_seqlens", cu_seqlens, q)
         states = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         want = (states, H, D, E)
@@ -244,18 +203,7 @@ def _check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> No
     """What a look at values costs nothing for: tensors on the CPU."""
     if decay is not None and decay.device.type == "cpu" and not bool(((decay >= 0) & decay.isfinite()).all()):
         raise ValueError(f"decay must be finite and >= 0 (the state decays as exp(-decay)); got {decay.tolist()}")
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-        ends = cu_seqlens.tolist()
-        if ends[0] != 0:
-            raise ValueError(f"cu_seqlens must start at 0; got {_brief(ends)}")
-        if any(a > b for a, b in itertools.pairwise(ends)):
-            raise ValueError(f"cu_seqlens must not decrease; got {_brief(ends)}")
-        if ends[-1] != N:
-            raise ValueError(f"cu_seqlens must end at N={N}; got {_brief(ends)}")
-
-
-def _brief(values: list[int]) -> str:
-    return str(values if len(values) <= 16 else [*values[:8], "...", *values[-8:]])
+    check_offset_values("cu_seqlens", cu_seqlens, N)
 
 
 def spec_of(
@@ -311,18 +259,6 @@ def plain_spec(device: torch.device) -> LightningSpec:
 # -------------------------------------------------------------------------- allocation, shared by backends
 
 
-def empty_rows(x: Tensor, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty (B, heads, N, size) tensor whose memory order of B, heads and N follows x's strides."""
-    B, _, N, _ = x.shape
-    if x.is_contiguous():
-        return torch.empty(B, heads, N, size, dtype=dtype or x.dtype, device=x.device)
-    order = sorted(range(3), key=x.stride, reverse=True)
-    shape = [(B, heads, N)[i] for i in order] + [size]
-    out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-    back = [order.index(i) for i in range(3)]
-    return out.permute(*back, 3)
-
-
 def empty_states(q: Tensor, sequences: int, E: int) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return torch.empty(sequences, q.shape[1], q.shape[3], E, dtype=dtype, device=q.device)
@@ -355,20 +291,7 @@ def _nothing(x: Residuals) -> Tensor:
     return x.q.new_empty(0, dtype=torch.float32)
 
 
-def _outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Dtypes were settled in `_check`; inside, autocast must not touch what a backend computes in fp32."""
-
-    @functools.wraps(implementation)
-    def run(q: Tensor, *args: Any) -> Any:
-        if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
-            return implementation(q, *args)
-        with torch.autocast(q.device.type, enabled=False):
-            return implementation(q, *args)
-
-    return run
-
-
-@_outside_autocast
+@outside_autocast
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     *tensors, scale, with_state, backend = args
     x = Residuals(*tensors)
@@ -386,7 +309,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return o, empty_states(x.q, states, x.v.shape[3]) if with_state else _nothing(x)
 
 
-@_outside_autocast
+@outside_autocast
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, do, dstate, scale, backend = args
     x = Residuals(*tensors)
@@ -415,16 +338,10 @@ def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Any,
     x = Residuals(*ctx.saved_tensors)
     if do is None:  # only the state was used
         do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
-    plain = _unwatched(*x, do, dstate) and not torch.is_grad_enabled()
+    plain = unwatched(*x, do, dstate) and not torch.is_grad_enabled()
     run = _backward if plain else torch.ops.fulmen.lightning_backward
     dq, dk, dv, dinitial = run(*x, do, dstate if ctx.with_state else None, ctx.scale, ctx.backend)
     return dq, dk, dv, None, None if x.initial_state is None else dinitial, None, None, None, None
-
-
-def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    raise NotImplementedError(
-        "lightning_attention has no second derivative; backend='reference' is twice differentiable"
-    )
 
 
 _lib.impl("lightning_forward", _forward, "CompositeExplicitAutograd")
@@ -432,7 +349,7 @@ _lib.impl("lightning_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("fulmen::lightning_forward", _forward_fake, lib=_lib)
 torch.library.register_fake("fulmen::lightning_backward", _backward_fake, lib=_lib)
 torch.library.register_autograd("fulmen::lightning_forward", _gradients, setup_context=_save, lib=_lib)
-torch.library.register_autograd("fulmen::lightning_backward", _no_second_derivative, lib=_lib)
+torch.library.register_autograd("fulmen::lightning_backward", no_second_derivative("lightning_attention"), lib=_lib)
 
 
 class LightningFunction(torch.autograd.Function):
@@ -449,36 +366,14 @@ class LightningFunction(torch.autograd.Function):
         return _gradients(ctx, *grads)
 
 
-def _unwatched(*tensors: Tensor | None) -> bool:
-    """Whether nothing but eager PyTorch looks at the call: no compiler, tensor subclass, dispatch mode or transform."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
-    )
-
-
-def _refuse_derivatives_we_lack(x: Residuals) -> None:
-    """Forward mode would silently give zeros, torch.func.grad a riddle."""
-    func = None if torch.compiler.is_compiling() else torch._C._functorch.peek_interpreter_stack()
-    forward_mode = forward_ad._current_level >= 0 and any(
-        t is not None and t.is_floating_point() and forward_ad.unpack_dual(t).tangent is not None for t in x
-    )
-    if forward_mode or (func is not None and func.key() in (TransformType.Grad, TransformType.Jvp)):
-        raise NotImplementedError(
-            "lightning_attention has no forward-mode derivative and no torch.func rules; backend='reference' has both"
-        )
-
-
 def _attend(x: Residuals, scale: float, with_state: bool, backend: str) -> tuple[Tensor, Tensor]:
     if dispatch.differentiable_as_it_is("lightning", backend):  # plain PyTorch: no boundary to cross
         _check_values(x.decay, x.cu_seqlens, x.q.shape[2])
         spec = _spec(x, scale, with_state)
         return dispatch.pick("lightning", spec, backend).forward(spec, x)
     inputs = (*x, scale, with_state, backend)
-    _refuse_derivatives_we_lack(x)
-    if not _unwatched(*x):
+    refuse_derivatives_we_lack("lightning_attention", x)
+    if not unwatched(*x):
         return torch.ops.fulmen.lightning_forward(*inputs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.initial_state)):
         return LightningFunction.apply(*inputs)

@@ -37,8 +37,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import hardware
+from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.lightning.op import LightningSpec, Residuals, empty_rows, empty_states
+from fulmen.lightning.op import LightningSpec, Residuals, empty_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strides are 64-bit run-time values
@@ -77,12 +78,13 @@ def config(spec: LightningSpec, hw: hardware.Hardware) -> Config:
     dev/ladder_lightning.md for the tiles that lost). Rows without a figure were compiled, not measured.
     """
     K = block(max(spec.D, spec.E))
-    if spec.dtype == torch.float32:
-        return Config(16, 32, 4, 2)  # on the CUDA cores; D64: 6 % and 3 %
-    if K > 128:
-        return Config(32, 64, 8, 2)  # D256: 17 % and 10 %
     roomy = hw.smem_bytes > 200_000
-    if hw.arch // 10 == 9 and roomy:  # wgmma: one warp group multiplies 64 rows at a time
+    hopper = hw.arch // 10 == 9 and roomy
+    if spec.dtype == torch.float32:  # on the CUDA cores
+        return Config(16, 64 if hopper and K <= 128 else 32, 4, 2)  # D64: 6 % and 3 %
+    if K > 128:
+        return Config(32, 64, 4, 3) if hopper and spec.D == spec.E else Config(32, 64, 8, 2)  # D256: 17 % and 10 %
+    if hopper:  # wgmma: one warp group multiplies 64 rows at a time
         return Config(64, 64, 4, 4)  # D64: 90 % and 63 %; D128: 83 % and 52 %, with decay 74 % and 45 %
     if hw.arch // 10 == 10 and roomy:  # tcgen05, accumulators in tensor memory
         return Config(64, 64, 8, 3)
@@ -274,7 +276,7 @@ def lightning_sweep_kernel(
 
     for start in range(0, length, C):
         left = length - start
-        mask_c = place < left
+        mask_c = offs_c >= C - left if REVERSE else offs_c < left  # place < left, in fewer registers
         b = tl.load(b_ptr + offs_b, mask=mask_c[:, None] & mask_k[None, :], other=0.0)  # [C, K]
         c = tl.load(c_ptr + offs_cv, mask=mask_c[:, None] & mask_v[None, :], other=0.0)  # [C, V]
         c_late = tl.trans(c)

@@ -1,0 +1,166 @@
+"""Where PyTorch ends and our kernels begin: what every operation does with the tensors it is handed.
+
+Autocast, tensor subclasses, compilers, dispatch modes and function transforms are PyTorch's ways to look at a call.
+An op asks `unwatched` whether any is there: if not, it runs its backend at once; if so, it goes through its
+`torch.library` operator, which all of them understand.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
+
+# --------------------------------------------------------------------------------------------- checks
+
+
+def require_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
+    for name, x in (required | {n: x for n, x in optional.items() if x is not None}).items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}, must be a torch.Tensor")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool) -> None:
+    """One clear error for what is wrong with q (B, H, N, D), k (B, H_KV, N_KV, D) and v (B, H_KV, N_KV, E)."""
+
+    def got() -> str:
+        return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has {x.ndim} dimensions, must have 4: (B, heads, N, head dim); {got()}")
+    (B, H, N, D), (B_K, H_KV, N_K, D_K), (B_V, H_V, N_V, E) = q.shape, k.shape, v.shape
+    if B_K != B or (same_length and N_K != N):
+        raise ValueError(f"k must share B={B}{f' and N={N}' if same_length else ''} with q; {got()}")
+    if B_V != B or N_V != N_K:
+        raise ValueError(f"v must share B={B} and N={N_K} with k; {got()}")
+    if D_K != D:
+        raise ValueError(f"k has head dim {D_K}, must have q's D={D}; {got()}")
+    if H_V != H_KV:
+        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}; {got()}")
+    if (H_KV == 0 and H != 0) or (H_KV != 0 and H % H_KV != 0):
+        raise ValueError(f"k and v have {H_KV} heads, which must divide q's H={H}; {got()}")
+    if not (1 <= D <= max_head_dim and 1 <= E <= max_head_dim):
+        raise ValueError(f"head dims must be 1 to {max_head_dim}: D={D}, E={E}; {got()}")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"q is {q.dtype}, must be bfloat16, float16, float32 or float64")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype}, must be q's {q.dtype}: cast one of them")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            raise ValueError(
+                f"{name}'s last dimension must be contiguous, its strides are {tuple(x.stride())} for shape "
+                f"{tuple(x.shape)}: call .contiguous() on it"
+            )
+
+
+def check_scale(scale: float) -> None:
+    if not 1e-30 <= abs(scale) <= 1e30:
+        raise ValueError(f"scale={scale}: its magnitude must be 1e-30 to 1e30, for fp32 arithmetic")
+
+
+def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
+    """`offsets` of packed sequences, by shape; their values are `check_offset_values`' matter."""
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} has shape {tuple(offsets.shape)}, must be (sequences + 1,)")
+    if offsets.dtype != torch.int32:
+        raise ValueError(f"{name} is {offsets.dtype}, must be int32")
+    if offsets.device != q.device:
+        raise ValueError(f"{name} is on {offsets.device}, must be on q's {q.device}")
+    if q.shape[0] != 1:
+        raise ValueError(f"{name} packs sequences along N, so B must be 1; got q {tuple(q.shape)}")
+
+
+def check_offset_values(name: str, offsets: Tensor | None, N: int) -> None:
+    """On the CPU, where a look at values costs nothing: they rise from 0 to N."""
+    if offsets is None or offsets.device.type != "cpu":
+        return
+    ends = offsets.tolist()
+    if ends[0] != 0:
+        raise ValueError(f"{name} must start at 0; got {_brief(ends)}")
+    if any(a > b for a, b in itertools.pairwise(ends)):
+        raise ValueError(f"{name} must not decrease; got {_brief(ends)}")
+    if ends[-1] != N:
+        raise ValueError(f"{name} must end at N={N}; got {_brief(ends)}")
+
+
+def _brief(values: list[int]) -> str:
+    return str(values if len(values) <= 16 else [*values[:8], "...", *values[-8:]])
+
+
+# --------------------------------------------------------------------------------------- allocation
+
+
+def empty_rows(x: Tensor, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty (B, heads, N, size) tensor whose memory order of B, heads and N follows x's strides."""
+    B, _, N, _ = x.shape
+    if x.is_contiguous():
+        return torch.empty(B, heads, N, size, dtype=dtype or x.dtype, device=x.device)
+    order = sorted(range(3), key=x.stride, reverse=True)
+    shape = [(B, heads, N)[i] for i in order] + [size]
+    out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    back = [order.index(i) for i in range(3)]
+    return out.permute(*back, 3)
+
+
+# -------------------------------------------------------------------------------- PyTorch looking on
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inside torch.autocast q, k, v take the autocast dtype, as in torch's own attention."""
+    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Dtypes were settled in the op's checks; inside, autocast must not touch what a backend computes in fp32."""
+
+    @functools.wraps(implementation)
+    def run(q: Tensor, *args: Any) -> Any:
+        if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+            return implementation(q, *args)
+        with torch.autocast(q.device.type, enabled=False):
+            return implementation(q, *args)
+
+    return run
+
+
+def unwatched(*tensors: Tensor | None) -> bool:
+    """Whether nothing but eager PyTorch looks at the call: no compiler, tensor subclass, dispatch mode or transform."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+    )
+
+
+def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:
+    """Forward mode would silently give zeros, torch.func.grad a riddle."""
+    func = None if torch.compiler.is_compiling() else torch._C._functorch.peek_interpreter_stack()
+    forward_mode = forward_ad._current_level >= 0 and any(
+        t is not None and t.is_floating_point() and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
+    if forward_mode or (func is not None and func.key() in (TransformType.Grad, TransformType.Jvp)):
+        raise NotImplementedError(
+            f"{op} has no forward-mode derivative and no torch.func rules; backend='reference' has both"
+        )
+
+
+def no_second_derivative(op: str) -> Callable[..., Any]:
+    def refuse(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(f"{op} has no second derivative; backend='reference' is twice differentiable")
+
+    return refuse
