@@ -1,4 +1,4 @@
-"""fulmen: lightning (linear) attention for PyTorch, forward and backward."""
+"""fulmen: lightning (linear) and softmax attention for PyTorch, forward and backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulmen import decay
     from fulmen.dispatch import explain
+    from fulmen.flash import flash_attention, flash_attention_with_lse
     from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
 
 __version__ = "0.1.0"
@@ -15,6 +16,8 @@ __version__ = "0.1.0"
 # public name -> module that holds it; loaded at first use, so that `fulmen --help` does not wait for torch
 _HOMES = {
     "explain": "fulmen.dispatch",
+    "flash_attention": "fulmen.flash.op",
+    "flash_attention_with_lse": "fulmen.flash.op",
     "lightning_attention": "fulmen.lightning.op",
     "lightning_attention_with_state": "fulmen.lightning.op",
     "lightning_attn_func": "fulmen.lightning.op",
@@ -23,6 +26,8 @@ _HOMES = {
 __all__ = [
     "decay",
     "explain",
+    "flash_attention",
+    "flash_attention_with_lse",
     "lightning_attention",
     "lightning_attention_with_state",
     "lightning_attn_func",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-OPS = ("lightning",)
+OPS = ("lightning", "flash")
 
 
 class Kernel(NamedTuple):

@@ -267,7 +267,7 @@ def empty_states(q: Tensor, sequences: int, E: int) -> Tensor:
 # ------------------------------------------------------------------------- the torch.library boundary
 
 
-_lib = torch.library.Library("fulmen", "DEF")
+_lib = torch.library.Library("fulmen", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? initial_state, Tensor? cu_seqlens"
 _lib.define(f"lightning_forward({_TENSORS}, float scale, bool with_state, str backend) -> (Tensor o, Tensor state)")
 _lib.define(
