@@ -48,7 +48,7 @@ def attend(spec: FlashSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
     if sinks is not None:
         s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], dim=3)
     if s.shape[3] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf)
+        return s @ v, s.sum(3) - torch.inf  # zeros and -inf, with gradients of zero
     blind = (s == -torch.inf).all(dim=3, keepdim=True)  # rows that see nothing; NaN must not enter their gradient
     s = s.masked_fill(blind, 0.0)
     lse = torch.logsumexp(s, dim=3)

@@ -1,0 +1,545 @@
+"""Softmax attention in Triton, forward and backward, for NVIDIA GPUs from compute capability 8.0 on.
+
+Forward: one program owns (b, h, BLOCK_M queries), keeps q, the output acc, the row maxima m and the sums l in
+registers and walks the keys its rows may see, BLOCK_N at a time, in base 2:
+
+    s = scale log2(e) q k^T,  m' = max(m, rowmax s),  p = 2^(s - m'),  a = 2^(m - m')
+    l = a l + rowsum p,  acc = a acc + p v;     at the end  o = acc / l,  lse = ln 2 (m + log2 l)
+
+Backward: two launches, no atomics, so the same result every time. p comes back as 2^(s - lse), and
+
+    flash_backward_dq_kernel    owns queries, walks keys:  delta = rowsum(do * o) - dlse (stored for the next launch),
+                                ds = p * (do v^T - delta),  dq = scale ds k
+    flash_backward_dkdv_kernel  owns keys, walks queries, of all heads that share them or of one:
+                                dv = p^T do,  dk = scale ds^T q
+
+The second computes s^T and ds^T, so that both are operands as they come out of the tensor cores: nothing is transposed.
+Seven products where five would do; the two more cost less than adding dq up in memory would. Where every query of a
+tile sees every key of a block no mask is computed: causal and windowed calls walk the edges in loops of their own.
+On Hopper and Blackwell the copy engine (TMA) loads the tiles of large calls; elsewhere, and for packed sequences,
+whose ends it does not know, pointers do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fulmen import hardware
+from fulmen.boundary import empty_rows
+from fulmen.dispatch import register
+from fulmen.flash.op import FlashSpec, Residuals, empty_lse
+from fulmen.launch import Launch, describable, repeat
+from fulmen.tiles import (
+    LN2,
+    LOG2E,
+    find_tile,
+    key_ranges,
+    load_rows,
+    offset_at,
+    padded,
+    query_ranges,
+    store_rows,
+    tanh,
+    visible,
+)
+
+MAX_ROW_STRIDE = 1 << 23  # up to here a tile's offsets fit 32 bits
+TMA_FLOPS = 8e9  # below, a call is over before its descriptors would be written
+
+
+def supports(spec: FlashSpec) -> str | None:
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies bf16 and fp16, and q is {spec.dtype}"
+    if spec.D % 8 or spec.E % 8 or min(spec.D, spec.E) < 16:
+        return f"head dims must be multiples of 8, 16 at least; D={spec.D}, E={spec.E}"
+    if spec.scale < 0:
+        return f"needs a positive scale, and it is {spec.scale}"
+    if spec.device.type == "cuda":
+        arch = hardware.of(spec.device).arch
+        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
+    if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
+        return "Triton's interpreter has no bf16 products" if spec.dtype == torch.bfloat16 else None
+    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
+
+
+def rank(spec: FlashSpec) -> float:
+    return 10.0 if spec.device.type == "cuda" else 2000.0  # interpreted: only when asked for by name
+
+
+# ------------------------------------------------------------------------------------------------ tiles
+
+
+class Config(NamedTuple):
+    own: int  # rows a program owns: of q in forward and dq, of k in dkdv
+    walk: int  # rows it takes at a time of the other side
+    num_warps: int
+    num_stages: int
+
+
+PASSES = ("forward", "dq", "dkdv")
+
+
+def config(spec: FlashSpec, hw: hardware.Hardware, pass_: str) -> Config:
+    """Tiles by what the chip multiplies with and can hold; beside a row TFLOP/s on an H200 (dev/ladder_flash.md),
+    causal and full, counting the products done. Rows without a figure were compiled, not measured."""
+    size = max(padded(spec.D), padded(spec.E))
+    if hw.arch // 10 in (9, 10) and hw.smem_bytes > 200_000:
+        rows = {
+            ("forward", 64): Config(64, 128, 4, 3 if spec.right == 0 else 2),  # 399, 486
+            ("forward", 128): Config(64, 64, 4, 3),  # 508, 538
+            ("forward", 256): Config(64, 64, 4, 2),
+            ("dq", 64): Config(64, 64, 4, 3),  # 597, 620
+            ("dq", 128): Config(128, 64, 8, 3),  # 656, 666
+            ("dq", 256): Config(64, 64, 8, 2),
+            ("dkdv", 64): Config(64, 128, 4, 2),  # 430, 512
+            ("dkdv", 128): Config(64, 64, 4, 2),  # 609, 599
+            ("dkdv", 256): Config(64, 64, 8, 1),
+        }
+    else:
+        rows = {
+            ("forward", 64): Config(128, 64, 4, 3),
+            ("forward", 128): Config(64, 64, 4, 2),
+            ("forward", 256): Config(64, 32, 8, 2),
+            ("dq", 64): Config(64, 64, 4, 2),
+            ("dq", 128): Config(64, 32, 4, 2),
+            ("dq", 256): Config(32, 32, 8, 1),
+            ("dkdv", 64): Config(64, 64, 4, 2),
+            ("dkdv", 128): Config(64, 32, 8, 1),
+            ("dkdv", 256): Config(32, 32, 8, 1),
+        }
+    return rows[pass_, max(size, 64)]
+
+
+# ---------------------------------------------------------------------------------------------- forward
+
+
+@triton.jit
+def open_tile(cu_q_ptr, cu_k_ptr, heads, N_Q, N_KV, OF_KEYS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Who am I: (head, first row, begin_q, length_q, begin_k, length_k), of `heads` times the tiles of q or k."""
+    pid = tl.program_id(0)
+    tiles = tl.num_programs(0) // heads
+    tile = pid % tiles  # tiles of a head run side by side, so that its keys stay in the L2 cache
+    head = pid // tiles
+    if REVERSE:  # the longest first
+        tile = tiles - 1 - tile
+    begin_q, begin_k = 0, 0
+    length_q, length_k = N_Q, N_KV
+    if cu_q_ptr is not None:
+        if OF_KEYS:
+            sequence, tile = find_tile(cu_k_ptr, tile, tiles - N_KV // BLOCK, N_KV, BLOCK)
+        else:
+            sequence, tile = find_tile(cu_q_ptr, tile, tiles - N_Q // BLOCK, N_Q, BLOCK)
+        begin_q = offset_at(cu_q_ptr, sequence, N_Q)
+        begin_k = offset_at(cu_k_ptr, sequence, N_KV)
+        length_q = tl.maximum(offset_at(cu_q_ptr, sequence + 1, N_Q) - begin_q, 0)
+        length_k = tl.maximum(offset_at(cu_k_ptr, sequence + 1, N_KV) - begin_k, 0)
+    return head, tile * BLOCK, begin_q, length_q, begin_k, length_k
+
+
+@triton.jit
+def forward_keys(
+    acc, m, l, q, k, v, strides, b, h_kv, position, begin_k, N, start, end, scale, softcap, left, right,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, LOAD: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys from `start` to `end` into acc, m and l."""
+    for n in tl.range(start, end, BLOCK_N):
+        k_n = load_rows(k, strides[1], b, h_kv, begin_k + n, begin_k + N, D, BLOCK_N, LOAD, MASK)
+        s = tl.dot(q, tl.trans(k_n))  # [M, N]
+        if softcap is not None:
+            s = tanh(s * (scale / softcap)) * (softcap * LOG2E)
+            factor = 1.0
+        else:
+            factor = scale * LOG2E
+        if MASK:
+            key = n + tl.arange(0, BLOCK_N)
+            seen = visible(position[:, None], key[None, :], left, right) & (key < N)[None, :]
+            s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new) if MASK else m_new
+        p = tl.exp2(s * factor - pivot[:, None])
+        alpha = tl.exp2(m - pivot)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v_n = load_rows(v, strides[2], b, h_kv, begin_k + n, begin_k + N, E, BLOCK_N, LOAD, MASK)
+        acc = tl.dot(p.to(v_n.dtype), v_n, acc)  # [M, E]
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def flash_forward_kernel(
+    q, k, v,  # pointers, or descriptors with LOAD "tma"
+    o, lse_ptr,
+    sinks_ptr,  # (H,), or None
+    cu_q_ptr, cu_k_ptr,  # (sequences + 1,), or None
+    strides,  # of q, k, v, o
+    B, H, GROUP, N_Q, N_KV,
+    scale,
+    softcap, left, right,  # or None
+    TOP_LEFT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOAD: tl.constexpr,
+):  # fmt: skip
+    head, m0, begin_q, N_Q_, begin_k, N_KV_ = open_tile(
+        cu_q_ptr, cu_k_ptr, B * H, N_Q, N_KV, False, right is not None, BLOCK_M
+    )
+    b = head // H
+    h = head % H
+    h_kv = h // GROUP
+    row = m0 + tl.arange(0, BLOCK_M)
+    shift = 0 if TOP_LEFT else N_KV_ - N_Q_
+    position = row + shift
+
+    # what stays resident
+    q_m = load_rows(q, strides[0], b, h, begin_q + m0, begin_q + N_Q_, D, BLOCK_M, LOAD, True)
+    acc = tl.zeros([BLOCK_M, padded(E)], tl.float32)
+    if sinks_ptr is not None:  # as if its logit had come first
+        m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+        l = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+
+    start, full_start, full_end, end = key_ranges(m0 + shift, m0 + BLOCK_M - 1 + shift, N_KV_, left, right, BLOCK_N)
+    if m0 >= N_Q_:  # a slot no packed sequence needs
+        full_end = full_start
+        end = start
+    if left is not None:
+        acc, m, l = forward_keys(
+            acc, m, l, q_m, k, v, strides, b, h_kv, position, begin_k, N_KV_, start, tl.minimum(full_start, end),
+            scale, softcap, left, right, D, E, BLOCK_N, LOAD, True,
+        )  # fmt: skip
+    acc, m, l = forward_keys(
+        acc, m, l, q_m, k, v, strides, b, h_kv, position, begin_k, N_KV_, full_start, full_end,
+        scale, softcap, left, right, D, E, BLOCK_N, LOAD, False,
+    )  # fmt: skip
+    acc, m, l = forward_keys(
+        acc, m, l, q_m, k, v, strides, b, h_kv, position, begin_k, N_KV_, full_end, end,
+        scale, softcap, left, right, D, E, BLOCK_N, LOAD, True,
+    )  # fmt: skip
+
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # a row that saw nothing is zero
+    store_rows(o, strides[3], b, h, begin_q + m0, begin_q + N_Q_, acc, E, BLOCK_M)
+    lse = (m + tl.log2(l)) * LN2
+    tl.store(lse_ptr + head.to(tl.int64) * N_Q + begin_q + row, lse, mask=row < N_Q_)
+
+
+# --------------------------------------------------------------------------------------------- backward
+
+
+@triton.jit
+def logits(s, scale, softcap):
+    """Base-2 logits of the products s = q k^T, and the slope of the cap (1 without)."""
+    if softcap is not None:
+        t = tanh(s * (scale / softcap))
+        return t * (softcap * LOG2E), 1.0 - t * t
+    else:
+        return s * (scale * LOG2E), 1.0
+
+
+@triton.jit
+def dq_keys(
+    dq, q, do, lse, delta, k, v, strides, b, h_kv, position, begin_k, N, start, end, scale, softcap, left, right,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, LOAD: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys from `start` to `end` give to dq, but for the factor `scale`."""
+    for n in tl.range(start, end, BLOCK_N):
+        k_n = load_rows(k, strides[1], b, h_kv, begin_k + n, begin_k + N, D, BLOCK_N, LOAD, MASK)
+        v_n = load_rows(v, strides[2], b, h_kv, begin_k + n, begin_k + N, E, BLOCK_N, LOAD, MASK)
+        s = tl.dot(q, tl.trans(k_n))  # [M, N]
+        dp = tl.dot(do, tl.trans(v_n))
+        s, slope = logits(s, scale, softcap)
+        p = tl.exp2(s - lse[:, None])
+        if MASK:
+            key = n + tl.arange(0, BLOCK_N)
+            seen = visible(position[:, None], key[None, :], left, right) & (key < N)[None, :]
+            p = tl.where(seen, p, 0.0)
+        ds = p * (dp - delta[:, None]) * slope
+        dq = tl.dot(ds.to(k_n.dtype), k_n, dq)  # [M, D]
+    return dq
+
+
+@triton.jit
+def flash_backward_dq_kernel(
+    q, k, v, do,  # pointers, or descriptors with LOAD "tma"
+    o, dq, lse_ptr,
+    dlse_ptr,  # or None
+    delta_ptr,  # written here, for the other kernel
+    cu_q_ptr, cu_k_ptr,
+    strides,  # of q, k, v, do, o, dq
+    B, H, GROUP, N_Q, N_KV,
+    scale,
+    softcap, left, right,
+    TOP_LEFT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOAD: tl.constexpr,
+):  # fmt: skip
+    head, m0, begin_q, N_Q_, begin_k, N_KV_ = open_tile(
+        cu_q_ptr, cu_k_ptr, B * H, N_Q, N_KV, False, right is not None, BLOCK_M
+    )
+    b = head // H
+    h = head % H
+    h_kv = h // GROUP
+    row = m0 + tl.arange(0, BLOCK_M)
+    shift = 0 if TOP_LEFT else N_KV_ - N_Q_
+    position = row + shift
+
+    # what stays resident
+    q_m = load_rows(q, strides[0], b, h, begin_q + m0, begin_q + N_Q_, D, BLOCK_M, LOAD, True)
+    do_m = load_rows(do, strides[3], b, h, begin_q + m0, begin_q + N_Q_, E, BLOCK_M, LOAD, True)
+    o_m = load_rows(o, strides[4], b, h, begin_q + m0, begin_q + N_Q_, E, BLOCK_M, "wide", True)
+    delta = tl.sum(o_m.to(tl.float32) * do_m.to(tl.float32), 1)
+    offs = head.to(tl.int64) * N_Q + begin_q + row
+    mask_m = row < N_Q_
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + offs, mask=mask_m, other=0.0)
+    tl.store(delta_ptr + offs, delta, mask=mask_m)
+    lse = tl.load(lse_ptr + offs, mask=mask_m, other=float("-inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row that saw nothing: p = 0
+    dq_m = tl.zeros([BLOCK_M, padded(D)], tl.float32)
+
+    start, full_start, full_end, end = key_ranges(m0 + shift, m0 + BLOCK_M - 1 + shift, N_KV_, left, right, BLOCK_N)
+    if m0 >= N_Q_:
+        full_end = full_start
+        end = start
+    if left is not None:
+        dq_m = dq_keys(
+            dq_m, q_m, do_m, lse, delta, k, v, strides, b, h_kv, position, begin_k, N_KV_, start,
+            tl.minimum(full_start, end), scale, softcap, left, right, D, E, BLOCK_N, LOAD, True,
+        )  # fmt: skip
+    dq_m = dq_keys(
+        dq_m, q_m, do_m, lse, delta, k, v, strides, b, h_kv, position, begin_k, N_KV_, full_start, full_end,
+        scale, softcap, left, right, D, E, BLOCK_N, LOAD, False,
+    )  # fmt: skip
+    dq_m = dq_keys(
+        dq_m, q_m, do_m, lse, delta, k, v, strides, b, h_kv, position, begin_k, N_KV_, full_end, end,
+        scale, softcap, left, right, D, E, BLOCK_N, LOAD, True,
+    )  # fmt: skip
+    store_rows(dq, strides[5], b, h, begin_q + m0, begin_q + N_Q_, dq_m * scale, D, BLOCK_M)
+
+
+@triton.jit
+def dkdv_queries(
+    dk, dv, k, v, q, do, lse_ptr, delta_ptr, strides, b, h, key, shift, begin_q, N, start, end,
+    scale, softcap, left, right,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, LOAD: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries from `start` to `end` give to dk (but for the factor `scale`) and dv."""
+    for m in tl.range(start, end, BLOCK_M):
+        q_m = load_rows(q, strides[0], b, h, begin_q + m, begin_q + N, D, BLOCK_M, LOAD, True)
+        do_m = load_rows(do, strides[3], b, h, begin_q + m, begin_q + N, E, BLOCK_M, LOAD, True)
+        row = m + tl.arange(0, BLOCK_M)
+        lse = tl.load(lse_ptr + row, mask=row < N, other=float("-inf"))
+        delta = tl.load(delta_ptr + row, mask=row < N, other=0.0)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # no such row, or it saw nothing: p = 0
+        s = tl.dot(k, tl.trans(q_m))  # [N, M]
+        s, slope = logits(s, scale, softcap)
+        p = tl.exp2(s - lse[None, :])
+        if MASK:
+            p = tl.where(visible((row + shift)[None, :], key[:, None], left, right), p, 0.0)
+        dv = tl.dot(p.to(do_m.dtype), do_m, dv)  # [N, E]
+        dp = tl.dot(v, tl.trans(do_m))
+        ds = p * (dp - delta[None, :]) * slope
+        dk = tl.dot(ds.to(q_m.dtype), q_m, dk)  # [N, D]
+    return dk, dv
+
+
+@triton.jit
+def flash_backward_dkdv_kernel(
+    q, k, v, do,  # pointers, or descriptors with LOAD "tma"
+    dk, dv,  # with H / HEADS heads
+    lse_ptr, delta_ptr,
+    cu_q_ptr, cu_k_ptr,
+    strides,  # of q, k, v, do, dk, dv
+    B, H, GROUP, N_Q, N_KV,
+    scale,
+    softcap, left, right,
+    TOP_LEFT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,  # query heads a program sums over: those that share k and v, or one
+    LOAD: tl.constexpr,
+):  # fmt: skip
+    owners = H // HEADS
+    head, n0, begin_q, N_Q_, begin_k, N_KV_ = open_tile(cu_q_ptr, cu_k_ptr, B * owners, N_Q, N_KV, True, False, BLOCK_N)
+    b = head // owners
+    owner = head % owners
+    h_kv = owner * HEADS // GROUP
+    key = n0 + tl.arange(0, BLOCK_N)
+    shift = 0 if TOP_LEFT else N_KV_ - N_Q_
+
+    # what stays resident
+    k_n = load_rows(k, strides[1], b, h_kv, begin_k + n0, begin_k + N_KV_, D, BLOCK_N, LOAD, True)
+    v_n = load_rows(v, strides[2], b, h_kv, begin_k + n0, begin_k + N_KV_, E, BLOCK_N, LOAD, True)
+    dk_n = tl.zeros([BLOCK_N, padded(D)], tl.float32)
+    dv_n = tl.zeros([BLOCK_N, padded(E)], tl.float32)
+
+    start, full_start, full_end, end = query_ranges(n0, n0 + BLOCK_N - 1, N_Q_, shift, left, right, BLOCK_M)
+    if n0 >= N_KV_:
+        full_end = full_start
+        end = start
+    for i in range(HEADS):
+        h = owner * HEADS + i
+        offs = tl.cast(b * H + h, tl.int64) * N_Q + begin_q
+        if right is not None:
+            dk_n, dv_n = dkdv_queries(
+                dk_n, dv_n, k_n, v_n, q, do, lse_ptr + offs, delta_ptr + offs, strides, b, h, key, shift, begin_q,
+                N_Q_, start, tl.minimum(full_start, end), scale, softcap, left, right, D, E, BLOCK_M, LOAD, True,
+            )  # fmt: skip
+        dk_n, dv_n = dkdv_queries(
+            dk_n, dv_n, k_n, v_n, q, do, lse_ptr + offs, delta_ptr + offs, strides, b, h, key, shift, begin_q,
+            N_Q_, full_start, full_end, scale, softcap, left, right, D, E, BLOCK_M, LOAD, False,
+        )  # fmt: skip
+        if left is not None:
+            dk_n, dv_n = dkdv_queries(
+                dk_n, dv_n, k_n, v_n, q, do, lse_ptr + offs, delta_ptr + offs, strides, b, h, key, shift, begin_q,
+                N_Q_, full_end, end, scale, softcap, left, right, D, E, BLOCK_M, LOAD, True,
+            )  # fmt: skip
+    store_rows(dk, strides[4], b, owner, begin_k + n0, begin_k + N_KV_, dk_n * scale, D, BLOCK_N)
+    store_rows(dv, strides[5], b, owner, begin_k + n0, begin_k + N_KV_, dv_n, E, BLOCK_N)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def how_to_load(spec: FlashSpec, hw: hardware.Hardware, *tensors: Tensor) -> str:
+    """ "tma", "narrow" or "wide"; see `load_rows`."""
+    flops = 4 * spec.B * spec.H * spec.N_Q * spec.N_KV * max(spec.D, spec.E)
+    engine = hw.arch // 10 in (9, 10) and spec.sequences is None and flops >= TMA_FLOPS
+    if engine and (spec.device.type == "meta" or describable(*tensors)):
+        return "tma"
+    return "narrow" if all(x.stride(2) < MAX_ROW_STRIDE for x in tensors) else "wide"
+
+
+def tiles(spec: FlashSpec, rows: int, block: int) -> int:
+    """Tiles of one head; packed, as many as any mix of lengths may need."""
+    return triton.cdiv(rows, block) if spec.sequences is None else rows // block + spec.sequences
+
+
+def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(x.stride()[:3]) for x in tensors)
+
+
+def facts(spec: FlashSpec) -> tuple[object, ...]:
+    """What all kernels take between strides and tiles."""
+    return (
+        spec.B, spec.H, spec.group, spec.N_Q, spec.N_KV, spec.scale, spec.softcap, spec.left, spec.right,
+        spec.top_left, spec.D, spec.E,
+    )  # fmt: skip
+
+
+def options(cfg: Config) -> dict[str, int]:
+    return {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
+
+
+def forward_launch(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, lse: Tensor) -> Launch:
+    cfg = config(spec, hw, "forward")
+    load = how_to_load(spec, hw, x.q, x.k, x.v)
+    return Launch(
+        flash_forward_kernel,
+        tiles(spec, spec.N_Q, cfg.own) * spec.B * spec.H,
+        (x.q, x.k, x.v, o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k),
+        (strides(x.q, x.k, x.v, o), *facts(spec), cfg.own, cfg.walk, load),
+        options(cfg),
+        {0: cfg.own, 1: cfg.walk, 2: cfg.walk} if load == "tma" else {},
+    )
+
+
+class Backward(NamedTuple):
+    """The tensors of a backward; dk and dv have a head for each query head, in fp32, where `heads_summed` is 1."""
+
+    o: Tensor
+    lse: Tensor
+    do: Tensor
+    dlse: Tensor | None
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def heads_summed(spec: FlashSpec, hw: hardware.Hardware) -> int:
+    """Query heads one program of dkdv sums over: all that share k and v, if that leaves work for the whole GPU."""
+    cfg = config(spec, hw, "dkdv")
+    programs = tiles(spec, spec.N_KV, cfg.own) * spec.B * spec.H_KV
+    return spec.group if programs >= 4 * hw.sm_count else 1
+
+
+def backward_launches(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, y: Backward) -> list[Launch]:
+    load = how_to_load(spec, hw, x.q, x.k, x.v, y.do)
+    dq, dkdv = (config(spec, hw, pass_) for pass_ in ("dq", "dkdv"))
+    packed = (x.cu_seqlens_q, x.cu_seqlens_k)
+    heads = spec.H // max(y.dk.shape[1], 1)
+    return [
+        Launch(
+            flash_backward_dq_kernel,
+            tiles(spec, spec.N_Q, dq.own) * spec.B * spec.H,
+            (x.q, x.k, x.v, y.do, y.o, y.dq, y.lse, y.dlse, y.delta, *packed),
+            (strides(x.q, x.k, x.v, y.do, y.o, y.dq), *facts(spec), dq.own, dq.walk, load),
+            options(dq),
+            {0: dq.own, 1: dq.walk, 2: dq.walk, 3: dq.own} if load == "tma" else {},
+        ),
+        Launch(
+            flash_backward_dkdv_kernel,
+            tiles(spec, spec.N_KV, dkdv.own) * spec.B * y.dk.shape[1],
+            (x.q, x.k, x.v, y.do, y.dk, y.dv, y.lse, y.delta, *packed),
+            (strides(x.q, x.k, x.v, y.do, y.dk, y.dv), *facts(spec), dkdv.walk, dkdv.own, heads, load),
+            options(dkdv),
+            {0: dkdv.walk, 1: dkdv.own, 2: dkdv.own, 3: dkdv.walk} if load == "tma" else {},
+        ),
+    ]
+
+
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
+
+
+def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor]:
+    o, lse = empty_rows(x.q, spec.H, spec.E), empty_lse(x.q)
+    repeat(
+        ("flash forward", spec, x.q.stride(), x.k.stride(), x.v.stride(), dtype_of(x.sinks)),
+        spec.device,
+        [(x.q, x.k, x.v, o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)],
+        lambda: [forward_launch(spec, hardware.of(spec.device), x, o, lse)],
+    )
+    return o, lse
+
+
+def backward(
+    spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    hw = hardware.of(spec.device)
+    partial = heads_summed(spec, hw) < spec.group
+    heads, dtype = (spec.H, torch.float32) if partial else (spec.H_KV, spec.dtype)
+    dq = empty_rows(x.q, spec.H, spec.D)
+    dk, dv = empty_rows(x.k, heads, spec.D, dtype), empty_rows(x.v, heads, spec.E, dtype)
+    y = Backward(o, lse, do, dlse, torch.empty_like(lse), dq, dk, dv)
+    packed = (x.cu_seqlens_q, x.cu_seqlens_k)
+    repeat(
+        ("flash backward", spec, x.q.stride(), x.k.stride(), x.v.stride(), o.stride(), do.stride(), dtype_of(dlse)),
+        spec.device,
+        [
+            (x.q, x.k, x.v, do, o, dq, lse, dlse, y.delta, *packed),
+            (x.q, x.k, x.v, do, dk, dv, lse, y.delta, *packed),
+        ],
+        lambda: backward_launches(spec, hw, x, y),
+    )
+    if partial:
+        each = (dk, dv)
+        dk, dv = empty_rows(x.k, spec.H_KV, spec.D), empty_rows(x.v, spec.H_KV, spec.E)
+        for shared, part in zip((dk, dv), each, strict=True):
+            shared.copy_(part.unflatten(1, (spec.H_KV, spec.group)).sum(2))
+    dsinks = None
+    if x.sinks is not None:  # lse counts the sink, so it is finite
+        dsinks = -(torch.exp(x.sinks.float()[:, None] - lse) * y.delta).sum((0, 2)).to(x.sinks.dtype)
+    return dq, dk, dv, dsinks
+
+
+register("flash", "triton", supports=supports, rank=rank, forward=forward, backward=backward)
