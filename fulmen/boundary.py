@@ -17,6 +17,9 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+
 # --------------------------------------------------------------------------------------------- checks
 
 
@@ -139,12 +142,13 @@ def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 def unwatched(*tensors: Tensor | None) -> bool:
     """Whether nothing but eager PyTorch looks at the call: no compiler, tensor subclass, dispatch mode or transform."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
-    )
+    if torch.compiler.is_compiling() or _dispatch_modes() or _transform() is not None:
+        return False
+    for x in tensors:  # a loop: `all` of a generator takes twice the time
+        kind = type(x)
+        if not (kind is Tensor or x is None or kind is torch.nn.Parameter):
+            return False
+    return True
 
 
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:

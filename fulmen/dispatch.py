@@ -27,6 +27,9 @@ class Kernel(NamedTuple):
     backward  (spec, residuals, gradients of the outputs...) -> gradients; for lightning, from do and dstate (or None),
               (dq, dk, dv, dinitial_state or None). None: forward is differentiable as it is, and the kernel is taken
               only when asked for by name.
+    prepare   (spec, residuals) -> None, or a function of the tensors alone that repeats the forward of a plain call
+              with the same shapes and strides; it may answer None, and forward is called
+    detail    spec -> what exactly would serve it, for `explain`; None: the name says it
     """
 
     op: str
@@ -35,6 +38,8 @@ class Kernel(NamedTuple):
     rank: Callable[[Any], float]
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
+    prepare: Callable[..., Any] | None = None
+    detail: Callable[[Any], str] | None = None
 
 
 _kernels: dict[str, dict[str, Kernel]] = {op: {} for op in OPS}
@@ -49,8 +54,10 @@ def register(
     rank: Callable[[Any], float],
     forward: Callable[..., Any],
     backward: Callable[..., Any] | None,
+    prepare: Callable[..., Any] | None = None,
+    detail: Callable[[Any], str] | None = None,
 ) -> None:
-    _kernels[op][name] = Kernel(op, name, supports, rank, forward, backward)
+    _kernels[op][name] = Kernel(op, name, supports, rank, forward, backward, prepare, detail)
 
 
 @functools.lru_cache
@@ -102,10 +109,20 @@ def differentiable_as_it_is(op: str, backend: str) -> bool:
     return kernel is not None and kernel.backward is None
 
 
-def table(why: dict[str, str | None]) -> str:
+def table(why: dict[str, str | None], details: dict[str, str] | None = None) -> str:
     """Candidates in the order `auto` would take them, one a line."""
     width = max(map(len, why))
-    return "\n".join(f"  {name:<{width}}  {reason or 'ok'}" for name, reason in why.items())
+    good = {name: f"ok ({detail})" for name, detail in (details or {}).items()}
+    return "\n".join(f"  {name:<{width}}  {reason or good.get(name, 'ok')}" for name, reason in why.items())
+
+
+def details(op: str, spec: Any) -> dict[str, str]:
+    """What the backends that serve `spec` would run, where their name does not say it."""
+    return {
+        name: kernel.detail(spec)
+        for name, kernel in kernels(op).items()
+        if kernel.detail is not None and kernel.supports(spec) is None
+    }
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:
@@ -121,7 +138,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
         chosen = pick(op, spec, backend).name
     except NotImplementedError:
         chosen = "none"
-    return f"{spec}\n{table(reasons(op, spec))}\n{backend}: {chosen}"
+    return f"{spec}\n{table(reasons(op, spec), details(op, spec))}\n{backend}: {chosen}"
 
 
 def report(op: str, device: torch.device) -> list[tuple[str, str | None]]:

@@ -15,6 +15,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+runtime = triton.knobs.runtime
+current_device = torch.cuda.current_device
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing in builds without CUDA
+
 
 class Launch(NamedTuple):
     """A kernel call that has not happened yet, so that it can also be compiled for a GPU that is not here.
@@ -57,52 +61,53 @@ def describable(*tensors: Tensor) -> bool:
     return True
 
 
-def aligned(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether all begin at a multiple of 16 bytes, which Triton compiles faster code for."""
-    address = 0
-    for x in tensors:
-        if x is not None:
-            address |= x.data_ptr()
-    return address % 16 == 0
-
-
 class Ready:
     """A launch that was made once and can be repeated with other tensors."""
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
-        self.launch = launch._replace(tensors=())
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.described = {i: describe(launch.tensors[i], rows).__dict__ for i, rows in launch.blocks.items()}  # type: ignore[arg-type]
-        self.compiled: Any = None
+        with torch.cuda.device(self.device):
+            self.compiled: Any = run(launch)
+        self.grid, self.rest = launch.grid, launch.rest
+        self.slow = launch._replace(tensors=())
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        launch = self.launch
-        if not launch.grid:
+    def __call__(self, tensors: Sequence[Tensor | None], addresses: Sequence[int | None]) -> None:
+        """Runs the kernel on `tensors`, whose addresses the caller has looked up already."""
+        if not self.grid:
             return
-        args: Any = tensors
+        args: Any = addresses  # Triton takes them for tensors, and asks nothing about them
         if self.described:
-            args = list(tensors)
+            args = list(addresses)
             for i, facts in self.described.items():
                 descriptor = TensorDescriptor.__new__(TensorDescriptor)  # checked when this was made ready
                 descriptor.__dict__.update(facts, base=tensors[i])
                 args[i] = descriptor
-        if torch.cuda.current_device() != self.device:  # Triton launches on whichever device is current
+        if current_device() != self.device:  # Triton launches on whichever device is current
             with torch.cuda.device(self.device):
-                self._run(launch, args)
+                self._run(args, tensors)
         else:
-            self._run(launch, args)
+            self._run(args, tensors)
 
-    def _run(self, launch: Launch, args: Any) -> None:
-        runtime = triton.knobs.runtime
-        if self.compiled is None or runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None:
-            self.compiled = launch.kernel[(launch.grid,)](*args, *launch.rest, **launch.options)
-            return
+    def _run(self, args: Any, tensors: Sequence[Tensor | None]) -> None:
         compiled = self.compiled
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None:  # a profiler's
+            run(self.slow._replace(tensors=tuple(tensors)))
+            return
         compiled.run(
-            launch.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *args, *launch.rest,
+            self.grid, 1, 1, raw_stream(self.device), compiled.function, compiled.packed_metadata, None, None, None,
+            *args, *self.rest,
         )  # fmt: skip
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], bool]:
+    """Where each begins, and whether all do so at a multiple of 16 bytes, which Triton compiles faster code for."""
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    merged = 0
+    for address in addresses:
+        if address is not None:
+            merged |= address
+    return addresses, merged % 16 == 0
 
 
 _ready: dict[Any, list[Ready]] = {}
@@ -114,30 +119,32 @@ def repeat(
     device: torch.device,
     tensors: Sequence[tuple[Tensor | None, ...]],
     make: Callable[[], list[Launch]],
-) -> None:
-    """Runs the launches `make` describes, each on its tensors, in order.
+) -> list[Ready] | None:
+    """Runs the launches `make` describes, each on its tensors, in order; and what can repeat them.
 
     `key` stands for everything about them but the tensors' addresses: with the same key, what was compiled serves.
     """
     if device.type != "cuda":  # Triton's interpreter
         for launch in make():
             run(launch)
-        return
-    if not all(aligned(given) for given in tensors):  # Triton compiles for each pattern of alignment
+        return None
+    placed = [addresses_of(given) for given in tensors]
+    if not all(aligned for _, aligned in placed):  # Triton compiles for each pattern of alignment
         with torch.cuda.device(device):
             for launch in make():
                 run(launch)
-        return
+        return None
     ready = _ready.get(key)
     if ready is None:
         if len(_ready) >= MAX_READY:
             _ready.clear()
-        ready = _ready[key] = [Ready(launch, device) for launch in make()]
-    for call, given in zip(ready, tensors, strict=True):
-        call(*given)
+        ready = _ready[key] = [Ready(launch, device) for launch in make()]  # which runs them
+        return ready
+    for call, given, (addresses, _) in zip(ready, tensors, placed, strict=True):
+        call(given, addresses)
+    return ready
 
 
-def run(launch: Launch) -> None:
-    """Through Triton's own launch."""
-    if launch.grid:
-        launch.kernel[(launch.grid,)](*launch.args, **launch.options)
+def run(launch: Launch) -> Any:
+    """Through Triton's own launch; the compiled kernel."""
+    return launch.kernel[(launch.grid,)](*launch.args, **launch.options) if launch.grid else None

@@ -8,6 +8,7 @@ Compilers and modes see two `torch.library` operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,11 @@ class FlashSpec(NamedTuple):
     sequences: int | None = None  # None: not packed
     with_lse: bool = False
     needs_grad: bool = False
+
+    @property
+    def wants_lse(self) -> bool:
+        """Whether anybody will read lse."""
+        return self.with_lse or self.needs_grad
 
     @property
     def group(self) -> int:
@@ -270,12 +276,19 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     x, facts, backend = Residuals(*args[:TENSORS]), args[TENSORS:-1], args[-1]
     _check_values(x)
     spec = _spec(x, *facts)
-    return dispatch.pick("flash", spec, backend).forward(spec, x)
+    o, lse = dispatch.pick("flash", spec, backend).forward(spec, x)
+    return o, lse if spec.wants_lse else _nothing(x.q)
+
+
+def _nothing(q: Tensor) -> Tensor:
+    """Stands for an lse nobody reads: an operator cannot return None."""
+    return q.new_empty(0, dtype=torch.float32)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
-    return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q)
+    with_lse, needs_grad, _ = args[-3:]
+    return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if with_lse or needs_grad else _nothing(q)
 
 
 @outside_autocast
@@ -344,6 +357,7 @@ class Plan(NamedTuple):
     spec: FlashSpec
     kernel: dispatch.Kernel
     inputs: tuple[Any, ...]  # what the operators take after the tensors
+    quick: Callable[..., Any] | None  # the kernel's shortest way
 
 
 _plans: dict[Any, Plan] = {}
@@ -359,8 +373,9 @@ def _attend(
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     key = None
-    if sinks is None and cu_seqlens_q is None and cu_seqlens_k is None and _plain(q, k, v):
-        grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    hashable = window is None or isinstance(window, tuple)  # a list serves, too
+    if hashable and sinks is None and cu_seqlens_q is None and cu_seqlens_k is None and _plain(q, k, v):
+        grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
             v.dtype, v.device, causal, window, softcap, scale, backend, with_lse, grad,
@@ -369,7 +384,8 @@ def _attend(
         if plan is not None:
             if grad:
                 return FlashFunction.apply(q, k, v, None, None, None, *plan.inputs)
-            return plan.kernel.forward(plan.spec, Residuals(q, k, v))
+            done = None if plan.quick is None else plan.quick(q, k, v)
+            return plan.kernel.forward(plan.spec, Residuals(q, k, v)) if done is None else done
     left, right, top_left = _check_mask(causal, window, softcap)
     x = _check(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
     scale = x.q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -387,14 +403,13 @@ def _attend(
         spec = _spec(x, *facts)
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        _plans[key] = Plan(spec, dispatch.pick("flash", spec, backend), (*facts, backend))
+        kernel = dispatch.pick("flash", spec, backend)
+        _plans[key] = Plan(spec, kernel, (*facts, backend), kernel.prepare(spec, x) if kernel.prepare else None)
     return FlashFunction.apply(*inputs) if facts[-1] else _forward(*inputs)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the fast path may be taken: three true tensors, no autocast, nobody looking on, no forward mode."""
     return (
-        unwatched(q, k, v)
-        and torch.autograd.forward_ad._current_level < 0
-        and not torch.is_autocast_enabled(q.device.type)
+        unwatched(q, k, v) and torch.autograd.forward_ad._current_level < 0 and not torch._C._is_any_autocast_enabled()
     )

@@ -22,6 +22,7 @@ whose ends it does not know, pointers do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from fulmen import hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
-from fulmen.launch import Launch, describable, repeat
+from fulmen.launch import Launch, Ready, describable, repeat
 from fulmen.tiles import (
     LN2,
     LOG2E,
@@ -96,19 +97,19 @@ def config(spec: FlashSpec, hw: hardware.Hardware, pass_: str) -> Config:
             ("dq", 64): Config(64, 64, 4, 3),  # 597, 620
             ("dq", 128): Config(128, 64, 8, 3),  # 656, 666
             ("dq", 256): Config(64, 64, 8, 2),
-            ("dkdv", 64): Config(64, 128, 4, 2),  # 430, 512
+            ("dkdv", 64): Config(64, 64, 4, 3) if spec.right == 0 else Config(64, 128, 4, 2),  # 417, 512
             ("dkdv", 128): Config(64, 64, 4, 2),  # 609, 599
-            ("dkdv", 256): Config(64, 64, 8, 1),
+            ("dkdv", 256): Config(64, 32, 8, 2),
         }
     else:
         rows = {
-            ("forward", 64): Config(128, 64, 4, 3),
-            ("forward", 128): Config(64, 64, 4, 2),
+            ("forward", 64): Config(64, 64, 4, 3),
+            ("forward", 128): Config(128, 32, 8, 2),
             ("forward", 256): Config(64, 32, 8, 2),
-            ("dq", 64): Config(64, 64, 4, 2),
+            ("dq", 64): Config(128, 64, 8, 2),
             ("dq", 128): Config(64, 32, 4, 2),
             ("dq", 256): Config(32, 32, 8, 1),
-            ("dkdv", 64): Config(64, 64, 4, 2),
+            ("dkdv", 64): Config(64, 32, 4, 2),
             ("dkdv", 128): Config(64, 32, 8, 1),
             ("dkdv", 256): Config(32, 32, 8, 1),
         }
@@ -174,7 +175,8 @@ def forward_keys(
 @triton.jit
 def flash_forward_kernel(
     q, k, v,  # pointers, or descriptors with LOAD "tma"
-    o, lse_ptr,
+    o,
+    lse_ptr,  # or None
     sinks_ptr,  # (H,), or None
     cu_q_ptr, cu_k_ptr,  # (sequences + 1,), or None
     strides,  # of q, k, v, o
@@ -226,8 +228,9 @@ def flash_forward_kernel(
 
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # a row that saw nothing is zero
     store_rows(o, strides[3], b, h, begin_q + m0, begin_q + N_Q_, acc, E, BLOCK_M)
-    lse = (m + tl.log2(l)) * LN2
-    tl.store(lse_ptr + head.to(tl.int64) * N_Q + begin_q + row, lse, mask=row < N_Q_)
+    if lse_ptr is not None:
+        lse = (m + tl.log2(l)) * LN2
+        tl.store(lse_ptr + head.to(tl.int64) * N_Q + begin_q + row, lse, mask=row < N_Q_)
 
 
 # --------------------------------------------------------------------------------------------- backward
@@ -345,8 +348,8 @@ def dkdv_queries(
         if MASK:
             p = tl.where(visible((row + shift)[None, :], key[:, None], left, right), p, 0.0)
         dv = tl.dot(p.to(do_m.dtype), do_m, dv)  # [N, E]
-        dp = tl.dot(v, tl.trans(do_m))
-        ds = p * (dp - delta[None, :]) * slope
+        dp = tl.dot(v, tl.trans(do_m), tl.broadcast_to(-delta[None, :], p.shape))  # dp - delta, in fewer registers
+        ds = p * dp * slope
         dk = tl.dot(ds.to(q_m.dtype), q_m, dk)  # [N, D]
     return dk, dv
 
@@ -439,7 +442,7 @@ def options(cfg: Config) -> dict[str, int]:
     return {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
 
 
-def forward_launch(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, lse: Tensor) -> Launch:
+def forward_launch(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, lse: Tensor | None) -> Launch:
     cfg = config(spec, hw, "forward")
     load = how_to_load(spec, hw, x.q, x.k, x.v)
     return Launch(
@@ -501,15 +504,44 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor]:
-    o, lse = empty_rows(x.q, spec.H, spec.E), empty_lse(x.q)
-    repeat(
+def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
+    o, lse, _ = start(spec, x)
+    return o, lse
+
+
+def start(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None, list[Ready] | None]:
+    o = empty_rows(x.q, spec.H, spec.E)
+    lse = empty_lse(x.q) if spec.wants_lse else None
+    ready = repeat(
         ("flash forward", spec, x.q.stride(), x.k.stride(), x.v.stride(), dtype_of(x.sinks)),
         spec.device,
         [(x.q, x.k, x.v, o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)],
         lambda: [forward_launch(spec, hardware.of(spec.device), x, o, lse)],
     )
-    return o, lse
+    return o, lse, ready
+
+
+def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None] | None] | None:
+    """The forward of calls like this one, at the least cost for the host: no lse, sinks or packed sequences.
+
+    None, or a function of q, k, v with the same shapes and strides, which answers None where they are not aligned.
+    """
+    if spec.device.type != "cuda" or spec.wants_lse or spec.has_sinks or spec.sequences is not None:
+        return None
+    o, _, ready = start(spec, x)
+    if ready is None or torch.empty_like(x.q).stride() != o.stride():
+        return None
+    call, empty_like = ready[0], torch.empty_like
+
+    def quick(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
+        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (a | b | c) & 15:
+            return None
+        o = empty_like(q)
+        call((q, k, v), (a, b, c, o.data_ptr(), None, None, None, None))
+        return o, None
+
+    return quick
 
 
 def backward(
@@ -542,4 +574,4 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-register("flash", "triton", supports=supports, rank=rank, forward=forward, backward=backward)
+register("flash", "triton", supports=supports, rank=rank, forward=forward, backward=backward, prepare=prepare)
