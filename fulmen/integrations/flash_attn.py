@@ -1,0 +1,187 @@
+"""flash-attn's functions with its signatures, layout and meaning, computed by fulmen.
+
+    from fulmen.integrations.flash_attn import flash_attn_func      # was: from flash_attn import flash_attn_func
+
+q, k, v are (B, N, H, D), packed (total, H, D); `causal` and windows are aligned to the bottom right; -1 in a window is
+no limit and softcap 0 is no cap. With `return_attn_probs` a call gives (o, lse, None): lse is (B, H, N), packed
+(H, total), and the probabilities, which flash-attn itself has only for its tests, are None. It is differentiable here.
+max_seqlen_* are not needed; `deterministic` is not passed on: it is the matter of fulmen's backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fulmen.flash.op import flash_attention, flash_attention_with_lse
+
+Output = Tensor | tuple[Tensor, Tensor, None]
+WindowSize = tuple[int, int]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Output:
+    """q (B, N_Q, H, D), k and v (B, N_KV, H_KV, D) to o (B, N_Q, H, D)."""
+    _refuse(dropout_p, alibi_slopes)
+    _check_rank(4, "(B, N, heads, head dim)", q=q, k=k, v=v)
+    options = _options(softmax_scale, causal, window_size, softcap)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if not return_attn_probs:
+        return flash_attention(q, k, v, **options).transpose(1, 2)
+    o, lse = flash_attention_with_lse(q, k, v, **options)
+    return o.transpose(1, 2), lse, None
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Output:
+    """As `flash_attn_func`, with kv (B, N_KV, 2, H_KV, D)."""
+    k, v = _unpacked("kv", kv, 2, 5, "(B, N, 2, heads, head dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Output:
+    """As `flash_attn_func`, with qkv (B, N, 3, H, D)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 5, "(B, N, 3, heads, head dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Output:
+    """q (total_q, H, D), k and v (total_k, H_KV, D), int32 offsets (sequences + 1,) to o (total_q, H, D)."""
+    _refuse(dropout_p, alibi_slopes, block_table)
+    _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
+    options = _options(softmax_scale, causal, window_size, softcap)
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if not return_attn_probs:
+        return flash_attention(q, k, v, **options)[0].transpose(0, 1)
+    o, lse = flash_attention_with_lse(q, k, v, **options)
+    return o[0].transpose(0, 1), lse[0], None
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Output:
+    """As `flash_attn_varlen_func`, with kv (total_k, 2, H_KV, D)."""
+    k, v = _unpacked("kv", kv, 2, 4, "(total, 2, heads, head dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Output:
+    """As `flash_attn_varlen_func`, with qkv (total, 3, H, D)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 4, "(total, 3, heads, head dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _options(
+    softmax_scale: float | None, causal: bool, window_size: WindowSize, softcap: float
+) -> dict[str, Any]:  # fmt: skip
+    if len(window_size) != 2:
+        raise ValueError(f"window_size={window_size!r}: must be (left, right), each an int, -1 for no limit")
+    left, right = (None if side < 0 else side for side in window_size)
+    window = None if left is None and right is None else (left, right)
+    return {"causal": bool(causal), "window": window, "softcap": softcap or None, "scale": softmax_scale}
+
+
+def _refuse(dropout_p: float, alibi_slopes: Tensor | None, block_table: Tensor | None = None) -> None:
+    if dropout_p:
+        raise NotImplementedError(f"dropout_p={dropout_p}: fulmen has no attention dropout; pass 0.0")
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes: fulmen's softmax attention has no ALiBi; pass None")
+    if block_table is not None:
+        raise NotImplementedError("block_table: fulmen has no paged k and v; gather the pages and pass None")
+
+
+def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.ndim != rank:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must have {rank} dimensions: {layout}")
+
+
+def _unpacked(name: str, x: Tensor, parts: int, rank: int, layout: str) -> tuple[Tensor, ...]:
+    if x.ndim != rank or x.shape[-3] != parts:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, must be {layout}")
+    return x.unbind(-3)

@@ -1,0 +1,399 @@
+"""Hugging Face transformers: the attention implementation `fulmen` and its mask function.
+
+    fulmen.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fulmen")
+
+transformers makes one mask per forward and kind of layer and hands it to every layer. `make_mask` reads off what the
+mask is made of (causal, window, padding, packed sequences, a static cache's unused tail) and returns None or a `Mask`;
+`attend` turns that into one call of `flash_attention`. No (N_Q, N_KV) tensor is ever made. What causal, window and
+sequence boundaries cannot say raises.
+
+Rows with padding become sequences of one packed call, without a host synchronisation and without moving tokens: the
+padding between two rows' tokens is covered by a sequence of queries without keys (their output is zero) and one of
+keys without queries (nobody sees them).
+
+    row 0 | . . a b c |  row 1 | d e f . . |      queries, and as many keys
+    q:       (. .)      ()   (a b c)  ()       ()   (d e f)  (. .)  ()
+    k:       ()      (. .)   (a b c)  ()       ()   (d e f)  ()     (. .)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fulmen import dispatch
+from fulmen.flash.op import flash_attention
+
+Window = tuple[int | None, int | None]
+
+_registered: set[str] = set()
+
+
+def register(name: str = "fulmen", *, backend: str = "auto") -> None:
+    """Makes `attn_implementation=name` known to transformers; `backend` is `flash_attention`'s."""
+    attention, masks = _interfaces()
+    if name not in _registered and (name in attention or name in masks or name == "eager"):
+        raise ValueError(f"name={name!r} is an attention implementation already; choose another name")
+    if "flash" in name or "|" in name:
+        raise ValueError(f"name={name!r}: transformers gives names with 'flash' or '|' a meaning of their own")
+    if backend != "auto" and backend not in (known := sorted(dispatch.kernels("flash"))):
+        raise ValueError(f"backend={backend!r}: flash has {', '.join(known)}, or 'auto'")
+    attention.register(name, functools.partial(attend, backend=backend))
+    masks.register(name, make_mask)
+    _registered.add(name)
+
+
+def unregister(name: str = "fulmen") -> None:
+    """Takes back `register(name)`. Models that still use the name get transformers' own KeyError."""
+    if name not in _registered:
+        raise ValueError(f"name={name!r} is not registered by fulmen; registered: {sorted(_registered) or 'none'}")
+    for interface in _interfaces():
+        del type(interface)._global_mapping[name]  # transformers has no public way back
+    _registered.remove(name)
+
+
+def _interfaces() -> tuple[Any, Any]:
+    """transformers' tables of attention functions and of mask functions."""
+    try:
+        modeling = importlib.import_module("transformers.modeling_utils")
+        masking = importlib.import_module("transformers.masking_utils")
+        known = {"q_length", "kv_length", "q_offset", "kv_offset"} <= set(
+            inspect.signature(masking.sdpa_mask).parameters
+        )
+        tables = modeling.ALL_ATTENTION_FUNCTIONS, masking.ALL_MASK_ATTENTION_FUNCTIONS
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"fulmen.integrations.transformers needs transformers >= 5: {error}") from error
+    if not known:
+        raise ImportError(
+            "this transformers' mask functions take other arguments than fulmen knows; 5.17 and 5.22 work"
+        )
+    return tables
+
+
+# -------------------------------------------------------------------------------------------- the mask
+
+
+class Mask(NamedTuple):
+    """What a layer's attention needs to know beside its tensors."""
+
+    causal: bool
+    window: Window | None = None
+    keys: int | None = None  # how many leading keys there are; the rest is a cache's unused tail
+    cu_seqlens_q: Tensor | None = None  # the batch's rows are sequences of one packed call
+    cu_seqlens_k: Tensor | None = None
+    order_q: Tensor | None = None  # (B, N): tokens first, where padding stands between tokens
+    order_k: Tensor | None = None
+
+    # transformers takes a mask that was made ahead of the forward (static caches) for a tensor
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, 1, 1, 1)
+
+    def contiguous(self) -> Mask:
+        return self
+
+
+class Rows(NamedTuple):
+    """A mask's sizes and pattern. Query i of a row stands at key `start` + i, as keys are counted in this call."""
+
+    B: int
+    N_Q: int
+    N_KV: int
+    start: int | Tensor
+    causal: bool
+    left: int | None
+    right: int | None
+    device: torch.device
+    keys: int | None = None  # N_KV, if it leaves out a cache's unused tail
+
+    @property
+    def window(self) -> Window | None:
+        return None if self.left is None and self.right is None else (self.left, self.right)
+
+    @property
+    def positional(self) -> bool:
+        """Whether it matters where a query stands."""
+        return self.causal or self.window is not None
+
+
+@torch.compiler.disable(reason="fulmen's mask function reads values on the host: compile the model's layers instead")
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | Mask | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Mask | None:
+    """transformers' mask interface. Reads values, so it synchronises, once, if there is a padding mask or packing."""
+    if isinstance(attention_mask, Mask):  # made ahead of the forward
+        return attention_mask
+    causal, left, right, sequence_ids = _pattern(mask_function, kv_length + kv_offset)
+    start, keys = q_offset - kv_offset, None
+    if causal and q_length > 1 and q_length < kv_length:
+        start = int(start)  # synchronises if it is a tensor: a prompt that goes on in a static cache
+        keys = start + q_length if start + q_length < kv_length else None
+    N_KV = keys or kv_length
+    left, right = (None if w is None or w >= N_KV - 1 else w for w in (left, right))
+    rows = Rows(batch_size, q_length, N_KV, start, causal, left, right, torch.device(device), keys)
+    if sequence_ids is not None:
+        return _packed(rows, sequence_ids)
+    if right is not None and start + q_length != N_KV:
+        raise NotImplementedError("a window on both sides of queries in a cache: use attn_implementation='sdpa'")
+    if attention_mask is None:
+        return _unpadded(rows)
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: 'fulmen' takes a (B, N) padding mask; for other "
+            "masks use attn_implementation='sdpa' or 'eager'"
+        )
+    seen = attention_mask[:, kv_offset : kv_offset + N_KV].to(device=rows.device, dtype=torch.bool)
+    return _padded(rows, torch.nn.functional.pad(seen, (0, N_KV - seen.shape[1])))
+
+
+@functools.lru_cache
+def _known_parts() -> dict[CodeType, str]:
+    """The functions transformers builds masks of. Those it makes on the fly share the code of any other so made."""
+    masking = importlib.import_module("transformers.masking_utils")
+    nothing = torch.zeros(1, 1, dtype=torch.long)
+    made = {
+        "and": masking.and_masks(),
+        "causal": masking.causal_mask_function,
+        "bidirectional": masking.bidirectional_mask_function,
+        "window": masking.sliding_window_overlay(1),
+        "window on both sides": masking.sliding_window_bidirectional_overlay(1),
+        "chunks": masking.chunked_overlay(1, nothing),
+        "packed": masking.packed_sequence_mask_function(nothing),
+    }
+    return {function.__code__: name for name, function in made.items()}
+
+
+def _pattern(mask_function: Any, kv_end: int) -> tuple[bool, int | None, int | None, Tensor | None]:
+    """(causal, left, right, each token's sequence) of a mask function; raises if there is anything else in it."""
+    causal, left, right, sequence_ids = False, None, None, None
+    parts = [mask_function]
+    while parts:
+        part = parts.pop()
+        code = getattr(part, "__code__", None)
+        kind = _known_parts().get(code) if code is not None else None
+        captured = [cell.cell_contents for cell in getattr(part, "__closure__", None) or ()]  # by name, alphabetically
+        if kind == "and":
+            parts.extend(captured[0])
+        elif kind == "causal":
+            causal = True
+        elif kind == "window":
+            left = captured[0] - 1
+        elif kind == "window on both sides":
+            left = right = captured[0]
+        elif kind == "packed":
+            sequence_ids = captured[0]
+        elif kind == "chunks" and kv_end <= captured[0]:  # one chunk: no limit
+            continue
+        elif kind != "bidirectional":
+            name = kind or getattr(part, "__qualname__", repr(part))
+            raise NotImplementedError(
+                f"'fulmen' attends causally or fully, in windows, with padding or packed sequences; this model's mask "
+                f"also has {name!r}: use attn_implementation='sdpa' or 'eager'"
+            )
+    return causal, left, right, sequence_ids
+
+
+def _unpadded(rows: Rows) -> Mask | None:
+    """Every token counts; of a static cache, those up to the last query."""
+    if not rows.positional:
+        return Mask(causal=False)
+    start = rows.start
+    if rows.N_Q == 1 and (isinstance(start, Tensor) or start + 1 < rows.N_KV):
+        # a decoding step in a static cache, of constant shapes: it may be compiled, so the length stays on the device
+        first = torch.zeros(rows.B, dtype=torch.long, device=rows.device)
+        return _sequences(rows, first, first + start + 1)
+    if start + rows.N_Q != rows.N_KV:
+        raise NotImplementedError(
+            f"{rows.N_Q} queries from position {start} of {rows.N_KV} keys: use attn_implementation='sdpa'"
+        )
+    if rows.window is None and rows.keys is None and rows.N_Q in (1, rows.N_KV):
+        return None
+    return Mask(rows.causal, rows.window, rows.keys)
+
+
+def _padded(rows: Rows, seen: Tensor) -> Mask | None:
+    """`seen` (B, N_KV): which keys are tokens."""
+    column = torch.arange(rows.N_KV, device=seen.device)
+    end_of_all = torch.full_like(column[:1], rows.N_KV)
+    if rows.positional:  # what comes after the last query is no token yet
+        end_of_all = (end_of_all * 0 + rows.start + rows.N_Q).clamp(max=rows.N_KV)
+        seen = seen & (column < end_of_all)
+    count = seen.sum(1)
+    end = torch.where(seen, column + 1, 0).amax(1)
+    first = torch.where(seen, column, rows.N_KV).amin(1).minimum(end)
+    facts = torch.stack([(count == end_of_all).all(), (count == end - first).all()])
+    no_padding, no_gaps = facts.tolist()  # the one synchronisation of a forward; transformers' sdpa mask has it, too
+    if no_padding:
+        return _unpadded(rows)
+    if no_gaps:
+        return _sequences(rows, first, end)
+    if rows.left is not None:
+        if rows.N_Q > 1 or not rows.causal:
+            raise NotImplementedError(
+                "attention_mask has padding between tokens, across which 'fulmen' cannot count a sliding window: pad "
+                "on the left, or use attn_implementation='sdpa'"
+            )
+        seen = seen & (column >= rows.start - rows.left)  # one query: its window is a matter of keys alone
+        rows, count = rows._replace(left=None), seen.sum(1)
+    order_k, order_q = _tokens_first(seen), None
+    q_count = torch.full_like(count, rows.N_Q)
+    if rows.positional:
+        asking = seen.gather(1, (torch.arange(rows.N_Q, device=seen.device) + rows.start).expand(rows.B, -1))
+        order_q, q_count = _tokens_first(asking), asking.sum(1)
+    zero = torch.zeros_like(count)
+    return Mask(rows.causal, None, rows.keys, *_packed_offsets(rows, zero, q_count, zero, count), order_q, order_k)
+
+
+def _tokens_first(seen: Tensor) -> Tensor:
+    return torch.argsort((~seen).to(torch.uint8), dim=1, stable=True)
+
+
+def _sequences(rows: Rows, first: Tensor, end: Tensor) -> Mask:
+    """Row b's tokens are keys first[b] to end[b] and the queries that stand there; (B,) each."""
+    q_first, q_end = torch.zeros_like(first), torch.full_like(first, rows.N_Q)
+    if rows.positional:
+        q_first, q_end = (first - rows.start).clamp(0, rows.N_Q), (end - rows.start).clamp(0, rows.N_Q)
+    return Mask(rows.causal, rows.window, rows.keys, *_packed_offsets(rows, q_first, q_end, first, end))
+
+
+def _packed_offsets(rows: Rows, q_first: Tensor, q_end: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """cu_seqlens_q and cu_seqlens_k of three sequences per row and two at the end: see the top of the file."""
+    row = torch.arange(rows.B, device=first.device)
+    q_first, q_end = q_first + row * rows.N_Q, q_end + row * rows.N_Q
+    first, end = first + row * rows.N_KV, end + row * rows.N_KV
+    zero = first.new_zeros(1)
+    before = torch.cat([zero, end[:-1]])
+    q_total, k_total = zero + rows.B * rows.N_Q, zero + rows.B * rows.N_KV
+    cu_seqlens_q = torch.cat([zero, torch.stack([q_first, q_first, q_end], 1).flatten(), q_total, q_total])
+    cu_seqlens_k = torch.cat([zero, torch.stack([before, first, end], 1).flatten(), end[-1:], k_total])
+    return cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+
+
+def _packed(rows: Rows, sequence_ids: Tensor) -> Mask:
+    """Several sequences in a row of the batch, which transformers finds by their position_ids."""
+    starts = torch.ones_like(sequence_ids, dtype=torch.bool)
+    starts[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
+    total = starts.numel()
+    cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=total).to(torch.int32)
+    return Mask(rows.causal, rows.window, None, cu_seqlens, cu_seqlens)
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: q, k, v (B, heads, N, head dim) to (B, N, H, E), and no weights."""
+    _refuse(attention_mask, dropout, kwargs)
+    if s_aux is not None and s_aux.dtype not in (query.dtype, torch.float32):
+        s_aux = s_aux.float()
+    options: dict[str, Any] = {"softcap": softcap or None, "sinks": s_aux, "scale": scaling, "backend": backend}
+    mask = attention_mask
+    if mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        mask = _plain_mask(query, key, causal, sliding_window, kwargs)
+    options |= {"causal": mask.causal, "window": mask.window}
+    if mask.keys is not None:
+        key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
+    if mask.cu_seqlens_q is None:
+        o = flash_attention(query, key, value, **options)
+    else:
+        options |= {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
+        q, k, v = _reordered(query, mask.order_q), _reordered(key, mask.order_k), _reordered(value, mask.order_k)
+        o = flash_attention(_one_row(q), _one_row(k), _one_row(v), **options)
+        o = o[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+        if mask.order_q is not None:
+            o = _reordered(o, torch.argsort(mask.order_q, dim=1))
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _one_row(x: Tensor) -> Tensor:
+    """(B, H, N, D) to (1, H, B * N, D); a view where a token's heads lie together in memory, else a copy."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else torch.take_along_dim(x, order[:, None, :, None], dim=2)
+
+
+def _plain_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None, kwargs: dict[str, Any]) -> Mask:
+    """What no mask means: causal or not as the module says, in one sequence or those of transformers' cu_seq_lens."""
+    N_Q, N_KV = q.shape[2], k.shape[2]
+    window = None
+    if sliding_window is not None and sliding_window < N_KV:
+        if not causal:
+            raise ValueError("attention_mask is missing: sliding_window alone does not say how far a query sees ahead")
+        window = (sliding_window - 1, None)
+    offsets = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if offsets[0] is not None:
+        if q.shape[0] != 1:
+            raise ValueError(f"cu_seq_lens_q packs sequences along N, so B must be 1; got query {tuple(q.shape)}")
+        return Mask(causal, window, None, *(x if x is None else x.to(torch.int32) for x in offsets))
+    if causal and N_Q not in (1, N_KV):
+        raise ValueError(
+            f"attention_mask is missing: {N_Q} causal queries and {N_KV} keys do not say where the queries stand"
+        )
+    return Mask(causal, window)
+
+
+def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
+        got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise NotImplementedError(
+            f"attention_mask {got} is not one that 'fulmen' made: give the model a (B, N) padding mask or None, or use "
+            "attn_implementation='sdpa' or 'eager' for masks of your own"
+        )
+    if dropout:
+        raise NotImplementedError(
+            f"dropout={dropout}: 'fulmen' has no attention dropout; set config.attention_dropout = 0, or use "
+            "attn_implementation='sdpa'"
+        )
+    for name, instead in _UNSUPPORTED.items():
+        x = kwargs.get(name)
+        if x is not None and x is not False:
+            raise NotImplementedError(f"{name} is not supported by 'fulmen': use attn_implementation={instead}")
+
+
+_UNSUPPORTED = {
+    "output_attentions": "'eager'",
+    "position_bias": "'sdpa' or 'eager'",
+    "head_mask": "'eager'",
+    "cache": "'sdpa' (paged caches)",
+    "block_table": "'flash_attention_2' (paged caches)",
+    "indices": "'eager' (sparse attention)",
+    "block_indices": "'eager' (sparse attention)",
+}
