@@ -5,7 +5,7 @@ PYTHONPATH=. compute-sanitizer --tool memcheck python3 dev/sanitize_lightning.py
 
 import torch
 
-from fulmen import testing
+from fulmen.testing import lightning as testing
 from fulmen.lightning import triton_split
 
 triton_split.MIN_SEGMENT = 64

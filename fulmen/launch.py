@@ -85,19 +85,20 @@ class Ready:
                 args[i] = descriptor
         if current_device() != self.device:  # Triton launches on whichever device is current
             with torch.cuda.device(self.device):
-                self._run(args, tensors)
-        else:
-            self._run(args, tensors)
-
-    def _run(self, args: Any, tensors: Sequence[Tensor | None]) -> None:
-        compiled = self.compiled
-        if runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None:  # a profiler's
+                self(tensors, addresses)
+        elif hooked(runtime.launch_enter_hook) or hooked(runtime.launch_exit_hook):
             run(self.slow._replace(tensors=tuple(tensors)))
-            return
-        compiled.run(
-            self.grid, 1, 1, raw_stream(self.device), compiled.function, compiled.packed_metadata, None, None, None,
-            *args, *self.rest,
-        )  # fmt: skip
+        else:
+            compiled = self.compiled
+            compiled.run(
+                self.grid, 1, 1, raw_stream(self.device), compiled.function, compiled.packed_metadata, None, None, None,
+                *args, *self.rest,
+            )  # fmt: skip
+
+
+def hooked(hook: Any) -> bool:
+    """Whether somebody, a profiler, wants to hear of launches."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], bool]:

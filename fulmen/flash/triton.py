@@ -87,19 +87,22 @@ PASSES = ("forward", "dq", "dkdv")
 
 def config(spec: FlashSpec, hw: hardware.Hardware, pass_: str) -> Config:
     """Tiles by what the chip multiplies with and can hold; beside a row TFLOP/s on an H200 (dev/ladder_flash.md),
-    causal and full, counting the products done. Rows without a figure were compiled, not measured."""
-    size = max(padded(spec.D), padded(spec.E))
+    causal and full, counting the products done; for 256 also with D = 192, E = 128. Rows without a figure were compiled,
+    not measured."""
+    D, E = padded(spec.D), padded(spec.E)
     if hw.arch // 10 in (9, 10) and hw.smem_bytes > 200_000:
         rows = {
-            ("forward", 64): Config(64, 128, 4, 3 if spec.right == 0 else 2),  # 399, 486
-            ("forward", 128): Config(64, 64, 4, 3),  # 508, 538
-            ("forward", 256): Config(64, 64, 4, 2),
-            ("dq", 64): Config(64, 64, 4, 3),  # 597, 620
-            ("dq", 128): Config(128, 64, 8, 3),  # 656, 666
-            ("dq", 256): Config(64, 64, 8, 2),
-            ("dkdv", 64): Config(64, 64, 4, 3) if spec.right == 0 else Config(64, 128, 4, 2),  # 417, 512
-            ("dkdv", 128): Config(64, 64, 4, 2),  # 609, 599
-            ("dkdv", 256): Config(64, 32, 8, 2),
+            ("forward", 64): Config(64, 128, 4, 2),  # 413, 487
+            ("forward", 128): Config(64, 64, 4, 3),  # 518, 538
+            ("forward", 256): Config(128, 64, 8, 2)
+            if D == E
+            else Config(64, 32, 4, 3),  # 450, 536; D192 E128: 324, 379
+            ("dq", 64): Config(64, 64, 4, 3),  # 584, 661
+            ("dq", 128): Config(128, 64, 8, 3),  # 652, 700
+            ("dq", 256): Config(128, 32, 8, 2) if D == E else Config(64, 32, 4, 2),  # 376, 413; 376, 430
+            ("dkdv", 64): Config(64, 64, 4, 2),  # 423, 538
+            ("dkdv", 128): Config(64, 64, 4, 2),  # 588, 640
+            ("dkdv", 256): Config(64, 64, 8, 2),  # 257, 306; 226, 238
         }
     else:
         rows = {
@@ -113,7 +116,7 @@ def config(spec: FlashSpec, hw: hardware.Hardware, pass_: str) -> Config:
             ("dkdv", 128): Config(64, 32, 8, 1),
             ("dkdv", 256): Config(32, 32, 8, 1),
         }
-    return rows[pass_, max(size, 64)]
+    return rows[pass_, max(D, E, 64)]
 
 
 # ---------------------------------------------------------------------------------------------- forward
@@ -472,7 +475,8 @@ def heads_summed(spec: FlashSpec, hw: hardware.Hardware) -> int:
     """Query heads one program of dkdv sums over: all that share k and v, if that leaves work for the whole GPU."""
     cfg = config(spec, hw, "dkdv")
     programs = tiles(spec, spec.N_KV, cfg.own) * spec.B * spec.H_KV
-    return spec.group if programs >= 4 * hw.sm_count else 1
+    uneven = spec.right is not None or spec.left is not None
+    return spec.group if programs >= (4 if uneven else 1) * hw.sm_count else 1
 
 
 def backward_launches(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, y: Backward) -> list[Launch]:
@@ -538,7 +542,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor],
         if (a | b | c) & 15:
             return None
         o = empty_like(q)
-        call((q, k, v), (a, b, c, o.data_ptr(), None, None, None, None))
+        call((q, k, v, o, None, None, None, None), (a, b, c, o.data_ptr(), None, None, None, None))
         return o, None
 
     return quick
