@@ -43,3 +43,23 @@ t("flash_attention triton grad", lambda: fulmen.flash_attention(gq, gk, gv, back
 do = torch.randn_like(q)
 t("F.sdpa fwd+bwd", lambda: torch.autograd.grad(F.scaled_dot_product_attention(gq, gk, gv), (gq, gk, gv), do))
 t("flash_attention triton fwd+bwd", lambda: torch.autograd.grad(fulmen.flash_attention(gq, gk, gv, backend="triton"), (gq, gk, gv), do))
+from fulmen.flash.op import Residuals
+pg = next(p for p in op._plans.values() if p.kernel.name == "triton" and p.spec.needs_grad)
+x = Residuals(q, k, v); oo, ll = pg.kernel.forward(pg.spec, x)
+t("kernel.forward with lse", lambda: pg.kernel.forward(pg.spec, x))
+t("kernel.backward", lambda: pg.kernel.backward(pg.spec, x, oo, ll, do, None))
+from fulmen.flash import triton as ft
+from fulmen.boundary import empty_rows
+t("empty_rows", lambda: empty_rows(q, 1, 64))
+t("heads_summed", lambda: ft.heads_summed(pg.spec, ft.hardware.of(pg.spec.device)))
+t("hash spec", lambda: hash(pg.spec))
+class Id(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, c): ctx.save_for_backward(a, b, c); return a.view_as(a), b
+    @staticmethod
+    def backward(ctx, x, y): return ctx.saved_tensors
+t("an empty Function, fwd", lambda: Id.apply(gq, gk, gv))
+t("an empty Function, fwd+bwd", lambda: torch.autograd.grad(Id.apply(gq, gk, gv)[0], (gq, gk, gv), do))
+pr = cProfile.Profile(); pr.enable()
+for _ in range(300): pg.kernel.backward(pg.spec, x, oo, ll, do, None)
+pr.disable(); pstats.Stats(pr).sort_stats("tottime").print_stats(14)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Case(NamedTuple):
-    """A call as a target GPU would see it; the defaults are the issue's benchmark shape."""
+    """A call of lightning attention as a target GPU would see it; the defaults are a benchmark shape."""
 
     arch: int
     pass_: str
@@ -37,9 +37,35 @@ class Case(NamedTuple):
     N: int = 8192
 
     def __str__(self) -> str:
-        named = list(zip(self._fields, self, strict=True))[3:]
-        odd = [f"{name}={value}" for name, value in named if value != self._field_defaults[name]]
-        return "-".join([f"sm_{self.arch}", self.pass_, f"D={self.D}", *odd])
+        return name_of(self)
+
+
+class FlashCase(NamedTuple):
+    """The same for softmax attention."""
+
+    arch: int
+    pass_: str
+    D: int = 64
+    E: int | None = None
+    causal: bool = True
+    left: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: str = "bfloat16"
+    H_KV: int = 16
+    packed: bool = False
+    B: int = 2
+    H: int = 16
+    N: int = 8192
+
+    def __str__(self) -> str:
+        return name_of(self)
+
+
+def name_of(case: Case | FlashCase) -> str:
+    named = list(zip(case._fields, case, strict=True))[3:]
+    odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
+    return "-".join([f"sm_{case.arch}", case.pass_, f"D={case.D}", *odd])
 
 
 class Usage(NamedTuple):
@@ -60,10 +86,10 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case) -> list[Usage]:
+    def __call__(self, case: Case | FlashCase) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps(case), file=self.process.stdin, flush=True)
+        print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline() or '{"error": "the compiling process died"}')
         assert "error" not in answer, answer["error"]
         return [Usage(*usage) for usage in answer["usage"]]
@@ -82,11 +108,11 @@ def launches(case: Case) -> list[Any]:
 
     import torch
 
-    from fulmen import testing
     from fulmen.boundary import empty_rows
     from fulmen.hardware import TARGETS
     from fulmen.lightning.op import Residuals, spec_of
     from fulmen.lightning.triton import Gradients
+    from fulmen.testing import lightning as testing
 
     module = importlib.import_module(f"fulmen.lightning.{case.backend}")
     x = testing.inputs(
@@ -103,6 +129,33 @@ def launches(case: Case) -> list[Any]:
         return module.forward_launches(spec, hw, saved, empty_rows(x.q, spec.H, spec.E), state)
     dstate = x.dstate if case.states else None
     return module.backward_launches(spec, hw, saved, x.do, dstate, Gradients.empty(spec, saved), state)
+
+
+def flash_launches(case: FlashCase) -> list[Any]:
+    import torch
+
+    from fulmen.flash import triton as module
+    from fulmen.flash.op import FlashSpec, Residuals
+    from fulmen.hardware import TARGETS
+
+    E, B, dtype = case.E or case.D, 1 if case.packed else case.B, getattr(torch, case.dtype)
+
+    def rows(heads: int, size: int) -> Any:
+        return torch.empty(B, heads, case.N, size, dtype=dtype, device="meta")
+
+    q, k, v, o = rows(case.H, case.D), rows(case.H_KV, case.D), rows(case.H_KV, E), rows(case.H, E)
+    lse = torch.empty(q.shape[:3], device="meta")
+    ends = torch.empty(5, dtype=torch.int32, device="meta") if case.packed else None
+    x = Residuals(q, k, v, torch.empty(case.H, device="meta") if case.sinks else None, ends, ends)
+    spec = FlashSpec(
+        B, case.H, case.H_KV, case.N, case.N, case.D, E, dtype, q.device, case.D**-0.5, case.left,
+        0 if case.causal else None, False, case.softcap, case.sinks, 4 if case.packed else None, False, True,
+    )  # fmt: skip
+    hw = TARGETS[case.arch]
+    if case.pass_ == "forward":
+        return [module.forward_launch(spec, hw, x, o, lse)]
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    return module.backward_launches(spec, hw, x, module.Backward(o, lse, o, None, lse, q, dk, dv))
 
 
 def compile(launch: Any, arch: int) -> Any:
@@ -140,9 +193,11 @@ def usage(launch: Any, compiled: Any) -> Usage:
 
 def serve() -> None:
     for line in sys.stdin:
-        case = Case(*json.loads(line))
+        kind, *fields = json.loads(line)
+        case = Case(*fields) if kind == "Case" else FlashCase(*fields)
         try:
-            answer: dict[str, Any] = {"usage": [usage(launch, compile(launch, case.arch)) for launch in launches(case)]}
+            todo = launches(case) if isinstance(case, Case) else flash_launches(case)
+            answer: dict[str, Any] = {"usage": [usage(launch, compile(launch, case.arch)) for launch in todo]}
         except Exception as error:
             answer = {"error": f"{case}: {type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

@@ -34,7 +34,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import fulmen
-from fulmen import decay, hardware, testing
+from fulmen import decay, hardware
+from fulmen.testing import lightning as testing
 
 D = 64
 TOKENS = (512, 1024, 2048, 4096, 8192)

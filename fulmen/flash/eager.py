@@ -14,6 +14,7 @@ fp64). Query heads that share k and v are rows of one product, so nothing is exp
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from torch import Tensor
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
+from fulmen.flash.ranking import rank
 
 PANEL_BYTES = 64 << 20  # of the logits, over all heads
 
@@ -32,10 +34,6 @@ def supports(spec: FlashSpec) -> str | None:
     if spec.sequences is not None and spec.device.type != "cpu":
         return "eager reads cu_seqlens on the host, which would synchronise the GPU"
     return None
-
-
-def rank(spec: FlashSpec) -> float:
-    return 100.0
 
 
 class Panel(NamedTuple):
@@ -151,4 +149,4 @@ def backward(
     return dq, like_k.copy_(dk), like_v.copy_(dv), dsinks
 
 
-register("flash", "eager", supports=supports, rank=rank, forward=forward, backward=backward)
+register("flash", "eager", supports=supports, rank=functools.partial(rank, "eager"), forward=forward, backward=backward)

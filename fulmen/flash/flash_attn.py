@@ -7,6 +7,8 @@ bytes, or that repeat rows by a stride of 0, are copied. The backward is asked f
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from flash_attn import flash_attn_interface as package  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
@@ -15,6 +17,7 @@ from fulmen import hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals
+from fulmen.flash.ranking import rank
 from fulmen.flash.sdpa import MAX_GRID, loadable, ordered_like
 
 for name in ("_flash_attn_forward", "_flash_attn_backward"):
@@ -53,10 +56,6 @@ def supports(spec: FlashSpec) -> str | None:
     return None
 
 
-def rank(spec: FlashSpec) -> float:
-    return 30.0
-
-
 def mask(spec: FlashSpec) -> tuple[bool, int, int, float]:
     """The package's arguments causal, window_size_left, window_size_right and softcap."""
     left, right = (-1 if side is None else side for side in (spec.left, spec.right))
@@ -85,4 +84,11 @@ def backward(
     return dq, dk, dv, None
 
 
-register("flash", "flash_attn", supports=supports, rank=rank, forward=forward, backward=backward)
+register(
+    "flash",
+    "flash_attn",
+    supports=supports,
+    rank=functools.partial(rank, "flash_attn"),
+    forward=forward,
+    backward=backward,
+)

@@ -60,6 +60,7 @@ class FlashSpec(NamedTuple):
     sequences: int | None = None  # None: not packed
     with_lse: bool = False
     needs_grad: bool = False
+    deterministic: bool = False  # torch.use_deterministic_algorithms asks for gradients that repeat bit for bit
 
     @property
     def wants_lse(self) -> bool:
@@ -118,7 +119,8 @@ def flash_attention(
     cu_seqlens_*  int32 (sequences + 1,) on the inputs' device, rising from 0 to N_Q (N_KV): B is 1 and N holds packed
                   sequences, which do not see each other. cu_seqlens_k is cu_seqlens_q unless given. Values are
                   checked on the CPU only; on a GPU rows outside every sequence are undefined.
-    backend       "auto" takes the fastest that supports the call; a name works or raises, it never falls back.
+    backend       "auto" takes the fastest that supports the call; a name works or raises, it never falls back. Under
+                  torch.use_deterministic_algorithms "auto" takes one whose gradients are the same every time.
 
     A row that sees no key is zero, and so are its gradients.
     """
@@ -153,10 +155,10 @@ def flash_attention_with_lse(
 
 def _check_mask(causal: Causal, window: Window, softcap: float | None) -> tuple[int | None, int | None, bool]:
     """(left, right, top_left) of the arguments `causal` and `window`."""
-    if causal not in (False, True, "bottom_right", "top_left"):
+    if not isinstance(causal, bool | str) or causal not in (False, True, "bottom_right", "top_left"):
         raise ValueError(f"causal={causal!r}: must be False, True (the same as 'bottom_right') or 'top_left'")
-    if softcap is not None and not 1e-30 <= softcap <= 1e30:
-        raise ValueError(f"softcap={softcap}: must be None or between 1e-30 and 1e30")
+    if softcap is not None and not (isinstance(softcap, int | float) and 1e-30 <= softcap <= 1e30):
+        raise ValueError(f"softcap={softcap!r}: must be None or a number between 1e-30 and 1e30")
     left, right = None, None
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
@@ -222,7 +224,12 @@ def _spec(
     return FlashSpec(
         B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left, right, top_left, softcap,
         x.sinks is not None, sequences, with_lse, needs_grad,
+        needs_grad and _deterministic(),
     )  # fmt: skip
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def checked_spec(
@@ -242,8 +249,7 @@ def checked_spec(
     """The spec `flash_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
     mask = _check_mask(causal, window, softcap)
     x = _check(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
-    scale = x.q.shape[3] ** -0.5 if scale is None else float(scale)
-    check_scale(scale)
+    scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
     return _spec(x, scale, *mask, softcap, with_lse, _needs_grad(x))
 
 
@@ -298,10 +304,17 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = _spec(x, *facts)
     kernel = dispatch.pick("flash", spec, backend)
     assert kernel.backward is not None, "natively differentiable backends do not come here"
-    if spec.E > 1 and do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
-        do = do.contiguous()
-    dq, dk, dv, dsinks = kernel.backward(spec, x, o, lse, do, None if dlse is None else dlse.contiguous())
+    dq, dk, dv, dsinks = kernel.backward(spec, x, o, lse, *_tidy(o, do, dlse))
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+
+
+def _tidy(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Incoming gradients as backends take them: autograd leaves out what was not used, and expands, as for o.sum()."""
+    if do is None:
+        do = torch.zeros_like(o)
+    elif do.stride(3) != 1 and do.shape[3] > 1:
+        do = do.contiguous()
+    return do, None if dlse is None else dlse.contiguous()
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -360,6 +373,27 @@ class Plan(NamedTuple):
     quick: Callable[..., Any] | None  # the kernel's shortest way
 
 
+class PlannedFunction(torch.autograd.Function):
+    """The same gradient once more, for plain calls whose plan is known: nothing is looked up again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        o, lse = plan.kernel.forward(plan.spec, Residuals(q, k, v))
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        spec, kernel, inputs, _ = ctx.plan
+        if torch.is_grad_enabled() or not unwatched(q, k, v, o, lse, do, dlse) or torch._C._is_any_autocast_enabled():
+            do = torch.zeros_like(o) if do is None else do
+            return *torch.ops.fulmen.flash_backward(q, k, v, None, None, None, o, lse, do, dlse, *inputs)[:3], None
+        return *kernel.backward(spec, Residuals(q, k, v), o, lse, *_tidy(o, do, dlse))[:3], None
+
+
 _plans: dict[Any, Plan] = {}
 MAX_PLANS = 4096
 
@@ -373,23 +407,23 @@ def _attend(
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     key = None
-    hashable = window is None or isinstance(window, tuple)  # a list serves, too
+    hashable = (window is None or isinstance(window, tuple)) and isinstance(causal, bool | str)  # a list serves, too
     if hashable and sinks is None and cu_seqlens_q is None and cu_seqlens_k is None and _plain(q, k, v):
         grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
-            v.dtype, v.device, causal, window, softcap, scale, backend, with_lse, grad,
+            v.dtype, v.device, causal, window, softcap, scale, backend, with_lse,
+            grad and (_deterministic(), True),
         )  # fmt: skip
         plan = _plans.get(key)
         if plan is not None:
             if grad:
-                return FlashFunction.apply(q, k, v, None, None, None, *plan.inputs)
+                return PlannedFunction.apply(q, k, v, plan)
             done = None if plan.quick is None else plan.quick(q, k, v)
             return plan.kernel.forward(plan.spec, Residuals(q, k, v)) if done is None else done
     left, right, top_left = _check_mask(causal, window, softcap)
     x = _check(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
-    scale = x.q.shape[3] ** -0.5 if scale is None else float(scale)
-    check_scale(scale)
+    scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
     facts = (scale, left, right, top_left, None if softcap is None else float(softcap), with_lse, _needs_grad(x))
     if dispatch.differentiable_as_it_is("flash", backend):  # plain PyTorch: no boundary to cross
         _check_values(x)

@@ -5,6 +5,7 @@ Plain differentiable PyTorch, quadratic in memory; any number of derivatives.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals
+from fulmen.flash.ranking import rank
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -20,10 +22,6 @@ def supports(spec: FlashSpec) -> str | None:
     if spec.sequences is not None and spec.device.type != "cpu":
         return "reference reads cu_seqlens on the host, which would synchronise the GPU"
     return None
-
-
-def rank(spec: FlashSpec) -> float:
-    return 1000.0
 
 
 def visible(spec: FlashSpec, N_Q: int, N_KV: int, device: torch.device) -> Tensor:
@@ -69,4 +67,6 @@ def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor]:
     return o.to(spec.dtype), lse if spec.dtype == torch.float64 else lse.float()
 
 
-register("flash", "reference", supports=supports, rank=rank, forward=forward, backward=None)
+register(
+    "flash", "reference", supports=supports, rank=functools.partial(rank, "reference"), forward=forward, backward=None
+)

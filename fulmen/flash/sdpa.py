@@ -30,7 +30,8 @@ from torch import Tensor
 from fulmen import hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.flash.op import FlashSpec, Residuals, empty_lse
+from fulmen.flash import ranking
+from fulmen.flash.op import FlashSpec, Residuals
 
 aten = torch.ops.aten
 
@@ -126,10 +127,12 @@ def _cudnn_lacks(spec: FlashSpec, arch: int) -> str | None:
     D, E = spec.D, spec.E
     if arch < 90:
         return f"is taken from compute capability 9.0 on, this GPU has {arch / 10}"
+    if spec.deterministic:
+        return "adds dq up in no fixed order, and torch.use_deterministic_algorithms is on"
     if cudnn_version() < MIN_CUDNN:
         return f"needs cuDNN 9.15.1 or later, here {cudnn_version()}"
-    if max(D, E) > 128 and not ((D, E) == (192, 128) and arch < 110):
-        return f"needs head dims up to 128 (or D=192 with E=128), here D={D}, E={E}"
+    if max(D, E) > 128 and not (arch == 90 and (D == E or (D, E) == (192, 128))):
+        return f"needs head dims up to 128 (on Hopper D = E up to 256, or D=192 with E=128), here D={D}, E={E}"
     if spec.N_KV == 1:
         return "needs more than one key"
     if max(spec.H * spec.N_Q, spec.H_KV * spec.N_KV) * spec.B * max(D, E) >= 2**31:
@@ -170,7 +173,10 @@ def detail(spec: FlashSpec) -> str:
 
 
 def rank(spec: FlashSpec) -> float:
-    return 10.0 if spec.device.type == "cpu" else 20.0
+    """What was measured on Hopper was cuDNN; FlashAttention-2 is slower there than triton."""
+    if spec.device.type == "cuda" and hardware.of(spec.device).arch == 90 and lacks(spec, "cudnn") is not None:
+        return ranking.rank("triton", spec) + 0.5
+    return ranking.rank("sdpa", spec)
 
 
 # ------------------------------------------------------------------------------------------ memory order
@@ -207,12 +213,12 @@ def no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
 # --------------------------------------------------------------------------------------------- the calls
 
 
-def forward(spec: FlashSpec, x: Residuals, implementation: str | None = None) -> tuple[Tensor, Tensor]:
+def forward(spec: FlashSpec, x: Residuals, implementation: str | None = None) -> tuple[Tensor, Tensor | None]:
     which, causal, q = implementation or _pinned(spec), bool(is_causal(spec)), x.q
+    wants_lse = spec.wants_lse
     if which == "cpu":
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, x.k, x.v, 0.0, causal, scale=spec.scale)
-        return ordered_like(q, o), lse.contiguous()
-    wants_lse = spec.with_lse or spec.needs_grad
+        return ordered_like(q, o), lse.contiguous() if wants_lse else None
     q, k, v = loadable(q), loadable(x.k), loadable(x.v)
     if which == "cudnn":
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -226,9 +232,8 @@ def forward(spec: FlashSpec, x: Residuals, implementation: str | None = None) ->
         )
     else:
         raise ValueError(f"implementation={which!r}: must be one of {', '.join(NAMES)}")
-    if not wants_lse:
-        return ordered_like(x.q, o), empty_lse(x.q)  # which nobody reads
-    return ordered_like(x.q, o), lse.view(spec.B, spec.H, -1)[:, :, : spec.N_Q].contiguous()
+    o = ordered_like(x.q, o)
+    return o, lse.view(spec.B, spec.H, -1)[:, :, : spec.N_Q].contiguous() if wants_lse else None
 
 
 def backward(
@@ -271,4 +276,12 @@ def backward(
     return ordered_like(x.q, dq), ordered_like(x.k, dk), ordered_like(x.v, dv), None
 
 
-register("flash", "sdpa", supports=supports, rank=rank, forward=forward, backward=backward, detail=detail)
+register(
+    "flash",
+    "sdpa",
+    supports=supports,
+    rank=rank,
+    forward=forward,
+    backward=backward,
+    detail=detail,
+)

@@ -22,6 +22,7 @@ whose ends it does not know, pointers do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from fulmen import hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
+from fulmen.flash.ranking import rank
 from fulmen.launch import Launch, Ready, describable, repeat
 from fulmen.tiles import (
     LN2,
@@ -68,10 +70,6 @@ def supports(spec: FlashSpec) -> str | None:
     return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
 
 
-def rank(spec: FlashSpec) -> float:
-    return 10.0 if spec.device.type == "cuda" else 2000.0  # interpreted: only when asked for by name
-
-
 # ------------------------------------------------------------------------------------------------ tiles
 
 
@@ -86,9 +84,11 @@ PASSES = ("forward", "dq", "dkdv")
 
 
 def config(spec: FlashSpec, hw: hardware.Hardware, pass_: str) -> Config:
-    """Tiles by what the chip multiplies with and can hold; beside a row TFLOP/s on an H200 (dev/ladder_flash.md),
-    causal and full, counting the products done; for 256 also with D = 192, E = 128. Rows without a figure were compiled,
-    not measured."""
+    """Tiles by what the chip multiplies with and can hold.
+
+    Beside a row its TFLOP/s on an H200, causal and full, counting all products done; for 256 also with D = 192 and
+    E = 128 (dev/ladder_flash.md). Rows without a figure were compiled, not measured.
+    """
     D, E = padded(spec.D), padded(spec.E)
     if hw.arch // 10 in (9, 10) and hw.smem_bytes > 200_000:
         rows = {
@@ -471,6 +471,7 @@ class Backward(NamedTuple):
     dv: Tensor
 
 
+@functools.lru_cache(maxsize=4096)
 def heads_summed(spec: FlashSpec, hw: hardware.Hardware) -> int:
     """Query heads one program of dkdv sums over: all that share k and v, if that leaves work for the whole GPU."""
     cfg = config(spec, hw, "dkdv")
@@ -578,4 +579,12 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-register("flash", "triton", supports=supports, rank=rank, forward=forward, backward=backward, prepare=prepare)
+register(
+    "flash",
+    "triton",
+    supports=supports,
+    rank=functools.partial(rank, "triton"),
+    forward=forward,
+    backward=backward,
+    prepare=prepare,
+)

@@ -11,9 +11,10 @@ import math
 import pytest
 import torch
 
-from fulmen import dispatch, testing
+from fulmen import dispatch
 from fulmen.lightning import triton_split
 from fulmen.lightning.op import spec_of
+from fulmen.testing import lightning as testing
 
 BACKENDS = sorted(dispatch.kernels("lightning"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import fulmen
-from fulmen import dispatch, hardware, testing
+from fulmen import dispatch, hardware
 from fulmen.lightning.op import LightningSpec
+from fulmen.testing import lightning as testing
 
 GOOD = testing.inputs(2, 4, 8, 16, E=24, H_KV=2, decay="mixed", initial_state=True)
 PACKED = testing.inputs(H=4, D=16, E=24, lengths=[3, 5], initial_state=True)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fulmen
-from fulmen import dispatch, testing
+from fulmen import dispatch
 from fulmen.lightning import triton_split
 from fulmen.lightning.op import spec_of
+from fulmen.testing import lightning as testing
 
 BACKENDS = sorted(dispatch.kernels("lightning"))
 EVERYTHING = {"E": 24, "H_KV": 2, "decay": "mixed", "scale": 0.5, "initial_state": True}

@@ -15,8 +15,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import fulmen
-from fulmen import dispatch, testing
+from fulmen import dispatch
 from fulmen.lightning.op import spec_of
+from fulmen.testing import lightning as testing
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(dispatch.kernels("lightning"))

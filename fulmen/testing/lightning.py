@@ -1,17 +1,11 @@
-"""Inputs, oracles and a derived tolerance, for tests, benchmarks and users who bring a backend.
+"""Inputs and oracles for lightning attention; see `fulmen.testing` for the tolerance.
 
     x = inputs(B=2, H=4, N=113, D=64, dtype=torch.float16, decay="mixed", initial_state=True)
     check(x, backend="triton")          # o, the final state and every gradient against fp64
 
-No tolerance is typed. The yardstick is what a plain user would get: the attention matrix written out with
-ordinary PyTorch operations in the inputs' own dtype. A backend may err `factor` times as much as that, plus
-one rounding of the result:
-
-    |actual - exact| <= factor * |low - exact| + u * |exact|      in the largest element, and in the 2-norm
-
-with u half the spacing of the dtype, factor 2 for results and 3 for gradients. NaN and Inf never pass. A state and
-its gradient are carried, and rounded, from chunk to chunk, where the plain formula rounds once: they get the square
-root of the number of chunks (of 16 rows, the shortest a backend uses) in roundings.
+The yardstick is the attention matrix written out. A state and its gradient are carried, and rounded, from chunk to
+chunk, where the plain formula rounds once: they get the square root of the number of chunks (of 16 rows, the shortest
+a backend uses) in roundings.
 """
 
 from __future__ import annotations
@@ -25,9 +19,13 @@ import torch
 from torch import Tensor
 
 from fulmen.lightning.op import lightning_attention_with_state
+from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, assert_close, fused_rows, rows
 
-FORWARD_FACTOR = 2.0
-GRADIENT_FACTOR = 3.0
+__all__ = [
+    "DECAYS", "FORWARD_FACTOR", "GRADIENT_FACTOR", "Attend", "Inputs", "Outputs", "assert_close", "backend", "check",
+    "evaluate", "fused_rows", "inputs", "low_precision", "reference", "rows", "slopes",
+]  # fmt: skip
+
 DECAYS = {"zero": (0.0,), "weak": (0.02,), "strong": (8.0,), "mixed": (0.004, 0.7, 0.0, 8.0, 0.06)}
 
 
@@ -68,27 +66,6 @@ class Outputs(NamedTuple):
 Attend = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 # ------------------------------------------------------------------------------------------------ inputs
-
-
-def rows(
-    B: int, heads: int, N: int, size: int, *, dtype: torch.dtype, device: str | torch.device,
-    layout: str = "bhnd", generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
-    """A normal (B, heads, N, size) tensor; "bnhd" is one allocated as (B, N, heads, size) and transposed."""
-    shape = (B, heads, N, size) if layout == "bhnd" else (B, N, heads, size)
-    x = _normal(shape, generator, device).to(dtype)
-    return x if layout == "bhnd" else x.transpose(1, 2)
-
-
-def fused_rows(
-    B: int, heads: Sequence[int], N: int, sizes: Sequence[int], *, dtype: torch.dtype,
-    device: str | torch.device, generator: torch.Generator | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """q, k, v as views of the one (B, N, features) tensor a fused projection returns."""
-    widths = [h * size for h, size in zip(heads, sizes, strict=True)]
-    x = _normal((B, N, sum(widths)), generator, device).to(dtype)
-    parts = x.split(widths, dim=2)
-    return [p.unflatten(2, (h, size)).transpose(1, 2) for p, h, size in zip(parts, heads, sizes, strict=True)]
 
 
 def slopes(kind: str | None, H: int, device: str | torch.device = "cpu") -> Tensor | None:
@@ -138,13 +115,6 @@ def inputs(
         q, k, v, slopes(decay, H, device) if decay is None or isinstance(decay, str) else decay, scale,
         rows(states, H, D, E, **make) if initial_state else None, cu_seqlens, do, dstate,
     )  # fmt: skip
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator | None, device: str | torch.device) -> Tensor:
-    """Drawn on the CPU, so that a seed means the same numbers on every device."""
-    if torch.device(device).type == "meta":
-        return torch.empty(shape, device=device)
-    return torch.randn(shape, generator=generator).to(device)
 
 
 # ----------------------------------------------------------------------------------------------- oracles
@@ -226,30 +196,6 @@ def _plain(x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------- comparison
-
-
-def assert_close(
-    name: str, actual: Tensor, low: Tensor, exact: Tensor, factor: float = FORWARD_FACTOR, roundings: float = 1.0
-) -> None:
-    """`actual` errs at most `factor` times as much as `low`, plus `roundings`; see the top of the file."""
-    assert actual.shape == exact.shape, f"{name} has shape {tuple(actual.shape)}, want {tuple(exact.shape)}"
-    if not exact.numel():
-        return
-    for what, y in ((name, actual), ("the plain computation of it", low)):
-        assert y.isfinite().all(), f"{what} is not finite: {int((~y.isfinite()).sum())} of {y.numel()} elements"
-    error, yardstick = (actual.double() - exact).abs(), (low.double() - exact).abs()
-    u = torch.finfo(actual.dtype).eps / 2
-    for norm, order in (("largest", math.inf), ("2-norm", 2)):
-        got, plain, size = (float(torch.linalg.vector_norm(y, order)) for y in (error, yardstick, exact))
-        bound = factor * plain + roundings * u * size
-        if not got <= bound:  # also when NaN
-            flat = error.nan_to_num(math.inf).argmax()
-            at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))
-            raise AssertionError(
-                f"{name} {tuple(actual.shape)} {actual.dtype}: {norm} error {got:.3e} > {bound:.3e} = "
-                f"{factor:g} * {plain:.3e} (plain {low.dtype}) + {roundings:.3g} roundings of {size:.3e}; at {at}: "
-                f"{float(actual[at]):.6g}, exact {float(exact[at]):.6g}, plain {float(low[at]):.6g}"
-            )
 
 
 def check(x: Inputs, backend_name: str, use: Sequence[str] = ("o", "state")) -> Outputs:

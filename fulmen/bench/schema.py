@@ -1,0 +1,170 @@
+"""The records of a benchmark run: what one line of a results file holds.
+
+A results file is JSON lines, written and flushed one cell at a time. The first line of each run is a `Run`: where, when
+and with what was measured. Every other line is a `Cell`: one competitor at one case and one pass. Raw samples are
+kept; tables, plots and reports are made from these lines and from nothing else.
+
+    times     milliseconds            memory   bytes            clocks  MHz            floors  FLOP and bytes
+
+Only the standard library is imported here, so that results can be read, compared and shown anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "fulmen-bench/1"
+PASSES = ("forward", "backward", "total")  # total: forward and backward in one region
+STATUSES = ("ok", "failed", "oom", "unsupported", "timeout", "withheld", "interrupted", "skipped")
+FLAGS = (
+    "IMPOSSIBLE", "SUSPECT", "WARM-L2", "HOST-BOUND", "THROTTLED", "INCONSISTENT", "SIDE-STREAM", "ANOTHER-FUNCTION",
+    "NOISY", "UNAUDITED",
+)  # fmt: skip
+
+
+class BadResults(Exception):
+    """A results file that cannot be read, with its name, line and what is wrong."""
+
+
+@dataclass
+class Run:
+    run_id: str
+    time: str  # ISO 8601, UTC
+    command: str  # what would repeat it
+    environment: dict[
+        str, Any
+    ]  # device, arch, sm_count, l2_bytes, driver, cuda, torch, triton, python, cpu, threads ...
+    commit: dict[str, Any]  # sha, dirty, diff: a hash of what is not committed
+    ceilings: dict[str, float] = field(default_factory=dict)
+    # flops_hard, flops_nominal, flops_measured (FLOP/s); bytes_hard, bytes_measured (B/s); clock_max_mhz
+    protocol: str = "1"
+    kind: str = "run"
+    schema: str = SCHEMA
+
+
+@dataclass
+class Cell:
+    run_id: str
+    suite: str
+    op: str  # "lightning", "flash", "layer"
+    function: str  # what is computed, in words: cells with another function are not compared as equals
+    case: dict[str, Any]  # B, H, H_KV, N, D, E, dtype, causal, decay ...: everything that sets the work
+    competitor: str
+    pass_: str
+    status: str = "ok"
+    reason: str = ""  # why not ok
+    backend: str = ""  # what "auto" chose; the package's version for a peer
+    version: str = ""
+    cache: str = "cold"  # or "hot": L2 as the call before left it
+    samples_ms: list[float] = field(default_factory=list)
+    clocks_mhz: list[float] = field(default_factory=list)  # of the SMs, one per sample or round; empty where unknown
+    stats: dict[str, Any] = field(default_factory=dict)  # median, low, high (95 %), p20, p80, min, mad, n, stop
+    device_ms: float | None = None  # by graph replay, without the host
+    host_ms: float | None = None  # wall time of a synchronised call
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    # inputs, output, saved, workspace_forward, workspace_backward, gradients, peak: {"bytes": ..., "floor": ...}
+    correctness: dict[str, dict[str, Any]] = field(default_factory=dict)  # tensor: error, bound, max_abs, ok
+    audit: dict[str, Any] = field(default_factory=dict)
+    # flops, bytes (floors), floor_ms, efficiency, arithmetic (words), flags: [{"flag": ..., "why": ...}]
+    resources: list[dict[str, Any]] = field(default_factory=list)  # kernel, registers, shared, stack, occupancy
+    seed: int = 0
+    command: str = ""  # repeats this cell alone
+    kind: str = "cell"
+    schema: str = SCHEMA
+
+    @property
+    def config_hash(self) -> str:
+        """Names what was measured, whoever measured it: equal for cells that may be compared."""
+        what = [self.op, self.function, sorted(self.case.items()), self.competitor, self.pass_, self.cache]
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def median_ms(self) -> float | None:
+        return self.stats.get("median")
+
+    def flags(self) -> list[str]:
+        return [str(f.get("flag")) for f in self.audit.get("flags", [])]
+
+
+def dumps(record: Run | Cell) -> str:
+    """One line; keys sorted, so that equal records are equal text."""
+    values = dataclasses.asdict(record)
+    if isinstance(record, Cell):
+        values["config_hash"] = record.config_hash
+    return json.dumps(values, sort_keys=True, allow_nan=False)
+
+
+def parse(line: str, where: str) -> Run | Cell:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadResults(f"{where}: not JSON ({error}); was the file cut off?") from None
+    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+        found = values.get("schema") if isinstance(values, dict) else type(values).__name__
+        raise BadResults(f"{where}: schema {found!r}, this version of fulmen reads {SCHEMA!r}")
+    kinds: dict[Any, type[Run] | type[Cell]] = {"run": Run, "cell": Cell}
+    kind = kinds.get(values.get("kind"))
+    if kind is None:
+        raise BadResults(f"{where}: kind {values.get('kind')!r}, must be 'run' or 'cell'")
+    values.pop("config_hash", None)
+    try:
+        record = kind(**values)
+    except TypeError as error:
+        raise BadResults(f"{where}: {error}") from None
+    check(record, where)
+    return record
+
+
+def check(record: Run | Cell, where: str) -> None:
+    """Types and words of the fields other code relies on; a file may come from anybody."""
+    for f in dataclasses.fields(record):
+        value = getattr(record, f.name)
+        plain = str(f.type).split("[")[0].split(" |")[0]
+        wanted = {"str": str, "int": int, "dict": dict, "list": list, "float": (int, float)}.get(plain)
+        optional = "None" in str(f.type) and value is None
+        if wanted is not None and not optional and (not isinstance(value, wanted) or isinstance(value, bool)):
+            raise BadResults(f"{where}: {f.name} is {type(value).__name__}, must be {f.type}")
+    if isinstance(record, Cell):
+        if record.pass_ not in PASSES:
+            raise BadResults(f"{where}: pass_ {record.pass_!r}, must be one of {', '.join(PASSES)}")
+        if record.status not in STATUSES:
+            raise BadResults(f"{where}: status {record.status!r}, must be one of {', '.join(STATUSES)}")
+        if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in record.samples_ms):
+            raise BadResults(f"{where}: samples_ms must be numbers")
+
+
+@dataclass
+class Results:
+    runs: dict[str, Run]
+    cells: list[Cell]
+
+
+def records(path: Path) -> Iterator[Run | Cell]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadResults(f"{path}: cannot be read: {error}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield parse(line, f"{path}:{number}")
+
+
+def read(paths: Iterable[Path]) -> Results:
+    """All runs and cells of some files; a cell measured again replaces the earlier one of its run."""
+    runs: dict[str, Run] = {}
+    cells: dict[tuple[str, str], Cell] = {}
+    for path in paths:
+        for record in records(path):
+            if isinstance(record, Run):
+                runs[record.run_id] = record
+            else:
+                if record.run_id not in runs:
+                    raise BadResults(f"{path}: a cell of run {record.run_id!r} comes before that run's record")
+                cells[record.run_id, record.config_hash] = record
+    return Results(runs, list(cells.values()))

@@ -1,0 +1,57 @@
+"""The Triton kernels compiled, without a GPU, for each architecture we promise: they fit and spill little."""
+
+from __future__ import annotations
+
+import pytest
+
+from fulmen.hardware import TARGETS
+from tests.aot import Compiler, FlashCase
+
+# The promise of the README: every head size class, both passes, causal or not, everywhere.
+PROMISED = [
+    FlashCase(arch, pass_, D, causal=causal)
+    for arch in TARGETS for D in (64, 128, 256)
+    for pass_ in ("forward", "backward") for causal in (True, False)
+]  # fmt: skip
+
+# What else changes the generated code, once each: on the smallest shared memory and on wgmma.
+OPTIONS = [
+    {"dtype": "float16", "D": 128},
+    {"D": 80},
+    {"D": 192, "E": 128},
+    {"H_KV": 4, "D": 128},
+    {"left": 512, "D": 64},
+    {"left": 512, "D": 128},
+    {"softcap": 50.0, "D": 128},
+    {"sinks": True, "D": 64, "left": 128},
+    {"packed": True, "D": 64},
+    {"packed": True, "D": 128},
+    {"packed": True, "D": 256},
+    {"N": 256, "D": 128},  # too small for the copy engine
+]  # fmt: skip
+VARIED = [FlashCase(arch, pass_, **o) for arch in (86, 90) for o in OPTIONS for pass_ in ("forward", "backward")]
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    process = Compiler()
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("case", PROMISED, ids=str)
+def test_fits_and_does_not_spill(case, compiler):
+    launches = compiler(case)
+    assert len(launches) == (1 if case.pass_ == "forward" else 2)
+    for usage in launches:
+        assert usage.shared <= TARGETS[case.arch].smem_bytes, usage
+        # sm_100 keeps a few bytes of stack for its own bookkeeping of tensor memory
+        assert usage.stack <= (16 if case.arch == 100 else 0), usage
+
+
+# With pointers (packed, small) and with masks on both sides dk, dv at D = 128 take more than 255 registers.
+@pytest.mark.parametrize("case", VARIED, ids=str)
+def test_variants_fit_and_spill_at_most_a_few_registers(case, compiler):
+    for usage in compiler(case):
+        assert usage.shared <= TARGETS[case.arch].smem_bytes, usage
+        assert usage.stack <= 256, usage
