@@ -39,7 +39,7 @@ class Run:
     command: str  # what would repeat it
     environment: dict[
         str, Any
-    ]  # device, arch, sm_count, l2_bytes, driver, cuda, torch, triton, python, cpu, threads ...
+    ]  # device, arch, sm_count, l2_bytes, driver, torch, triton, python, cpu ...
     commit: dict[str, Any]  # sha, dirty, diff: a hash of what is not committed
     ceilings: dict[str, float] = field(default_factory=dict)
     # flops_hard, flops_nominal, flops_measured (FLOP/s); bytes_hard, bytes_measured (B/s); clock_max_mhz
@@ -126,7 +126,7 @@ def check(record: Run | Cell, where: str) -> None:
     for f in dataclasses.fields(record):
         value = getattr(record, f.name)
         plain = str(f.type).split("[")[0].split(" |")[0]
-        wanted = {"str": str, "int": int, "dict": dict, "list": list, "float": (int, float)}.get(plain)
+        wanted: Any = {"str": str, "int": int, "dict": dict, "list": list, "float": (int, float)}.get(plain)
         optional = "None" in str(f.type) and value is None
         if wanted is not None and not optional and (not isinstance(value, wanted) or isinstance(value, bool)):
             raise BadResults(f"{where}: {f.name} is {type(value).__name__}, must be {f.type}")
