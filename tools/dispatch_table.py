@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+from fulmen.flash import ranking
+from fulmen.flash import triton as flash
+from fulmen.flash.op import FlashSpec
 from fulmen.hardware import TARGETS
 from fulmen.lightning import triton as lightning
 from fulmen.lightning.op import LightningSpec
@@ -29,6 +32,44 @@ columns of a program, warps, pipeline stages.
 """
 
 
+FLASH = """
+## Softmax attention, backend `triton`
+
+bf16 and fp16, causal or not. An entry is the rows a program owns x the rows it takes at a time, warps, pipeline stages.
+
+| GPU | shared memory | D, E up to | forward | dq | dk, dv |
+|---|---|---|---|---|---|
+"""
+RANKING = """
+## Softmax attention, `auto`
+
+On a compute capability with rows below, the backend measured to be the fastest; then sdpa, triton, eager, whichever
+serves the call. Calls of less than {small:g} FLOP forward go to triton: the host takes longer than the GPU. Elsewhere
+torch's kernels come first, as nothing was measured. The measurements stand beside the rows in
+`fulmen/flash/ranking.py`.
+
+| compute capability | D, E up to | keys from | mask | gradients | first |
+|---|---|---|---|---|---|
+"""
+
+
+def flash_lines() -> list[str]:
+    lines = [FLASH]
+    for hw in TARGETS.values():
+        for D in (64, 128, 256):
+            spec = FlashSpec(2, 16, 16, 8192, 8192, D, D, torch.bfloat16, torch.device("cuda"), 1.0)
+            picked = [
+                f"{c.own} x {c.walk}, {c.num_warps} warps, {c.num_stages} stages"
+                for c in (flash.config(spec, hw, pass_) for pass_ in flash.PASSES)
+            ]
+            lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
+    lines.append(RANKING.format(small=ranking.SMALL))
+    for r in ranking.ROWS:
+        mask, grad = "causal" if r.causal else "full", "yes" if r.grad else "no"
+        lines.append(f"| {r.arch / 10} | {r.D} | {r.keys} | {mask} | {grad} | {r.first} |\n")
+    return lines
+
+
 def tiles(config: lightning.Config) -> str:
     return f"{config.chunk} x {config.block_v}, {config.num_warps} warps, {config.num_stages} stages"
 
@@ -42,7 +83,7 @@ def render() -> str:
                 spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"))
                 picked.append(tiles(lightning.config(spec, hw)))
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
-    return INTRODUCTION + "".join(lines)
+    return INTRODUCTION + "".join([*lines, *flash_lines()])
 
 
 def main(arguments: list[str]) -> int:

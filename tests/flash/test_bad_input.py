@@ -72,7 +72,7 @@ WRONG = {
     "nan scale": (change(scale=float("nan")), ["scale=nan"]),
     "causal": (change(causal="left"), ["causal='left'", "False, True (the same as 'bottom_right') or 'top_left'"]),
     "causal None": (change(causal=None), ["causal=None", "must be False, True"]),
-    "zero softcap": (change(softcap=0.0), ["softcap=0.0", "None or between"]),
+    "zero softcap": (change(softcap=0.0), ["softcap=0.0", "None or a number between"]),
     "negative softcap": (change(softcap=-3.0), ["softcap=-3.0"]),
     "nan softcap": (change(softcap=float("nan")), ["softcap=nan"]),
     "window an int": (change(window=5), ["window=5", "(left, right)"]),
@@ -249,11 +249,12 @@ SENTENCES = [
      "cudnn: takes at most 65535 batches and heads, here B=70000, H=2; flash: takes at most 65535 batches and heads, "
      "here B=70000, H=2; efficient: takes at most 65535 batches and heads, here B=70000, H=2"),
     ("sdpa", gpu(D=192, E=64, H_KV=1), machine(90),
-     "cudnn: needs head dims up to 128 (or D=192 with E=128), here D=192, E=64; flash: needs E = D, here D=192, E=64; "
-     "efficient: would need k and v expanded to q's heads"),
-    ("sdpa", gpu(N_Q=32, right=0, top_left=True, H_KV=1, D=192, E=192), machine(90),
-     "cudnn: needs head dims up to 128 (or D=192 with E=128), here D=192, E=192; flash: aligns causal attention to the "
-     "last key, here N_Q=32, N_KV=64; efficient: would need k and v expanded to q's heads"),
+     "cudnn: needs head dims up to 128 (on Hopper D = E up to 256, or D=192 with E=128), here D=192, E=64; flash: "
+     "needs E = D, here D=192, E=64; efficient: would need k and v expanded to q's heads"),
+    ("sdpa", gpu(N_Q=32, right=0, top_left=True, H_KV=1, D=192, E=192), machine(100),
+     "cudnn: needs head dims up to 128 (on Hopper D = E up to 256, or D=192 with E=128), here D=192, E=192; flash: "
+     "aligns causal attention to the last key, here N_Q=32, N_KV=64; efficient: would need k and v expanded to q's "
+     "heads"),
     ("sdpa", gpu(dtype=torch.bfloat16), machine(75),
      "cudnn: is taken from compute capability 9.0 on, this GPU has 7.5; flash: needs compute capability 8.0 or later, "
      "this GPU has 7.5; efficient: needs compute capability 8.0 or later for bf16, this GPU has 7.5"),
@@ -276,10 +277,12 @@ LACKS = [
     ("cudnn", gpu(), machine(90, cudnn=91400), "needs cuDNN 9.15.1 or later, here 91400", "flash"),
     ("cudnn", gpu(N_KV=1), machine(90), "needs more than one key", "flash"),
     ("cudnn", gpu(**HUGE), machine(90), "has 32-bit strides, and a tensor has 2^31 elements or more", "flash"),
-    ("cudnn", gpu(D=192, E=192), machine(90), "needs head dims up to 128 (or D=192 with E=128), here D=192, E=192",
-     "flash"),
-    ("cudnn", gpu(D=192, E=128), machine(120), "needs head dims up to 128 (or D=192 with E=128), here D=192, E=128",
-     "efficient"),
+    ("cudnn", gpu(D=192, E=192), machine(100),
+     "needs head dims up to 128 (on Hopper D = E up to 256, or D=192 with E=128), here D=192, E=192", "flash"),
+    ("cudnn", gpu(D=192, E=128), machine(120),
+     "needs head dims up to 128 (on Hopper D = E up to 256, or D=192 with E=128), here D=192, E=128", "efficient"),
+    ("cudnn", gpu(needs_grad=True, deterministic=True), machine(90),
+     "adds dq up in no fixed order, and torch.use_deterministic_algorithms is on", "flash"),
     ("flash", gpu(N_Q=32, right=0, top_left=True), machine(90),
      "aligns causal attention to the last key, here N_Q=32, N_KV=64", "cudnn"),
     ("flash", gpu(dtype=torch.float32), machine(90), "does not compute in float32", "efficient"),
@@ -322,7 +325,8 @@ def test_implementations_of_sdpa(implementation, asked, facts, sentence, other, 
 
 @pytest.mark.parametrize(("asked", "arch", "choice"), [
     (gpu(), 90, "cudnn"), (gpu(), 100, "cudnn"), (gpu(), 80, "flash"), (gpu(D=192, E=128), 90, "cudnn"),
-    (gpu(H_KV=1, right=0), 90, "cudnn"), (gpu(D=256, E=256), 90, "flash"), (gpu(E=24), 80, "efficient"),
+    (gpu(H_KV=1, right=0), 90, "cudnn"), (gpu(D=256, E=256), 90, "cudnn"), (gpu(D=256, E=256), 100, "flash"),
+    (gpu(E=24), 80, "efficient"),
     (gpu(N_Q=1, right=0), 90, "cudnn"), (gpu(dtype=torch.float32), 90, "efficient"), (spec(), 0, "cpu"),
     (gpu(N_Q=128, right=0, top_left=True), 80, "efficient"), (gpu(left=64, right=63), 80, "flash"),
 ])  # fmt: skip

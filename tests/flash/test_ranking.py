@@ -1,0 +1,72 @@
+"""What "auto" takes: the fastest measured, and what that leaves where it cannot serve."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen import dispatch, hardware
+from fulmen.flash import ranking
+from fulmen.flash.op import FlashSpec
+
+
+def spec(N=4096, D=128, *, B=2, E=None, causal=True, grad=True, dtype=torch.bfloat16, **others) -> FlashSpec:
+    device = torch.device("cuda", 0)
+    return FlashSpec(
+        B, 16, 16, N, N, D, E or D, dtype, device, D**-0.5, right=0 if causal else None, needs_grad=grad, **others
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
+    monkeypatch.setattr("fulmen.flash.sdpa.cudnn_version", lambda: 91900)
+    dispatch.pick.cache_clear()
+    yield
+    dispatch.pick.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("asked", "choice"),
+    [
+        (spec(), "sdpa"),
+        (spec(causal=False), "sdpa"),
+        (spec(D=64, grad=False), "sdpa"),
+        (spec(D=64, causal=False, grad=False), "triton"),  # measured to be as fast, and the rest is ours
+        (spec(D=64, N=2048, causal=False, grad=False), "sdpa"),
+        (spec(N=128, B=1), "triton"),  # small: the host is what costs
+        (spec(D=192, E=128), "sdpa"),
+        (spec(left=1024), "triton"),  # SDPA has no window
+        (spec(softcap=30.0), "triton"),
+        (spec(has_sinks=True), "triton"),
+        (spec(sequences=3), "triton"),
+        (spec(deterministic=True), "triton"),  # FlashAttention-2 would serve it, slower
+        (spec(D=64, E=32, dtype=torch.float32), "sdpa"),
+        (spec(dtype=torch.float32, softcap=30.0), "eager"),
+    ],
+)
+def test_auto_on_hopper(asked, choice, hopper):
+    assert dispatch.pick("flash", asked).name == choice
+
+
+def test_an_unmeasured_gpu_gets_torch_first(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[80])
+    dispatch.pick.cache_clear()
+    assert ranking.first(spec()) == "sdpa"
+    assert dispatch.pick("flash", spec()).name == "sdpa"
+    assert dispatch.pick("flash", spec(left=5)).name == "triton"
+    dispatch.pick.cache_clear()
+
+
+def test_every_backend_has_a_place():
+    names = {*dispatch.kernels("flash"), "flash_attn"}
+    assert names == set(ranking.ORDER) == set(ranking.CPU_ORDER)
+
+
+def test_rows_are_found_for_every_call():
+    for causal in (True, False):
+        for grad in (True, False):
+            for size in (64, 128, 256):
+                rows = [r for r in ranking.ROWS if (r.D, r.causal, r.grad) == (size, causal, grad)]
+                assert min(r.keys for r in rows) == 0
+                assert all(r.first in ("sdpa", "triton") for r in rows)
