@@ -255,6 +255,8 @@ def backward(
     q, k, v, do = loadable(x.q), loadable(x.k), loadable(x.v), loadable(do)
     if which == "cudnn":
         seed, offset = no_dropout(q.device, torch.int64)
+        if q is not x.q:  # torch takes o to lie as q does, and finds its compiled graph by q's strides alone
+            o, do = o.contiguous(), do.contiguous()
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse[..., None], seed, offset, None, None, None, spec.N_Q, spec.N_KV, 0.0, causal,
             scale=scale,
