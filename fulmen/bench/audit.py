@@ -1,0 +1,528 @@
+"""Each measured number against what is physically possible, and numbers against each other.
+
+`judge` looks at one cell, `judge_group` at the cells of a run together; both write what they find into `cell.audit`, in
+words, and can be called again. A time below the floor of its work is IMPOSSIBLE: the cell keeps the arithmetic and
+loses the time. Two floors are compared: of the least work at the hard ceilings (nothing passes them: that decides
+IMPOSSIBLE), and of the usual work at the ceilings measured on this machine (SUSPECT, and the efficiency).
+
+A cache can keep what a kernel wrote last and, when it is warm, its inputs: a time that only a cache explains is WARM-L2
+and no error. Where no ceiling is known, as on most CPUs, the cell is UNAUDITED.
+
+Scaling is the exponent b of t ~ N^b with its 95 % interval; "O(n)" needs the interval inside [0.9, 1.1].
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulmen.bench import floors, schema
+
+SUSPECT_SHARE = 1.05  # faster than the measured ceiling by this is more than noise
+CPU_SHARE = 2.0  # the same for a CPU, whose measured ceiling is another process's victim
+HOST_SHARE = 1.3
+THROTTLE_SHARE = 0.75
+MILD = ("SW power cap", "sync boost")
+NOISY_SHARE = 0.02  # an interval wider than this on either side cannot show a change of 2 %
+MIN_SAMPLES = 5
+DISAGREE_SHARE, DISAGREE_SIGMAS = 0.10, 3.0
+LAUNCH_MS = 0.005  # about what an empty kernel takes: points below five of them say nothing of scaling
+LINEAR_RANGE = (0.9, 1.1)
+MIN_POINTS = 4
+
+OURS = ("IMPOSSIBLE", "SUSPECT", "WARM-L2", "HOST-BOUND", "THROTTLED", "NOISY", "UNAUDITED")
+GROUPS = ("INCONSISTENT", "ANOTHER-FUNCTION")
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None for anything else: results may come from anybody."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def flag(cell: schema.Cell, name: str, why: str) -> None:
+    """Adds a flag, or a reason to one that is there."""
+    flags = cell.audit.setdefault("flags", [])
+    if {"flag": name, "why": why} not in flags:
+        flags.append({"flag": name, "why": why})
+
+
+def _forget(cell: schema.Cell, names: Sequence[str]) -> None:
+    """Takes back what an earlier call said, but for memory: those numbers are gone and cannot be judged again."""
+    flags = cell.audit.get("flags")
+    kept = [f for f in flags if isinstance(f, dict)] if isinstance(flags, list) else []
+    cell.audit["flags"] = [f for f in kept if f.get("flag") not in names or str(f.get("why")).startswith("memory, ")]
+
+
+# -------------------------------------------------------------------------------------------------- words
+
+
+def si(value: float, unit: str) -> str:
+    """Four digits and a prefix that a person reads easily: 137.4 GFLOP, 4.800 TB/s."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def ms(value: float) -> str:
+    return f"{value:.4g} ms" if value >= 1e-4 else f"{1e6 * value:.3g} ns"
+
+
+# ----------------------------------------------------------------------------------------------- one cell
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The ceilings that hold for one cell. None: not known."""
+
+    flops_hard: float | None
+    bytes_hard: float | None
+    flops_reached: float | None  # by a matrix product on this machine, or else the data sheet's
+    bytes_reached: float | None  # by a copy
+    l2_bytes: float
+    measured: bool
+    gpu: bool
+
+    def floor_ms(self, flops: float, size: float, reached: bool = False) -> float | None:
+        """Milliseconds for so much work at the hard ceilings, or at those reached; None where neither is known."""
+        F, W = (self.flops_reached, self.bytes_reached) if reached else (self.flops_hard, self.bytes_hard)
+        times = [1e3 * amount / ceiling for amount, ceiling in ((flops, F), (size, W)) if ceiling]
+        return max(times) if times else None
+
+
+def limits(run: schema.Run, dtype: object) -> Limits:
+    """Ceilings of a run for a dtype: its own where it has them, else from what the device says of itself.
+
+    `flops_measured` and its like hold for 16-bit numbers on a GPU and for fp32 on a CPU; a run that measured others
+    calls them `flops_measured_fp32`.
+    """
+    environment, name = run.environment, floors.dtype_name(dtype) or ""
+    arch, sms = number(environment.get("arch")) or 0.0, number(environment.get("sm_count"))
+    gpu = arch > 0
+    plain = name in ("bf16", "fp16") if gpu else name == "fp32"
+
+    def ceiling(key: str, of_dtype: bool) -> float | None:
+        value = number(run.ceilings.get(f"{key}_{name}"))
+        if value is None and (plain or not of_dtype):
+            value = number(run.ceilings.get(key))
+        return value if value is not None and value > 0 else None
+
+    hard, clock = ceiling("flops_hard", True), number(run.ceilings.get("clock_max_mhz"))
+    if gpu and clock and sms:  # also beside its own: fp16 sums may be faster than those of bf16
+        known = floors.of_device(int(arch), int(sms), clock, str(environment.get("device", "")), name)
+        hard = max(hard or 0.0, known or 0.0) or None
+    measured = ceiling("flops_measured", True)
+    reached = measured or ceiling("flops_nominal", True) or (hard if gpu else None)
+    W_measured, W_hard = ceiling("bytes_measured", False), ceiling("bytes_hard", False)
+    return Limits(
+        hard, W_hard, reached, W_measured or W_hard, number(environment.get("l2_bytes")) or 0.0,
+        bool(measured or W_measured), gpu,
+    )  # fmt: skip
+
+
+def judge(cell: schema.Cell, run: schema.Run) -> None:
+    """Fills `cell.audit`; a time that cannot be is taken out of the cell, which becomes "withheld"."""
+    if cell.status == "withheld":
+        return
+    _forget(cell, OURS)
+    work = floors.of_case(cell.op, cell.function, cell.case, cell.pass_)
+    bounds = limits(run, cell.case.get("dtype"))
+    if work is not None:
+        cell.audit.update(flops=work.usual_flops, bytes=work.usual_bytes, flops_min=work.flops, bytes_min=work.bytes)
+    _memory_floors(cell)
+    median = number(cell.stats.get("median"))
+    if cell.status != "ok" or median is None:
+        return
+    if median <= 0:
+        _withhold(cell, f"a time of {median:g} ms is no time")
+        return
+    _clock_flags(cell, run)
+    _noise_flag(cell, median)
+    if work is None:
+        cell.audit["arithmetic"] = f"no floor is known for {cell.op} ({cell.function}) with this case"
+        flag(cell, "UNAUDITED", "no floor is known for this operation and case, so the time was not checked")
+        return
+    if bounds.gpu:
+        _host_flag(cell, work, median, bounds)
+    _floor_flags(cell, work, median, bounds)
+
+
+def _floor_flags(cell: schema.Cell, work: floors.Work, median: float, bounds: Limits) -> None:
+    floor = bounds.floor_ms(work.flops, work.bytes)
+    usual = bounds.floor_ms(work.usual_flops, work.usual_bytes, reached=True)
+    cell.audit["arithmetic"] = words = _arithmetic(work, median, bounds)
+    if usual is not None:
+        cell.audit["efficiency"] = usual / median
+        cell.audit["ceiling"] = "measured" if bounds.measured else "data sheet"
+    if floor is None:
+        flag(cell, "UNAUDITED", "no hard ceiling of this machine is known, so the time was not checked against one")
+        products = 1e3 * work.usual_flops / bounds.flops_reached if bounds.flops_reached else 0.0
+        if products / median > CPU_SHARE:
+            flag(cell, "SUSPECT", f"{products / median:.2f} times the FLOP/s of a matrix product on this machine")
+        return
+    cell.audit["floor_ms"] = floor
+    cold = cell.cache != "hot"
+    dram = work.on_dram(bounds.l2_bytes, cold)
+    strict = bounds.floor_ms(work.flops, dram) or 0.0
+    if median < strict:
+        _withhold(cell, f"{strict / median:.2f} times as fast as possible: {words}")
+        return
+    dram += max(0.0, work.usual_bytes - work.bytes - bounds.l2_bytes)
+    reachable = bounds.floor_ms(work.usual_flops, dram, reached=True) or 0.0
+    whose = "measured on this machine" if bounds.measured else "of the data sheet"
+    if reachable / median > SUSPECT_SHARE:
+        why = f"{reachable / median:.2f} times as fast as the ceilings {whose} allow; possible only at a higher clock"
+        flag(cell, "SUSPECT", why)
+    elif usual is not None and usual / median > SUSPECT_SHARE:
+        speed = f"{si(work.usual_bytes, 'B')} in {ms(median)} is {si(1e3 * work.usual_bytes / median, 'B/s')}"
+        memory = si(bounds.bytes_reached or bounds.bytes_hard or 0.0, "B/s")
+        cache = si(bounds.l2_bytes, "B")
+        flag(cell, "WARM-L2", f"{speed}, more than the memory's {memory}: part stayed in the cache of {cache}")
+
+
+def _arithmetic(work: floors.Work, median: float, bounds: Limits) -> str:
+    """One sentence that can be checked with a calculator."""
+    parts = []
+    for amount, unit, ceiling in ((work.flops, "FLOP", bounds.flops_hard), (work.bytes, "B", bounds.bytes_hard)):
+        if ceiling:
+            parts.append(f"{si(amount, unit)} / {si(ceiling, unit + '/s')} = {ms(1e3 * amount / ceiling)}")
+        else:
+            parts.append(f"{si(amount, unit)} at a ceiling that is not known")
+    reached = f"{si(1e3 * work.usual_flops / median, 'FLOP/s')} and {si(1e3 * work.usual_bytes / median, 'B/s')}"
+    return f"at least {' and '.join(parts)}; measured {ms(median)}, which is {reached}"
+
+
+def _withhold(cell: schema.Cell, why: str) -> None:
+    """The number goes, the reason stays."""
+    flag(cell, "IMPOSSIBLE", why)
+    cell.status, cell.reason = "withheld", f"impossible: {why}"
+    cell.audit.setdefault("arithmetic", why)
+    cell.audit.pop("efficiency", None)
+    cell.stats, cell.samples_ms, cell.clocks_mhz = {}, [], []
+    cell.device_ms = cell.host_ms = None
+
+
+def _host_flag(cell: schema.Cell, work: floors.Work, median: float, bounds: Limits) -> None:
+    device, wall, enqueue = number(cell.device_ms), number(cell.host_ms), number(cell.stats.get("enqueue"))
+    # The replay of a graph finds a warm cache: only without one are its time and that of a cold call alike.
+    alike = cell.cache == "hot" or work.bytes > bounds.l2_bytes
+    if device and alike and median / device > HOST_SHARE:
+        why = f"a call takes {ms(median)}, of which the device works {ms(device)}: the rest is waiting for the host"
+    elif enqueue is not None and enqueue > max(median, device or 0.0):
+        why = f"the host needs {ms(enqueue)} to issue what the device does in {ms(median)}: calls in a row wait for it"
+    elif enqueue is None and wall is not None and wall / median > HOST_SHARE:
+        why = f"a call with a synchronisation takes {ms(wall)}, the device {ms(median)}: the host sets the pace"
+    else:
+        return
+    flag(cell, "HOST-BOUND", why)
+
+
+def _clock_flags(cell: schema.Cell, run: schema.Run) -> None:
+    """A power cap alone is how a busy GPU runs: it counts where the clock is low, or not known."""
+    said = cell.stats.get("throttle")
+    reasons = [str(r) for r in said] if isinstance(said, list) else []
+    clocks = sorted(c for c in map(number, cell.clocks_mhz) if c)
+    top = number(run.ceilings.get("clock_max_mhz"))
+    low = clocks[len(clocks) // 10] if clocks else None  # a tenth of the samples may be off
+    if low is not None and top and low < THROTTLE_SHARE * top:
+        share = f"{low:.0f} MHz, {100 * low / top:.0f} % of the {top:.0f} that this GPU can run at"
+        flag(cell, "THROTTLED", f"the clock went down to {share}" + (f": {', '.join(reasons)}" if reasons else ""))
+        return
+    if low is not None and top:
+        reasons = [r for r in reasons if r not in MILD]
+    if reasons:
+        flag(cell, "THROTTLED", f"the driver slowed the clock down: {', '.join(reasons)}")
+
+
+def _noise_flag(cell: schema.Cell, median: float) -> None:
+    n = len(cell.samples_ms)
+    if n < MIN_SAMPLES:
+        flag(cell, "NOISY", f"only {n} samples" if n != 1 else "only one sample")
+        return
+    low, high = number(cell.stats.get("low")), number(cell.stats.get("high"))
+    if low is not None and high is not None and (high - low) / 2 > NOISY_SHARE * median:
+        share = 50 * (high - low) / median
+        flag(cell, "NOISY", f"the median of {n} samples is known to {share:.1f} % only, so smaller changes do not show")
+
+
+def _memory_floors(cell: schema.Cell) -> None:
+    """A number of bytes below what the tensors themselves take is dropped, and said so; the time stands."""
+    kind = floors.family(cell.op, cell.function)
+    least = None if kind is None or cell.op.startswith("layer") else floors.memory(kind, cell.case, cell.pass_)
+    for name, entry in list(cell.memory.items()):
+        size = number(entry.get("bytes")) if isinstance(entry, dict) else None
+        if size is None:
+            continue
+        floor = number(entry.get("floor"))
+        if floor is None and least is not None and (name != "gradients" or cell.pass_ != "forward"):
+            floor = least.get(name)
+        if floor is not None and size < floor * (1 - 1e-6):
+            why = f"memory, {name}: {si(size, 'B')} measured, but the tensors alone take {si(floor, 'B')}"
+            flag(cell, "IMPOSSIBLE", why)
+            cell.memory.pop(name)
+
+
+# ------------------------------------------------------------------------------------------ cells together
+
+
+@dataclass(frozen=True)
+class Fit:
+    """b of y ~ x^b, its 95 % interval, and the exponents between neighbours."""
+
+    exponent: float
+    low: float
+    high: float
+    r2: float
+    local: list[tuple[float, float, float]]  # (from N, to N, exponent)
+
+    def words(self) -> str:
+        return f"N^{self.exponent:.3f} (95 %: {self.low:.3f} to {self.high:.3f}, R2 {self.r2:.4f})"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How one competitor's time and memory grow with N."""
+
+    suite: str
+    competitor: str
+    pass_: str
+    cache: str
+    case: dict[str, Any]  # without N
+    time: Fit | None
+    memory: Fit | None
+    points: list[tuple[float, float]]  # N, ms: those of the fit
+    left_out: list[tuple[float, str]]
+    verdict: str
+    linear: bool | None  # O(n) in time and memory; None: cannot be told
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The N from which `winner` is faster than `other`, with its interval; None: not among the lengths measured."""
+
+    suite: str
+    winner: str
+    other: str
+    pass_: str
+    cache: str
+    case: dict[str, Any]
+    N: float | None
+    low: float | None
+    high: float | None
+    words: str
+
+
+@dataclass
+class Relations:
+    scaling: list[Scaling] = field(default_factory=list)
+    crossovers: list[Crossover] = field(default_factory=list)
+
+
+def fit(points: Iterable[tuple[float, float]]) -> Fit | None:
+    """A power through points, by least squares of logarithms. None for fewer than three."""
+    xy = sorted((x, y) for x, y in points if x > 0 and y > 0)
+    if len({x for x, _ in xy}) < 3:
+        return None
+    from scipy import stats  # here: reading a cell's audit does not need scipy
+
+    xs, ys = ([math.log(p[i]) for p in xy] for i in (0, 1))
+    local = [
+        (x0, x1, math.log(y1 / y0) / math.log(x1 / x0)) for (x0, y0), (x1, y1) in itertools.pairwise(xy) if x1 > x0
+    ]
+    if max(ys) - min(ys) < 1e-12:
+        return Fit(0.0, 0.0, 0.0, 1.0, local)
+    line = stats.linregress(xs, ys)
+    slope, half = float(line.slope), float(line.stderr) * float(stats.t.ppf(0.975, len(xy) - 2))
+    return Fit(slope, slope - half, slope + half, float(line.rvalue) ** 2, local)
+
+
+def judge_group(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run] | None = None) -> Relations:
+    """Relations between cells: flags those that contradict each other; returns scaling and crossovers.
+
+    `runs` tells the size of the cache and the ceilings; without it nothing is allowed for them.
+    """
+    for cell in cells:
+        _forget(cell, GROUPS)
+    _mark_other_functions(cells)
+    _check_sums(cells, runs or {})
+    found = Relations()
+    by_length: dict[tuple[str, ...], list[schema.Cell]] = {}
+    for cell in cells:
+        if number(cell.case.get("N")) and number(cell.stats.get("median")) and cell.status == "ok":
+            key = (cell.run_id, cell.suite, _key(_without_n(cell.case)), cell.pass_, cell.cache)
+            by_length.setdefault(key, []).append(cell)
+    for group in by_length.values():
+        series: dict[str, list[schema.Cell]] = {}
+        for cell in sorted(group, key=lambda c: c.case["N"]):
+            series.setdefault(cell.competitor, []).append(cell)
+        run = (runs or {}).get(group[0].run_id)
+        found.scaling += [s for line in series.values() if (s := scaling(line, run)) is not None]
+        ours = [name for name in series if name.startswith("fulmen")] or list(series)[:1]
+        for winner in ours:
+            found.crossovers += [
+                c
+                for other in series
+                if other not in ours and (c := crossover(series[winner], series[other])) is not None
+            ]
+    return found
+
+
+def _key(case: Mapping[str, Any]) -> str:
+    return repr(sorted((str(k), repr(v)) for k, v in case.items()))
+
+
+def _without_n(case: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in case.items() if k not in ("N", "N_Q", "N_KV")}
+
+
+def _mark_other_functions(cells: Sequence[schema.Cell]) -> None:
+    """Beside our own cell (or the first one), those that compute something else."""
+    groups: dict[tuple[str, ...], list[schema.Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.run_id, cell.suite, _key(cell.case)), []).append(cell)
+    for group in groups.values():
+        first = next((c for c in group if c.competitor.startswith("fulmen")), group[0])
+        for cell in group:
+            if cell.function != first.function:
+                why = f"computes {cell.function}, {first.competitor} {first.function}: not two ways to the same result"
+                flag(cell, "ANOTHER-FUNCTION", why)
+
+
+def _sigma(cell: schema.Cell) -> float:
+    """Of the median, from its 95 % interval."""
+    low, high = number(cell.stats.get("low")), number(cell.stats.get("high"))
+    return (high - low) / 3.92 if low is not None and high is not None else 0.0
+
+
+def _check_sums(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run]) -> None:
+    """Forward and backward against both in one go; the backward may find in the cache what the forward left there."""
+    groups: dict[tuple[str, ...], dict[str, schema.Cell]] = {}
+    for cell in cells:
+        if cell.status == "ok" and number(cell.stats.get("median")):
+            key = (cell.run_id, cell.suite, cell.function, _key(cell.case), cell.competitor, cell.cache)
+            groups.setdefault(key, {})[cell.pass_] = cell
+    for group in groups.values():
+        if len(group) < 3:
+            continue
+        forward, backward, total = (float(group[p].stats["median"]) for p in schema.PASSES)
+        sigma = math.hypot(*(_sigma(c) for c in group.values()))
+        parts = forward + backward
+        run = runs.get(group["total"].run_id)
+        work = floors.of_case(group["total"].op, group["total"].function, group["total"].case, "forward")
+        cached = 0.0
+        if run is not None and work is not None and total < parts:
+            bounds = limits(run, group["total"].case.get("dtype"))
+            if bounds.bytes_reached:
+                cached = 1e3 * min(bounds.l2_bytes, work.bytes) / bounds.bytes_reached
+        gap = abs(total - parts) - cached
+        if gap > DISAGREE_SHARE * max(total, parts) and gap > DISAGREE_SIGMAS * sigma:
+            why = (
+                f"forward {ms(forward)} + backward {ms(backward)} = {ms(parts)}, but both in one go take {ms(total)}: "
+                f"{100 * (total / parts - 1):+.0f} %"
+            )
+            for cell in group.values():
+                flag(cell, "INCONSISTENT", why)
+
+
+def scaling(series: Sequence[schema.Cell], run: schema.Run | None = None) -> Scaling | None:
+    """The growth of one competitor over N; None when there is only one length."""
+    if len({c.case["N"] for c in series}) < 2:
+        return None
+    first = series[0]
+    l2 = number(run.environment.get("l2_bytes")) or 0.0 if run is not None else 0.0
+    gpu = run is not None and bool(number(run.environment.get("arch")))
+    points, left_out, sizes = [], [], []
+    for cell in series:
+        n, t = float(cell.case["N"]), float(cell.stats["median"])
+        work = floors.of_case(cell.op, cell.function, cell.case, cell.pass_)
+        peak = cell.memory.get("peak")
+        if isinstance(peak, dict) and (size := number(peak.get("bytes"))):
+            sizes.append((n, size))
+        if gpu and t < 5 * LAUNCH_MS:
+            left_out.append((n, f"{ms(t)} is less than five launches"))
+        elif work is not None and work.bytes <= l2:
+            left_out.append((n, f"{si(work.bytes, 'B')} fit the cache"))
+        else:
+            points.append((n, t))
+    time = fit(points) if len(points) >= MIN_POINTS else None
+    memory = fit(sizes) if len(sizes) >= MIN_POINTS else None
+    verdict, linear = _verdict(time, memory, len(points))
+    return Scaling(
+        first.suite, first.competitor, first.pass_, first.cache, _without_n(first.case), time, memory, points, left_out,
+        verdict, linear,
+    )  # fmt: skip
+
+
+def _within(f: Fit) -> bool:
+    return LINEAR_RANGE[0] <= f.low and f.high <= LINEAR_RANGE[1]
+
+
+def _verdict(time: Fit | None, memory: Fit | None, points: int) -> tuple[str, bool | None]:
+    if time is None:
+        return f"cannot be told: {points} lengths are long enough, {MIN_POINTS} are needed", None
+    if time.high < 0.8:
+        return (
+            f"time grows as {time.words()}: too slowly; the host or empty SMs set the pace, or work is skipped",
+            False,
+        )
+    words = f"time grows as {time.words()}"
+    if memory is not None:
+        words += f", memory as {memory.words()}"
+    if _within(time) and (memory is None or _within(memory)):
+        return ("O(n): " if memory is not None else "O(n) in time: ") + words, True
+    if time.low > LINEAR_RANGE[1] or time.high < LINEAR_RANGE[0]:
+        return "not O(n): " + words, False
+    if memory is not None and (memory.low > LINEAR_RANGE[1] or memory.high < LINEAR_RANGE[0]):
+        return "not O(n) in memory: " + words, False
+    return "O(n) neither shown nor excluded: " + words, None
+
+
+def _crossings(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float | None:
+    """The last N at which log a(N) - log b(N) goes from above to below zero, by interpolation of logarithms."""
+    other = dict(b)
+    gaps = [(math.log(n), math.log(t / other[n])) for n, t in a if n in other]
+    for (x0, y0), (x1, y1) in reversed(list(itertools.pairwise(gaps))):
+        if y1 >= 0:
+            return None  # slower again at the longest lengths
+        if y0 >= 0:
+            return math.exp(x0 + (x1 - x0) * y0 / (y0 - y1))
+    return None
+
+
+def crossover(ours: Sequence[schema.Cell], theirs: Sequence[schema.Cell]) -> Crossover | None:
+    """From which N `ours` is the faster one; the interval is where the intervals of the medians would cross."""
+    lines = []
+    for series in (ours, theirs):
+        middle, low, high = [], [], []
+        for cell in series:
+            n, t = float(cell.case["N"]), float(cell.stats["median"])
+            middle.append((n, t))
+            low.append((n, min(t, number(cell.stats.get("low")) or t)))
+            high.append((n, max(t, number(cell.stats.get("high")) or t)))
+        lines.append((middle, low, high))
+    a, b = lines
+    common = sorted({n for n, _ in a[0]} & {n for n, _ in b[0]})
+    if len(common) < 2:
+        return None
+    at, early, late = _crossings(a[0], b[0]), _crossings(a[1], b[2]), _crossings(a[2], b[1])
+    first, other = ours[0], theirs[0]
+    ratio = statistics.geometric_mean([dict(b[0])[n] / dict(a[0])[n] for n in common])
+    if at is not None:
+        words = f"{first.competitor} is faster than {other.competitor} from N = {at:.0f}"
+        words += f" ({early:.0f} to {late:.0f})" if early is not None and late is not None else " (interval open)"
+    elif dict(a[0])[common[-1]] < dict(b[0])[common[-1]]:
+        words = (
+            f"{first.competitor} is faster than {other.competitor} at every N measured, {ratio:.2f} times on average"
+        )
+    else:
+        words = f"{first.competitor} is not faster than {other.competitor} at N = {common[-1]:.0f}"
+    return Crossover(
+        first.suite, first.competitor, other.competitor, first.pass_, first.cache, _without_n(first.case),
+        at, early, late, words,
+    )  # fmt: skip
