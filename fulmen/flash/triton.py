@@ -102,7 +102,9 @@ def config(spec: FlashSpec, hw: hardware.Hardware, pass_: str) -> Config:
             ("dq", 256): Config(128, 32, 8, 2) if D == E else Config(64, 32, 4, 2),  # 376, 413; 376, 430
             ("dkdv", 64): Config(64, 64, 4, 2),  # 423, 538
             ("dkdv", 128): Config(64, 64, 4, 2),  # 588, 640
-            ("dkdv", 256): Config(64, 64, 8, 2),  # 257, 306; 226, 238
+            ("dkdv", 256): Config(
+                64, 64 if hw.arch == 90 and spec.sequences is None else 32, 8, 2
+            ),  # 257, 306; 226, 238
         }
     else:
         rows = {
