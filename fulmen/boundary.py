@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
 
 # --------------------------------------------------------------------------------------------- checks
 
@@ -76,6 +77,8 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
     """`offsets` of packed sequences, by shape; their values are `check_offset_values`' matter."""
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name} has shape {tuple(offsets.shape)}, must be (sequences + 1,)")
+    if offsets.shape[0] == 1 and q.shape[2] > 0:
+        raise ValueError(f"{name} has shape (1,), so there is no sequence, but N={q.shape[2]}: it must end at N")
     if offsets.dtype != torch.int32:
         raise ValueError(f"{name} is {offsets.dtype}, must be int32")
     if offsets.device != q.device:
@@ -119,6 +122,13 @@ def empty_rows(x: Tensor, heads: int, size: int, dtype: torch.dtype | None = Non
 # -------------------------------------------------------------------------------- PyTorch looking on
 
 
+def plain_memory(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views that only say "negated" are written out: kernels read memory, not such bits."""
+    if torch.compiler.is_compiling() or not (q.is_neg() or k.is_neg() or v.is_neg()):
+        return q, k, v
+    return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+
+
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast q, k, v take the autocast dtype, as in torch's own attention."""
     if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
@@ -143,7 +153,7 @@ def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 def unwatched(*tensors: Tensor | None) -> bool:
     """Whether nothing but eager PyTorch looks at the call: no compiler, tensor subclass, dispatch mode or transform."""
-    if torch.compiler.is_compiling() or _dispatch_modes() or _transform() is not None:
+    if torch.compiler.is_compiling() or _dispatch_modes() or _transform() is not None or _tracing() is not None:
         return False
     for x in tensors:  # a loop: `all` of a generator takes twice the time
         kind = type(x)

@@ -50,6 +50,11 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
 
 
+def facts_of(x: Tensor, rows: int) -> dict[str, Any]:
+    """A descriptor but for its tensor, which must not live as long as what is remembered here."""
+    return {name: value for name, value in vars(describe(x, rows)).items() if name != "base"}
+
+
 def describable(*tensors: Tensor) -> bool:
     """Whether the hardware's tensor copy can read these: whole 16-byte units, nothing empty or repeated."""
     for x in tensors:
@@ -66,7 +71,7 @@ class Ready:
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
-        self.described = {i: describe(launch.tensors[i], rows).__dict__ for i, rows in launch.blocks.items()}  # type: ignore[arg-type]
+        self.described = {i: facts_of(launch.tensors[i], rows) for i, rows in launch.blocks.items()}  # type: ignore[arg-type]
         with torch.cuda.device(self.device):
             self.compiled: Any = run(launch)
         self.grid, self.rest = launch.grid, launch.rest
@@ -120,30 +125,34 @@ def repeat(
     device: torch.device,
     tensors: Sequence[tuple[Tensor | None, ...]],
     make: Callable[[], list[Launch]],
-) -> list[Ready] | None:
-    """Runs the launches `make` describes, each on its tensors, in order; and what can repeat them.
+) -> None:
+    """Runs the launches `make` describes, each on its tensors, in order.
 
     `key` stands for everything about them but the tensors' addresses: with the same key, what was compiled serves.
     """
-    if device.type != "cuda":  # Triton's interpreter
+    if device.type != "cuda" or runtime.interpret:
         for launch in make():
             run(launch)
-        return None
+        return
     placed = [addresses_of(given) for given in tensors]
     if not all(aligned for _, aligned in placed):  # Triton compiles for each pattern of alignment
         with torch.cuda.device(device):
             for launch in make():
                 run(launch)
-        return None
+        return
     ready = _ready.get(key)
     if ready is None:
         if len(_ready) >= MAX_READY:
             _ready.clear()
-        ready = _ready[key] = [Ready(launch, device) for launch in make()]  # which runs them
-        return ready
+        _ready[key] = [Ready(launch, device) for launch in make()]  # which runs them
+        return
     for call, given, (addresses, _) in zip(ready, tensors, placed, strict=True):
         call(given, addresses)
-    return ready
+
+
+def remembered(key: Any) -> list[Ready] | None:
+    """What `repeat` made ready under `key`."""
+    return _ready.get(key)
 
 
 def run(launch: Launch) -> Any:

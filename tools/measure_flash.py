@@ -185,7 +185,8 @@ def render(path: Path) -> str:
         f"Made by `tools/measure_flash.py --render` from `{path.name}`: torch {env['torch']}, triton {env['triton']}, "
         f"{env['time']}, bf16, medians of {ROUNDS} shuffled rounds with cold L2, TFLOP/s (4 B H N^2 D forward, half of "
         "it causal, 2.5 times that backward). FA2 and cuDNN are torch's SDPA with that backend pinned. x FA2: how many "
-        "times as fast. Peak: memory above the inputs, forward and backward, over FA2's.",
+        "times as fast. Peak: memory above the inputs, forward and backward, over FA2's. auto is named after "
+        "its choice for calls that need gradients.",
         "",
         "| B H H_KV N D E | mask | kernel | forward | x FA2 | backward | x FA2 | peak | error o, dq, dk, dv |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -197,11 +198,11 @@ def render(path: Path) -> str:
         for r in rows.values():
             fwd, bwd = (flops(r) * f / median(r[w]) / 1e9 for f, w in ((1, "forward_ms"), (2.5, "backward_ms")))
             base = rows.get("FA2")
-            ratios = [median(base[w]) / median(r[w]) if base else math.nan for w in ("forward_ms", "backward_ms")]
-            peak = r["peak_bytes"] / base["peak_bytes"] if base else math.nan
+            ratios = [f"{median(base[w]) / median(r[w]):.2f}" if base else "" for w in ("forward_ms", "backward_ms")]
+            peak = f"{r['peak_bytes'] / base['peak_bytes']:.2f}" if base else ""
             lines.append(
                 f"| {' '.join(map(str, shape))} | {'causal' if causal else 'full'} | {r['chosen']} | {fwd:.0f} | "
-                f"{ratios[0]:.2f} | {bwd:.0f} | {ratios[1]:.2f} | {peak:.2f} | "
+                f"{ratios[0]} | {bwd:.0f} | {ratios[1]} | {peak} | "
                 f"{' '.join(f'{e:.1e}' for e in r['errors'].values())} |"
             )
     lines += ["", *summary(cases)]
@@ -241,7 +242,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as f:
         host = host_cost()
-        for record in (environment(), host):
+        for record in (environment(ROUNDS), host):
             f.write(json.dumps(record) + "\n")
         print({n: round(median(us), 1) for n, us in host["microseconds"].items()}, flush=True)
         for shape in SHAPES[:BARS] if args.bars else SHAPES:

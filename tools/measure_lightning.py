@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import random
@@ -47,12 +48,13 @@ print(t1 - t0, t2 - t0)
 """
 
 
-def environment() -> dict[str, object]:
+def environment(rounds: int) -> dict[str, object]:
     import torch
     import triton
 
-    git = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    digest = hashlib.sha256()  # of what ran: a copy of a work tree may carry an older commit's name
+    for path in sorted(Path("fulmen").rglob("*.py")):
+        digest.update(path.read_bytes())
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.strip()
@@ -60,7 +62,7 @@ def environment() -> dict[str, object]:
         "kind": "environment", "schema": 1, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "driver": driver, "python": sys.version.split()[0],
-        "commit": commit or None, "rounds": ROUNDS,
+        "source": digest.hexdigest()[:16], "rounds": rounds,
     }  # fmt: skip
 
 
@@ -211,7 +213,7 @@ def main() -> None:
         parser.error("--out or --render is needed")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as f:
-        for record in (environment(), cold_start()):
+        for record in (environment(ROUNDS), cold_start()):
             f.write(json.dumps(record) + "\n")
         for shape, backends in SHAPES:
             for decay in (True, False):

@@ -87,7 +87,10 @@ def grouped(x: Tensor, spec: FlashSpec, panel: Panel) -> Tensor:
 
 def logits(spec: FlashSpec, q: Tensor, k: Tensor, panel: Panel) -> tuple[Tensor, Tensor | None]:
     """s (B, H_KV, group, queries, keys) in fp32 or fp64, and the slope of the cap where there is one."""
-    s = ((q * spec.scale) @ k.mT).to(torch.promote_types(spec.dtype, torch.float32))
+    early = min(spec.scale, 1.0) if spec.scale > 0 else 1.0  # before the product, which in fp16 ends at 65,504
+    s = ((q * early) @ k.mT).to(torch.promote_types(spec.dtype, torch.float32))
+    if early != spec.scale:
+        s = s * (spec.scale / early)
     s = s.unflatten(2, (spec.group, -1))
     slope = None
     if spec.softcap is not None:
@@ -130,8 +133,9 @@ def backward(
     if dlse is not None:
         delta = delta - dlse
     dsinks = None
-    if x.sinks is not None:  # lse is finite: it counts the sink
-        dsinks = -(torch.exp(x.sinks.to(exact)[:, None] - lse) * delta).sum((0, 2)).to(x.sinks.dtype)
+    if x.sinks is not None:  # a sink of -inf is none: then a row may have seen nothing
+        each = torch.exp(x.sinks.to(exact)[:, None] - lse) * delta
+        dsinks = -each.masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(x.sinks.dtype)
     for panel in panels(spec, x) if dq.numel() else ():
         keys = slice(panel.k0, panel.k1)
         q, k, v, g = grouped(x.q, spec, panel), x.k[:, :, keys], x.v[:, :, keys], grouped(do, spec, panel)
@@ -142,8 +146,8 @@ def backward(
         if slope is not None:
             ds *= slope
         ds, p = (t.to(spec.dtype).flatten(2, 3) for t in (ds, p))
-        dq[:, :, panel.q0 : panel.q1] = (ds @ k * spec.scale).unflatten(2, (spec.group, -1)).flatten(1, 2)
-        dk[:, :, keys] += ds.mT @ (q * spec.scale)
+        dq[:, :, panel.q0 : panel.q1] = ((ds @ k).to(exact) * spec.scale).unflatten(2, (spec.group, -1)).flatten(1, 2)
+        dk[:, :, keys] += (ds.mT @ q).to(exact) * spec.scale
         dv[:, :, keys] += p.mT @ g
     like_k, like_v = empty_rows(x.k, spec.H_KV, spec.D), empty_rows(x.v, spec.H_KV, spec.E)
     return dq, like_k.copy_(dk), like_v.copy_(dv), dsinks

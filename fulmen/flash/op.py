@@ -24,6 +24,7 @@ from fulmen.boundary import (
     empty_rows,
     no_second_derivative,
     outside_autocast,
+    plain_memory,
     refuse_derivatives_we_lack,
     require_tensors,
     unwatched,
@@ -169,7 +170,7 @@ def _check_mask(causal: Causal, window: Window, softcap: float | None) -> tuple[
         left, right = window
     if causal:
         right = 0
-    return left, right, causal == "top_left" and not (left is None and right is None)
+    return left, right, causal == "top_left"
 
 
 def _check(
@@ -178,7 +179,7 @@ def _check(
     """The tensors of a call as backends take them; one clear error for each wrong argument."""
     optional = {"sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     require_tensors({"q": q, "k": k, "v": v}, optional)
-    q, k, v = autocast(q, k, v)
+    q, k, v = autocast(*plain_memory(q, k, v))
     check_qkv(q, k, v, MAX_HEAD_DIM, same_length=False)
     if sinks is not None:
         if tuple(sinks.shape) != (q.shape[1],):
@@ -220,7 +221,10 @@ def _spec(
     B, H, N_Q, D = x.q.shape
     _, H_KV, N_KV, E = x.v.shape
     sequences = None if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
-    top_left = top_left and (sequences is not None or N_Q != N_KV)  # else both alignments are one
+    far = N_Q + N_KV  # no query is so far from any key
+    left, right = (None if side is None or side >= far else side for side in (left, right))
+    limited = left is not None or right is not None
+    top_left = top_left and limited and (sequences is not None or N_Q != N_KV)  # else both alignments are one
     return FlashSpec(
         B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left, right, top_left, softcap,
         x.sinks is not None, sequences, with_lse, needs_grad,
@@ -304,6 +308,8 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = _spec(x, *facts)
     kernel = dispatch.pick("flash", spec, backend)
     assert kernel.backward is not None, "natively differentiable backends do not come here"
+    if lse.shape != x.q.shape[:3]:
+        raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
     dq, dk, dv, dsinks = kernel.backward(spec, x, o, lse, *_tidy(o, do, dlse))
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
@@ -312,8 +318,8 @@ def _tidy(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Te
     """Incoming gradients as backends take them: autograd leaves out what was not used, and expands, as for o.sum()."""
     if do is None:
         do = torch.zeros_like(o)
-    elif do.stride(3) != 1 and do.shape[3] > 1:
-        do = do.contiguous()
+    elif (do.stride(3) != 1 and do.shape[3] > 1) or do.is_neg():
+        do = do.resolve_neg().contiguous()
     return do, None if dlse is None else dlse.contiguous()
 
 
@@ -399,7 +405,10 @@ MAX_PLANS = 4096
 
 
 def _needs_grad(x: Residuals) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:4])
+    if not torch.is_grad_enabled():
+        return False
+    hidden = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return hidden or any(t is not None and t.requires_grad for t in x[:4])  # vmap hides what is asked of the whole
 
 
 def _attend(
@@ -407,8 +416,13 @@ def _attend(
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     key = None
-    hashable = (window is None or isinstance(window, tuple)) and isinstance(causal, bool | str)  # a list serves, too
-    if hashable and sinks is None and cu_seqlens_q is None and cu_seqlens_k is None and _plain(q, k, v):
+    if (
+        _usual(causal, window, softcap, scale)
+        and sinks is None
+        and cu_seqlens_q is None
+        and cu_seqlens_k is None
+        and _plain(q, k, v)
+    ):
         grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
@@ -433,17 +447,31 @@ def _attend(
     inputs = (*x, *facts, backend)
     if not unwatched(*x):
         return torch.ops.fulmen.flash_forward(*inputs)
+    outputs = FlashFunction.apply(*inputs) if facts[-1] else _forward(*inputs)
     if key is not None:
         spec = _spec(x, *facts)
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         kernel = dispatch.pick("flash", spec, backend)
         _plans[key] = Plan(spec, kernel, (*facts, backend), kernel.prepare(spec, x) if kernel.prepare else None)
-    return FlashFunction.apply(*inputs) if facts[-1] else _forward(*inputs)
+    return outputs
+
+
+def _usual(causal: Causal, window: Window, softcap: float | None, scale: float | None) -> bool:
+    """Whether options are of the types that need no checking beyond their value: what equals them is the same."""
+    return (
+        type(causal) in (bool, str)
+        and (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+        and (window is None or (type(window) is tuple and all(w is None or type(w) is int for w in window)))
+    )
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the fast path may be taken: three true tensors, no autocast, nobody looking on, no forward mode."""
     return (
-        unwatched(q, k, v) and torch.autograd.forward_ad._current_level < 0 and not torch._C._is_any_autocast_enabled()
+        unwatched(q, k, v)
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and torch.autograd.forward_ad._current_level < 0
+        and not torch._C._is_any_autocast_enabled()
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fulmen import hardware
 from fulmen.flash.op import FlashSpec
 
-SMALL = 8e9  # multiplications and additions; below, the host takes longer: 14 us a call with triton, 35 with sdpa
+SMALL = 8e9  # multiplications and additions; below, the host takes longer: 15 us a call with triton, 39 with sdpa
 
 
 class Row(NamedTuple):
@@ -26,19 +26,19 @@ class Row(NamedTuple):
 
 ROWS = [
     #   arch  D keys causal grad   first         triton          sdpa
-    Row(90, 64, 0, True, False, "sdpa"),  # N 512: 0.030, 0.026 (cuDNN); 2048: 0.053, 0.050; 4096: 0.653, 0.634
-    Row(90, 64, 0, True, True, "sdpa"),  # 2048: 0.053 / 0.145, 0.050 / 0.140; 4096: 0.653 / 1.98, 0.634 / 1.77
-    Row(90, 64, 0, False, False, "sdpa"),  # 512: 0.034, 0.029; 2048: 0.067, 0.063
-    Row(90, 64, 4096, False, False, "triton"),  # 4096: 1.132, 1.136
-    Row(90, 64, 0, False, True, "sdpa"),  # 2048: 0.067 / 0.183, 0.063 / 0.173; 4096: 1.13 / 3.29, 1.14 / 2.98
-    Row(90, 128, 0, True, False, "sdpa"),  # D 80, 2048: 0.176, 0.150; D 128, 4096: 0.311, 0.266; 16384: 2.03, 1.73
-    Row(90, 128, 0, True, True, "sdpa"),  # 4096: 0.311 / 0.887, 0.266 / 0.758; 16384: 2.03 / 5.67, 1.73 / 4.67
-    Row(90, 128, 0, False, False, "sdpa"),  # 4096: 0.538, 0.414; 16384: 4.07, 3.19
-    Row(90, 128, 0, False, True, "sdpa"),  # 4096: 0.538 / 1.58, 0.414 / 1.22; 16384: 4.07 / 11.8, 3.19 / 9.10
-    Row(90, 256, 0, True, False, "sdpa"),  # 4096: 0.607, 0.458; D 192, E 128: 0.527, 0.325
-    Row(90, 256, 0, True, True, "sdpa"),  # 4096: 0.607 / 3.14, 0.458 / 1.83; D 192, E 128: 0.527 / 2.19, 0.325 / 1.07
-    Row(90, 256, 0, False, False, "sdpa"),  # 4096: 1.03, 0.756; D 192, E 128: 0.918, 0.527
-    Row(90, 256, 0, False, True, "sdpa"),  # 4096: 1.03 / 5.36, 0.756 / 3.33; D 192, E 128: 0.918 / 4.14, 0.527 / 2.98
+    Row(90, 64, 0, True, False, "sdpa"),  # N 512: 0.030, 0.026 (cuDNN); 2048: 0.053, 0.050; 4096: 0.652, 0.632
+    Row(90, 64, 0, True, True, "sdpa"),  # 2048: 0.053 / 0.147, 0.050 / 0.139; 4096: 0.652 / 1.97, 0.632 / 1.76
+    Row(90, 64, 0, False, False, "sdpa"),  # 512: 0.035, 0.029; 2048: 0.066, 0.063
+    Row(90, 64, 4096, False, False, "triton"),  # 4096: 1.136, 1.141
+    Row(90, 64, 0, False, True, "sdpa"),  # 2048: 0.066 / 0.183, 0.063 / 0.172; 4096: 1.14 / 3.28, 1.14 / 3.01
+    Row(90, 128, 0, True, False, "sdpa"),  # D 80, 2048: 0.177, 0.149; D 128, 4096: 0.309, 0.265; 16384: 2.00, 1.70
+    Row(90, 128, 0, True, True, "sdpa"),  # 4096: 0.309 / 0.887, 0.265 / 0.757; 16384: 2.00 / 5.60, 1.70 / 4.61
+    Row(90, 128, 0, False, False, "sdpa"),  # 4096: 0.534, 0.410; 16384: 4.05, 3.15
+    Row(90, 128, 0, False, True, "sdpa"),  # 4096: 0.534 / 1.58, 0.410 / 1.21; 16384: 4.05 / 11.7, 3.15 / 9.04
+    Row(90, 256, 0, True, False, "sdpa"),  # 4096: 0.607, 0.454; D 192, E 128: 0.526, 0.324
+    Row(90, 256, 0, True, True, "sdpa"),  # 4096: 0.607 / 3.14, 0.454 / 1.81; D 192, E 128: 0.526 / 2.19, 0.324 / 1.07
+    Row(90, 256, 0, False, False, "sdpa"),  # 4096: 1.03, 0.747; D 192, E 128: 0.916, 0.524
+    Row(90, 256, 0, False, True, "sdpa"),  # 4096: 1.03 / 5.38, 0.747 / 3.33; D 192, E 128: 0.916 / 4.16, 0.524 / 2.98
 ]
 
 

@@ -36,7 +36,7 @@ from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
 from fulmen.flash.ranking import rank
-from fulmen.launch import Launch, Ready, describable, repeat
+from fulmen.launch import Launch, describable, remembered, repeat
 from fulmen.tiles import (
     LN2,
     LOG2E,
@@ -511,32 +511,33 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
+def forward_key(spec: FlashSpec, x: Residuals) -> tuple[object, ...]:
+    return "flash forward", spec, x.q.stride(), x.k.stride(), x.v.stride(), dtype_of(x.sinks)
+
+
 def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
-    o, lse, _ = start(spec, x)
-    return o, lse
-
-
-def start(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None, list[Ready] | None]:
     o = empty_rows(x.q, spec.H, spec.E)
     lse = empty_lse(x.q) if spec.wants_lse else None
-    ready = repeat(
-        ("flash forward", spec, x.q.stride(), x.k.stride(), x.v.stride(), dtype_of(x.sinks)),
+    if lse is not None and spec.has_sinks and spec.sequences is not None:
+        lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
+    repeat(
+        forward_key(spec, x),
         spec.device,
         [(x.q, x.k, x.v, o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)],
         lambda: [forward_launch(spec, hardware.of(spec.device), x, o, lse)],
     )
-    return o, lse, ready
+    return o, lse
 
 
 def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None] | None] | None:
-    """The forward of calls like this one, at the least cost for the host: no lse, sinks or packed sequences.
+    """The forward of calls like this one, which came before, at the least cost for the host: no lse, no options.
 
     None, or a function of q, k, v with the same shapes and strides, which answers None where they are not aligned.
     """
     if spec.device.type != "cuda" or spec.wants_lse or spec.has_sinks or spec.sequences is not None:
         return None
-    o, _, ready = start(spec, x)
-    if ready is None or torch.empty_like(x.q).stride() != o.stride():
+    ready = remembered(forward_key(spec, x))
+    if ready is None or torch.empty_like(x.q).stride() != empty_rows(x.q, spec.H, spec.E).stride():
         return None
     call, empty_like = ready[0], torch.empty_like
 
@@ -576,8 +577,9 @@ def backward(
         for shared, part in zip((dk, dv), each, strict=True):
             shared.copy_(part.unflatten(1, (spec.H_KV, spec.group)).sum(2))
     dsinks = None
-    if x.sinks is not None:  # lse counts the sink, so it is finite
-        dsinks = -(torch.exp(x.sinks.float()[:, None] - lse) * y.delta).sum((0, 2)).to(x.sinks.dtype)
+    if x.sinks is not None:  # a sink of -inf is none: then a row may have seen nothing
+        drawn = torch.exp(x.sinks.float()[:, None] - lse) * y.delta
+        dsinks = -drawn.masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(x.sinks.dtype)
     return dq, dk, dv, dsinks
 
 

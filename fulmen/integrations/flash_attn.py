@@ -5,7 +5,7 @@
 q, k, v are (B, N, H, D), packed (total, H, D); `causal` and windows are aligned to the bottom right; -1 in a window is
 no limit and softcap 0 is no cap. With `return_attn_probs` a call gives (o, lse, None): lse is (B, H, N), packed
 (H, total), and the probabilities, which flash-attn itself has only for its tests, are None. It is differentiable here.
-max_seqlen_* are not needed; `deterministic` is not passed on: it is the matter of fulmen's backend.
+max_seqlen_* are not needed. `deterministic` on a GPU takes backend "triton", whose gradients repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def flash_attn_func(
     """q (B, N_Q, H, D), k and v (B, N_KV, H_KV, D) to o (B, N_Q, H, D)."""
     _refuse(dropout_p, alibi_slopes)
     _check_rank(4, "(B, N, heads, head dim)", q=q, k=k, v=v)
-    options = _options(softmax_scale, causal, window_size, softcap)
+    options = _options(q, softmax_scale, causal, window_size, softcap, deterministic)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not return_attn_probs:
         return flash_attention(q, k, v, **options).transpose(1, 2)
@@ -102,7 +102,7 @@ def flash_attn_varlen_func(
     """q (total_q, H, D), k and v (total_k, H_KV, D), int32 offsets (sequences + 1,) to o (total_q, H, D)."""
     _refuse(dropout_p, alibi_slopes, block_table)
     _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
-    options = _options(softmax_scale, causal, window_size, softcap)
+    options = _options(q, softmax_scale, causal, window_size, softcap, deterministic)
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if not return_attn_probs:
@@ -157,13 +157,17 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _options(
-    softmax_scale: float | None, causal: bool, window_size: WindowSize, softcap: float
-) -> dict[str, Any]:  # fmt: skip
+    q: Tensor, softmax_scale: float | None, causal: bool, window_size: WindowSize, softcap: float, deterministic: bool
+) -> dict[str, Any]:
     if len(window_size) != 2:
         raise ValueError(f"window_size={window_size!r}: must be (left, right), each an int, -1 for no limit")
     left, right = (None if side < 0 else side for side in window_size)
     window = None if left is None and right is None else (left, right)
-    return {"causal": bool(causal), "window": window, "softcap": softcap or None, "scale": softmax_scale}
+    backend = "triton" if deterministic and q.is_cuda else "auto"
+    return {
+        "causal": bool(causal), "window": window, "softcap": softcap or None, "scale": softmax_scale,
+        "backend": backend,
+    }  # fmt: skip
 
 
 def _refuse(dropout_p: float, alibi_slopes: Tensor | None, block_table: Tensor | None = None) -> None:

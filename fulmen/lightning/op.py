@@ -24,6 +24,7 @@ from fulmen.boundary import (
     empty_rows,
     no_second_derivative,
     outside_autocast,
+    plain_memory,
     refuse_derivatives_we_lack,
     require_tensors,
     unwatched,
@@ -151,7 +152,7 @@ def _check(
     require_tensors(
         {"q": q, "k": k, "v": v}, {"decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     )
-    q, k, v = autocast(q, k, v)
+    q, k, v = autocast(*plain_memory(q, k, v))
     check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
     H, E = q.shape[1], v.shape[3]
     check_scale(scale)
