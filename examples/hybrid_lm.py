@@ -1,0 +1,324 @@
+"""A small language model that mixes lightning, grouped-query and latent attention, trained in a minute on a CPU.
+
+    python examples/hybrid_lm.py                                     # three lightning layers and a grouped-query one
+    python examples/hybrid_lm.py --pattern LLM --layers 6 --preset ring --plot loss.png
+    python examples/hybrid_lm.py --device cuda --dim 1024 --heads 16 --layers 24 --length 4096 --batch 16 \
+        --steps 2000 --autocast --compile
+
+The pattern says which attention the layers have, in turn: L lightning (linear, a state of fixed size), G grouped-query
+softmax, M multi-head latent. The text is made here, letter by letter the same every time: small sums told as stories,
+so that there is something to learn beyond spelling. At the end the model goes on with prompts of different lengths, in
+one batch, with caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fulmen.layers.attention import GroupedQueryAttention
+from fulmen.layers.cache import KVCache, LatentCache, StateCache
+from fulmen.layers.latent import MultiHeadLatentAttention
+from fulmen.layers.lightning import LightningAttention
+
+Cache = KVCache | LatentCache | StateCache
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of a `HybridLM`; `pattern` is repeated over the layers."""
+
+    vocab: int
+    pattern: str = "LLLG"
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    preset: str = "minimax"  # of the lightning layers
+    backend: str = "auto"
+
+    def kinds(self) -> list[str]:
+        if not self.pattern or set(self.pattern) - set("LGM"):
+            raise ValueError(f"pattern={self.pattern!r}: must be made of L (lightning), G (grouped-query), M (latent)")
+        return [self.pattern[i % len(self.pattern)] for i in range(self.layers)]
+
+
+class HybridBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is of one of the three kinds."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.kind = config.kinds()[layer]
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
+        self.attention = attention(config, self.kind, layer)
+        hidden = 8 * config.dim // 3
+        self.gate_up = nn.Linear(config.dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache=cache, mask=mask)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def new_cache(self) -> Cache:
+        return {"L": StateCache, "G": KVCache, "M": LatentCache}[self.kind]()
+
+
+def attention(config: Config, kind: str, layer: int) -> nn.Module:
+    dim, heads, size, backend = config.dim, config.heads, config.dim // config.heads, config.backend
+    if kind == "L":
+        return LightningAttention(
+            dim, heads, layer=layer, num_layers=config.layers, preset=config.preset, backend=backend
+        )
+    if kind == "G":
+        rope = {"base": 10_000.0}
+        return GroupedQueryAttention(
+            dim, heads, max(heads // 2, 1), causal=True, qk_norm="before", rope=rope, backend=backend
+        )
+    return MultiHeadLatentAttention(
+        dim, heads, q_rank=dim, kv_rank=dim // 2, nope_dim=size, rope_dim=size // 2, value_dim=size, backend=backend
+    )
+
+
+class HybridLM(nn.Module):
+    """Tokens (B, N) to the logits of each next token (B, N, vocab)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.blocks = nn.ModuleList(HybridBlock(config, i) for i in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.checkpointing = False
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, ids: Tensor, caches: list[Cache] | None = None, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            if self.checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, None if caches is None else caches[i], mask)
+        return self.head(self.norm(x))
+
+    def new_caches(self) -> list[Cache]:
+        return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
+
+    @torch.no_grad()
+    def generate(self, prompts: list[Tensor], new: int, temperature: float = 0.0, cached: bool = True) -> list[Tensor]:
+        """Each prompt (N,) with `new` tokens more; without caches every step computes the whole text again."""
+        longest, device = max(len(p) for p in prompts), self.embed.weight.device
+        ids = torch.stack([F.pad(p, (longest - len(p), 0)) for p in prompts]).to(device)
+        mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in prompts]).to(device)
+        caches = self.new_caches() if cached else None
+        x = ids
+        for _ in range(new):
+            padded = None if x.shape[1] == 1 else mask  # a cache remembers where each row's prompt ended
+            logits = self(x, caches, padded)[:, -1].float()
+            if temperature > 0:
+                token = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)
+            else:
+                token = logits.argmax(dim=-1, keepdim=True)
+            ids = torch.cat([ids, token], dim=1)
+            mask = torch.cat([mask, torch.ones_like(token, dtype=torch.bool)], dim=1)
+            x = token if cached else ids
+        return [row[seen] for row, seen in zip(ids, mask, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- the text
+
+NAMES = ("ada", "ben", "cleo", "dan", "eva")
+THINGS = ("shells", "stamps", "keys", "plums", "stones")
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def make_text(stories: int, seed: int = 0) -> str:
+    """Sums and differences up to ten, told in words."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(stories):
+        name, thing, total = draw.choice(NAMES), draw.choice(THINGS), draw.randint(2, 10)
+        part = draw.randint(1, total - 1)
+        a, b, c = (WORDS[n] for n in (part, total - part, total))
+        told = draw.random() < 0.5
+        start, verb, end = (a, "finds", c) if told else (c, "loses", a)
+        lines.append(f"{name} has {start} {thing}, {verb} {b}, and now has {end}.\n")
+    return "".join(lines)
+
+
+class Alphabet:
+    """Letters as numbers."""
+
+    def __init__(self, text: str) -> None:
+        self.letters = sorted(set(text))
+        self.number = {letter: i for i, letter in enumerate(self.letters)}
+
+    def encode(self, text: str) -> Tensor:
+        return torch.tensor([self.number[letter] for letter in text])
+
+    def decode(self, ids: Tensor) -> str:
+        return "".join(self.letters[i] for i in ids.tolist())
+
+
+def batches(ids: Tensor, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of the text and, for each letter, the next."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        at = torch.randint(len(ids) - length, (batch,), generator=generator)
+        pieces = ids[at[:, None] + torch.arange(length + 1)]
+        yield pieces[:, :-1], pieces[:, 1:]
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def train(
+    model: HybridLM,
+    ids: Tensor,
+    *,
+    steps: int,
+    batch: int,
+    length: int,
+    lr: float = 3e-3,
+    seed: int = 0,
+    autocast: bool = False,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    watch: Callable[[float], None] | None = None,
+) -> list[float]:
+    """The loss of each step; `forward` stands for the model (compiled), `watch` is told each loss."""
+    device = model.embed.weight.device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    warm = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * min(s / steps, 1.0)))
+    )
+    losses = []
+    model.train()
+    for _, (x, y) in zip(range(steps), batches(ids, batch, length, seed), strict=False):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            logits = (forward or model)(x.to(device))
+        loss = F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        losses.append(loss.item())
+        if watch is not None:
+            watch(losses[-1])
+    model.eval()
+    return losses
+
+
+@torch.no_grad()
+def evaluate(model: HybridLM, ids: Tensor, length: int, pieces: int = 16) -> float:
+    """Mean loss over the start of a text."""
+    count = max(1, min(pieces, (len(ids) - 1) // length))
+    x, y = (ids[i : i + count * length].view(count, length).to(model.embed.weight.device) for i in (0, 1))
+    return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten()).item()
+
+
+def sparkline(values: list[float], width: int = 72) -> str:
+    """The values as a row of bars, averaged down to `width`."""
+    size = max(1, math.ceil(len(values) / width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    bars = "▁▂▃▄▅▆▇█"
+    return "".join(bars[round((m - low) / ((high - low) or 1.0) * (len(bars) - 1))] for m in means)
+
+
+def plot(losses: list[float], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(losses, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss (nats a letter)", title=title, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+# ----------------------------------------------------------------------------------------------- the command
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--pattern", default="LLLG", help="Attention of the layers in turn: L lightning, G grouped, M latent.")
+@click.option("--preset", type=click.Choice(["minimax", "ring"]), default="minimax", help="Of the lightning layers.")
+@click.option("--layers", default=4, help="Number of layers.")
+@click.option("--dim", default=128, help="Size of a token's vector.")
+@click.option("--heads", default=4, help="Heads of each layer.")
+@click.option("--length", default=128, help="Letters in a piece of text.")
+@click.option("--batch", default=16, help="Pieces a step.")
+@click.option("--steps", default=200, help="Steps of training.")
+@click.option("--lr", default=3e-3, help="Learning rate at its highest.")
+@click.option("--seed", default=0, help="Of weights and batches.")
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute.")
+@click.option("--backend", default="auto", help="Of every layer's attention.")
+@click.option("--autocast", is_flag=True, help="Train in bfloat16.")
+@click.option("--compile", "compiled", is_flag=True, help="torch.compile the model.")
+@click.option("--checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write the loss curve to this PNG.")
+@click.option("--new", default=60, help="Letters to generate at the end.")
+@click.option("--temperature", default=0.0, help="0: always the likeliest letter.")
+def main(
+    pattern: str, preset: str, layers: int, dim: int, heads: int, length: int, batch: int, steps: int, lr: float,
+    seed: int, device: str, backend: str, autocast: bool, compiled: bool, checkpointing: bool, picture: Path | None,
+    new: int, temperature: float,
+) -> None:  # fmt: skip
+    """Train a small hybrid language model on a text made here, and let it go on with a few prompts."""
+    console = Console()
+    torch.manual_seed(seed)
+    text, unseen = make_text(20_000), make_text(500, seed=1)
+    alphabet = Alphabet(text)
+    ids, held_out = alphabet.encode(text), alphabet.encode(unseen)
+    try:
+        config = Config(len(alphabet.letters), pattern, layers, dim, heads, preset, backend)
+        model = HybridLM(config).to(device)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    model.checkpointing = checkpointing
+    size = sum(p.numel() for p in model.parameters())
+    console.print(f"{''.join(config.kinds())}: {size / 1e6:.2f} M parameters on {device}, {len(ids):,} letters of text")
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    begun = time.perf_counter()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("training", total=steps, loss=math.nan)
+        losses = train(
+            model, ids, steps=steps, batch=batch, length=length, lr=lr, seed=seed, autocast=autocast,
+            forward=torch.compile(model, fullgraph=True) if compiled else None,
+            watch=lambda loss: progress.update(task, advance=1, loss=loss),
+        )  # fmt: skip
+    speed = steps * batch * length / (time.perf_counter() - begun)
+    console.print(f"loss {losses[0]:.3f} [cyan]{sparkline(losses, 60)}[/] {losses[-1]:.3f}")
+    console.print(
+        f"on text it has not seen: {evaluate(model, held_out, length):.3f} nats a letter; {speed:,.0f} letters/s"
+    )
+    if picture is not None:
+        plot(losses, picture, f"{''.join(config.kinds())}, {size / 1e6:.2f} M parameters")
+        console.print(f"loss curve: {picture}")
+    prompts = ["ada has two keys, finds three, and now has", "cleo has ten plums, loses", "eva"]
+    for prompt, row in zip(
+        prompts, model.generate([alphabet.encode(p) for p in prompts], new, temperature), strict=True
+    ):
+        told = alphabet.decode(row)[len(prompt) :].replace("\n", " / ")
+        console.print(f"[bold]{prompt}[/][green]{told}[/]", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

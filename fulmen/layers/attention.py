@@ -1,0 +1,495 @@
+"""Softmax attention layers: grouped-query attention, and multi-head and multi-query attention as its special cases.
+
+    q, k, v = x W_q, x W_k, x W_v         heads of head_dim; num_kv_heads of k and v, each shared by H / H_KV of q
+    q, k    = RoPE(norm(q)), RoPE(norm(k))                       each if asked for, the norm before or after
+    y       = flash_attention(q, k, v, ...) W_o
+
+Projections are plain Linear layers named as in Hugging Face's models (q_proj, k_proj, v_proj, o_proj, q_norm, k_norm).
+q, k and v go to the kernel as the views the projections return, and its output to o_proj as a view: between the
+projections and the kernel nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from fulmen import dispatch
+from fulmen.boundary import check_offset_values, check_offsets, unwatched
+from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec, flash_attention
+from fulmen.layers import dropout as dropping
+from fulmen.layers import parallel_plan, weights
+from fulmen.layers.cache import KVCache
+from fulmen.layers.calls import check_backend, check_heads, check_size, zero_padding
+from fulmen.layers.ranks import RMSNorm, local
+from fulmen.layers.rotary import Rotary, apply_rotary
+from fulmen.layers.rows import Padding, Rows, check_mask, many_rows, one_row, packed_positions
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from typing_extensions import Self, Unpack
+
+USUAL_N = 4096  # the call whose backend `extra_repr` tells
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The arguments all layers here share; `GroupedQueryAttention` says what they mean."""
+
+    head_dim: int | None
+    bias: bool
+    qk_norm: str | None
+    norm_eps: float
+    rope: Rotary | Mapping[str, Any] | None
+    causal: bool
+    window: Window
+    softcap: float | None
+    sinks: bool
+    scale: float | None
+    dropout: float
+    backend: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class GroupedQueryAttention(nn.Module):
+    """Softmax attention of x (B, N, embed_dim) to itself, or to a context; the result has x's shape.
+
+    embed_dim     size of a token's vector.
+    num_heads     H, heads of q.
+    num_kv_heads  H_KV, heads of k and v; divides H.
+    head_dim      embed_dim / H unless given.
+    bias          of all four projections.
+    qk_norm       None, or RMSNorm of each head of q and k "before" or "after" RoPE, with `norm_eps`.
+    rope          None, a `Rotary`, or a dict of its arguments (dim is head_dim unless given); layers may share one.
+    causal        whether a token sees none after it.
+    window        (left, right): how many tokens before and after itself a token sees; None: no limit.
+    softcap       logits become softcap * tanh(logits / softcap).
+    sinks         whether each head has a learnt logit that takes weight and has no value.
+    scale         of the logits: 1 / sqrt(head_dim) unless given, times the Rotary's softmax_factor.
+    dropout       of attention weights, in training; on backends "auto" (then SDPA or eager), "sdpa" and "eager" only.
+    context_dim   size of a context's vectors; embed_dim unless given.
+    fused_qkv     whether q, k and v are one product; state_dict has three tensors all the same.
+    backend       `flash_attention`'s: "auto", or a name, which works or raises.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        head_dim: int | None = None,
+        bias: bool = False,
+        qk_norm: str | None = None,
+        norm_eps: float = 1e-6,
+        rope: Rotary | Mapping[str, Any] | None = None,
+        causal: bool = False,
+        window: Window = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        context_dim: int | None = None,
+        fused_qkv: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        head_dim = _checked_head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
+        if qk_norm not in (None, "before", "after"):
+            raise ValueError(f"qk_norm={qk_norm!r}: must be None, 'before' or 'after' (RoPE)")
+        if fused_qkv and context_dim not in (None, embed_dim):
+            raise ValueError(f"context_dim={context_dim} with fused_qkv: one product makes q, k and v of the same x")
+        dropping.refuse(backend, dropout)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim, self.qk_norm, self.dropout = head_dim, qk_norm, float(dropout)
+        self.context_dim = embed_dim if context_dim is None else context_dim
+        self.rope = _rotary(rope, head_dim)
+        factor = 1.0 if self.rope is None else self.rope.softmax_factor
+        scale = (head_dim**-0.5 if scale is None else scale) * factor
+        self.options = dropping.Options(causal, window, softcap, scale, backend)
+        _check_options(self, dtype)
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        weights.load_whole(self)
+        if fused_qkv:
+            self.qkv_proj = nn.Linear(embed_dim, q_size + 2 * kv_size, bias, **factory)
+            weights.save_separately(self)
+        else:
+            self.q_proj = nn.Linear(embed_dim, q_size, bias, **factory)
+            self.k_proj = nn.Linear(self.context_dim, kv_size, bias, **factory)
+            self.v_proj = nn.Linear(self.context_dim, kv_size, bias, **factory)
+        self.fused_qkv = fused_qkv
+        self.o_proj = nn.Linear(q_size, embed_dim, bias, **factory)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **factory)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **factory)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
+        if self.rope is not None:
+            self.rope._frequencies_on(self.o_proj.weight.device)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, as after `to_empty` of a layer built on the meta device."""
+        for module in self.children():
+            if isinstance(module, nn.Linear | nn.RMSNorm):
+                module.reset_parameters()
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    # ------------------------------------------------------------------------------------------ the call
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """y (B, N, embed_dim).
+
+        positions   int64 (N,) or (B, N), for RoPE alone: what a token sees goes by its place in x. Unless given, a
+                    row's tokens are counted on from those in the cache, padding is not, packed sequences start at 0.
+        cache       a `KVCache`: x's tokens go on where it stopped, and are appended.
+        mask        bool (B, N), True for a token; padding, on either side or between, is not seen, and its y is 0.
+        cu_seqlens  int32 (sequences + 1,): B is 1 and x holds packed sequences, which do not see each other.
+        context     (B, N_KV, context_dim): k and v are made of it (cross-attention), with a mask or offsets of its own.
+        """
+        self._check_call(x, positions, cache, mask, cu_seqlens, context)
+        padding = None
+        if mask is not None:
+            padding = Padding.of(mask)
+            x = padding.front(zero_padding(x, mask))
+        if context is None:
+            rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
+            q, k, v = self._project(x, x)
+        else:
+            context, rows = self._context(x, context, context_mask, padding, cu_seqlens, context_cu_seqlens)
+            q, k, v = self._project(x, context)
+        if self.qk_norm is not None or self.rope is not None:
+            tables = None if self.rope is None else self._tables(self.rope, x, positions, cache, padding, cu_seqlens)
+            q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
+        if cache is not None:
+            k, v = cache.append(k, v, None if padding is None else padding.counts)
+            if cache.lengths is not None:
+                rows = Rows(_counts(x, padding), cache.lengths)
+        elif padding is not None and context is None:
+            rows = Rows(padding.counts, padding.counts)
+        y = self.o_proj(self._attend(q, k, v, rows).transpose(1, 2).flatten(2))
+        return y if padding is None or mask is None else zero_padding(padding.back(y), mask)
+
+    def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""
+        if self.fused_qkv:
+            qkv = self.qkv_proj(x)
+            q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
+            kv_size = (qkv.shape[-1] - q_size) // 2
+            q, k, v = qkv.split([q_size, kv_size, kv_size], -1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(context), self.v_proj(context)
+        D = self.head_dim
+        q, k, v = (t.unflatten(-1, (t.shape[-1] // D, D)).transpose(1, 2) for t in (q, k, v))
+        return q, k, v
+
+    def _place(self, x: Tensor, norm: RMSNorm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+        """q or k (B, heads, N, head_dim), normed and turned."""
+        if norm is not None and self.qk_norm == "before":
+            x = _normed(norm, x)
+        if tables is not None and self.rope is not None:
+            x = apply_rotary(x, *tables, self.rope.interleaved)
+        if norm is not None and self.qk_norm == "after":
+            x = _normed(norm, x)
+        return x
+
+    def _tables(
+        self, rope: Rotary, x: Tensor, positions: Tensor | None, cache: KVCache | None, padding: Padding | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """RoPE's cosines and sines for x's tokens."""
+        B, N = x.shape[:2]
+        if positions is not None:
+            return rope(positions if padding is None else padding.front(positions.expand(B, N)))
+        if cu_seqlens is not None:
+            return rope(packed_positions(cu_seqlens, N))
+        if cache is not None and cache.lengths is not None:
+            return rope(cache.lengths[:, None] + torch.arange(N, device=x.device))
+        return rope.span(0 if cache is None else cache.length, N, x.device)
+
+    def _context(
+        self, x: Tensor, context: Tensor, context_mask: Tensor | None, padding: Padding | None,
+        cu_seqlens: Tensor | None, context_cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Rows | None]:  # fmt: skip
+        """The context, its tokens first, and what x's tokens see of it."""
+        if cu_seqlens is not None or context_cu_seqlens is not None:
+            if cu_seqlens is None or context_cu_seqlens is None or context_mask is not None:
+                raise ValueError("packed cross-attention needs cu_seqlens and context_cu_seqlens, and no context_mask")
+            _check_packed("context_cu_seqlens", context_cu_seqlens, context)
+            return context, Rows(None, None, cu_seqlens, context_cu_seqlens)
+        if context_mask is None and padding is None:
+            return context, None
+        full = torch.full((context.shape[0],), context.shape[1], dtype=torch.int64, device=context.device)
+        if context_mask is None:
+            return context, Rows(_counts(x, padding), full)
+        check_mask(context_mask, context, "context_mask")
+        tokens = Padding.of(context_mask)
+        return tokens.front(zero_padding(context, context_mask)), Rows(_counts(x, padding), tokens.counts)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows | None) -> Tensor:
+        """(B, H, N, head_dim), lying as (B, N, H, head_dim) in memory."""
+        options, sinks = self.options, None
+        if self.sinks is not None:
+            sinks = local(self.sinks)
+            sinks = sinks if sinks.dtype in (q.dtype, torch.float32) else sinks.float()
+        if self.dropout and self.training:
+            return dropping.attend(q, k, v, options, self.dropout, sinks, rows)
+        causal, window, softcap, scale, backend = options
+        if rows is None:
+            return flash_attention(
+                q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale, backend=backend
+            )
+        cu_seqlens_q, cu_seqlens_k = rows.offsets(q.shape[2], k.shape[2])
+        o = flash_attention(
+            one_row(q), one_row(k), one_row(v), causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, backend=backend,
+        )  # fmt: skip
+        return many_rows(o, q.shape[0])
+
+    def _check_call(
+        self, x: Tensor, positions: Tensor | None, cache: KVCache | None, mask: Tensor | None,
+        cu_seqlens: Tensor | None, context: Tensor | None,
+    ) -> None:  # fmt: skip
+        if x.ndim != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}, must be (B, N, embed_dim) with embed_dim={self.embed_dim}")
+        if positions is not None and tuple(positions.shape) not in ((x.shape[1],), tuple(x.shape[:2])):
+            raise ValueError(
+                f"positions has shape {tuple(positions.shape)}, must be (N,) or (B, N) of x {tuple(x.shape)}"
+            )
+        if mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("mask and cu_seqlens are given together: packed sequences have no padding")
+            check_mask(mask, x)
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError("cache and cu_seqlens are given together: a cache goes on with the rows of a batch")
+            _check_packed("cu_seqlens", cu_seqlens, x)
+        if cache is not None:
+            if not isinstance(cache, KVCache):
+                raise ValueError(f"cache is a {type(cache).__name__}, must be a KVCache")
+            if not self.options.causal:
+                raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
+        if context is not None:
+            self._check_context(x, context, cache)
+
+    def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | None) -> None:
+        if self.fused_qkv:
+            raise ValueError("context is given to a layer whose q, k and v are one product: use MultiHeadAttention")
+        if context.ndim != 3 or context.shape[0] != x.shape[0] or context.shape[2] != self.context_dim:
+            raise ValueError(
+                f"context has shape {tuple(context.shape)}, must be (B, N_KV, context_dim) with B={x.shape[0]}, "
+                f"context_dim={self.context_dim}"
+            )
+        if self.options.causal or self.options.window is not None or self.rope is not None:
+            raise ValueError(
+                "context is given to a layer with causal, window or rope: those say where tokens of one sequence stand"
+            )
+        if cache is not None:
+            raise ValueError("context and cache are given together: a context does not grow")
+
+    # --------------------------------------------------------------------------------- weights and ranks
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, but if anything is wrong with the weights none is loaded."""
+        weights.refuse(self, state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @classmethod
+    def from_hf(
+        cls, module_or_state_dict: nn.Module | Mapping[str, Tensor], config: Any, *, layer: int = 0, prefix: str = "",
+        backend: str = "auto", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> Self:  # fmt: skip
+        """The layer of a Hugging Face attention module of Llama or Qwen3, or of its state_dict.
+
+        config  the model's configuration, or its dict; `layer` is the number of the layer, where layers differ.
+        prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
+        """
+        arguments = weights.hf_arguments(config, layer)
+        made = cls._loaded(arguments, weights.tensors_of(module_or_state_dict, prefix), backend, device, dtype)
+        return made.train(getattr(module_or_state_dict, "training", True))
+
+    @classmethod
+    def from_torch(
+        cls, module_or_state_dict: nn.Module | Mapping[str, Tensor], num_heads: int | None = None, *,
+        causal: bool = False, backend: str = "auto", device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:  # fmt: skip
+        """The layer of a `torch.nn.MultiheadAttention`, or of its state_dict, which does not tell `num_heads`."""
+        arguments, tensors = weights.from_multihead_attention(module_or_state_dict, num_heads)
+        made = cls._loaded({**arguments, "causal": causal}, tensors, backend, device, dtype)
+        return made.train(getattr(module_or_state_dict, "training", True))
+
+    @classmethod
+    def _loaded(
+        cls, arguments: dict[str, Any], tensors: dict[str, Tensor], backend: str, device: Any, dtype: Any
+    ) -> Self:
+        like = tensors.get("o_proj.weight")
+        device = (None if like is None else like.device) if device is None else device
+        dtype = (None if like is None else like.dtype) if dtype is None else dtype
+        layer = cls._with(**arguments, backend=backend, device="meta", dtype=dtype)
+        weights.check(layer, tensors)
+        layer.to_empty(device=device or "cpu")
+        layer.load_state_dict(tensors)
+        return layer
+
+    @classmethod
+    def _with(cls, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> Self:
+        """A layer of this class with these sizes."""
+        return cls(embed_dim, num_heads, num_kv_heads, **options)
+
+    def tp_plan(self) -> dict[str, ParallelStyle]:
+        """Heads shared out to ranks, for torch's `parallelize_module(layer, mesh, layer.tp_plan())`.
+
+        num_heads must be a multiple of the number of ranks. Heads of k and v are shared out, too, or, where there are
+        fewer than ranks, computed by every rank that needs them.
+        """
+        return parallel_plan.plan(self)
+
+    def extra_repr(self) -> str:
+        o = self.options
+        parts = [f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]
+        parts += [f"head_dim={self.head_dim}", "causal" if o.causal else "full"]
+        parts += [f"{name}={value}" for name, value in (("window", o.window), ("softcap", o.softcap)) if value]
+        parts += [f"qk_norm={self.qk_norm!r}"] if self.qk_norm else []
+        parts += ["sinks"] if self.sinks is not None else []
+        parts += [f"dropout={self.dropout}"] if self.dropout else []
+        return ", ".join([*parts, f"backend={self.backend_chosen()}"])
+
+    def backend_chosen(self, B: int = 1, N: int = USUAL_N, needs_grad: bool = True) -> str:
+        """The backend of a call with x (B, N, embed_dim), in words; `fulmen.explain` tells the others' reasons."""
+        o, weight = self.options, self.o_proj.weight
+        if self.dropout and self.training:
+            return f"{o.backend!r}, with dropout"
+        if weight.device.type == "meta":
+            return repr(o.backend)
+        spec = FlashSpec(
+            B, self.num_heads, self.num_kv_heads, N, N, self.head_dim, self.head_dim, weight.dtype, weight.device,
+            o.scale, *o.limits, softcap=o.softcap, has_sinks=self.sinks is not None, needs_grad=needs_grad,
+        )  # fmt: skip
+        try:
+            name = dispatch.pick("flash", spec, o.backend).name
+        except NotImplementedError:
+            return f"{o.backend!r} (cannot serve it)"
+        detail = dispatch.details("flash", spec).get(name)
+        what = name if detail is None else f"{name}, {detail}"
+        return f"{o.backend!r} ({what}, at N={N})" if o.backend == "auto" else f"{o.backend!r}"
+
+
+class MultiHeadAttention(GroupedQueryAttention):
+    """Every head has keys and values of its own; q, k and v are three products, so that k and v may be of a context."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        context_dim: int | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        super().__init__(embed_dim, num_heads, num_heads, context_dim=context_dim, **options)
+
+    @classmethod
+    def _with(cls, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> Self:
+        return cls(embed_dim, _same_heads(cls, num_heads, num_kv_heads), **options)
+
+
+class MultiHeadSelfAttention(GroupedQueryAttention):
+    """Every head has keys and values of its own; q, k and v are one product."""
+
+    def __init__(self, embed_dim: int, num_heads: int, **options: Unpack[AttentionOptions]) -> None:
+        super().__init__(embed_dim, num_heads, num_heads, fused_qkv=True, **options)
+
+    @classmethod
+    def _with(cls, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> Self:
+        if options.pop("context_dim", None) not in (None, embed_dim):
+            raise ValueError(f"{cls.__name__} takes no context: use MultiHeadAttention for weights with kdim, vdim")
+        return cls(embed_dim, _same_heads(cls, num_heads, num_kv_heads), **options)
+
+
+class MultiQueryAttention(GroupedQueryAttention):
+    """All heads share one head of keys and values."""
+
+    def __init__(self, embed_dim: int, num_heads: int, **options: Unpack[AttentionOptions]) -> None:
+        super().__init__(embed_dim, num_heads, 1, **options)
+
+    @classmethod
+    def _with(cls, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> Self:
+        if num_kv_heads != 1:
+            raise ValueError(f"the weights have num_kv_heads={num_kv_heads}, and MultiQueryAttention one")
+        return cls(embed_dim, num_heads, **options)
+
+
+def _same_heads(cls: type, num_heads: int, num_kv_heads: int) -> int:
+    if num_kv_heads != num_heads:
+        raise ValueError(
+            f"the weights have num_kv_heads={num_kv_heads} for num_heads={num_heads}, and {cls.__name__} as many of "
+            "both: use GroupedQueryAttention"
+        )
+    return num_heads
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    check_heads(embed_dim, num_heads, num_kv_heads)
+    if head_dim is not None:
+        return check_size("head_dim", head_dim, MAX_HEAD_DIM)
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}: change one, or give head_dim"
+        )
+    return embed_dim // num_heads
+
+
+def _rotary(rope: Rotary | Mapping[str, Any] | None, head_dim: int) -> Rotary | None:
+    if isinstance(rope, Mapping):
+        rope = Rotary(**{"dim": head_dim, **rope})
+    if rope is not None and not isinstance(rope, Rotary):
+        raise ValueError(f"rope is a {type(rope).__name__}, must be None, a Rotary or a dict of its arguments")
+    if rope is not None and rope.dim > head_dim:
+        raise ValueError(f"rope turns dim={rope.dim} elements, and a head has head_dim={head_dim}")
+    return rope
+
+
+def _check_options(layer: GroupedQueryAttention, dtype: torch.dtype | None) -> None:
+    """What `flash_attention` would say of any call of the layer, said now."""
+    o = layer.options
+    if o.causal not in (False, True):
+        raise ValueError(f"causal={o.causal!r}: must be False or True; a layer's queries stand at the last keys")
+    check_backend("flash", o.backend)
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    q, k, v = (torch.empty(1, h, 1, layer.head_dim, dtype=dtype, device="meta") for h in heads)
+    checked_spec(q, k, v, causal=o.causal, window=o.window, softcap=o.softcap, scale=o.scale)
+
+
+def _check_packed(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
+    check_offsets(name, cu_seqlens, x)
+    if unwatched(cu_seqlens):
+        check_offset_values(name, cu_seqlens, x.shape[1])
+
+
+def _counts(x: Tensor, padding: Padding | None) -> Tensor:
+    if padding is not None:
+        return padding.counts
+    return torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    """x (B, heads, N, head_dim), normed where it lies; autocast would return fp32."""
+    return norm(x.transpose(1, 2)).transpose(1, 2).to(x.dtype)

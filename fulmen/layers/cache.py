@@ -1,0 +1,220 @@
+"""What a layer remembers between calls of a generation: keys and values, latents, or a state.
+
+    cache = KVCache()                     # one for each layer
+    y = layer(prompt, cache=cache)        # then token by token: y = layer(token, cache=cache)
+
+`KVCache` and `LatentCache` hold tokens. Without `max_length` they grow, by doubling; with it they are allocated once,
+at the first call, and never move. `append` returns everything there is, as views. Under autograd a growing cache
+concatenates instead of writing in place; a preallocated one refuses.
+
+**Rows of different lengths.** Each row of the batch may have its own number of tokens. A layer that is given a padding
+mask brings the tokens of x to the front and tells `append` how many there are (`counts`); a row's tokens then lie
+without gaps at the start of its memory, whichever side was padded, and the next ones are written right after. `lengths`
+(B,) is on the device, None as long as all rows have `length` tokens; `length`, on the host, is the most any row can
+have. So nothing synchronises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+class TokenCache:
+    """Tensors (B, N, ...) that grow along N together; see the top of the file."""
+
+    def __init__(self, max_length: int | None = None) -> None:
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"max_length={max_length!r}: must be None (the cache grows) or an int of at least 1")
+        self.max_length = max_length
+        self.length = 0
+        self.lengths: Tensor | None = None
+        self._held: tuple[Tensor, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is memory for."""
+        return self._held[0].shape[1] if self._held else 0
+
+    def reset(self) -> None:
+        """Forgets every token; memory of a preallocated cache is kept."""
+        self.length, self.lengths = 0, None
+        if self.max_length is None:
+            self._held = ()
+
+    def crop(self, length: int) -> None:
+        """Keeps the first `length` tokens of each row; if negative, drops that many of each row's last ones."""
+        if not -self.length <= length <= self.length:
+            raise ValueError(f"length={length}: the cache has {self.length} tokens")
+        if self.lengths is not None:
+            kept = self.lengths + length if length < 0 else self.lengths.clamp(max=length)
+            self.lengths = kept.clamp(min=0)
+        self.length = self.length + length if length < 0 else length
+
+    def reorder(self, indices: Tensor) -> None:
+        """Row i becomes what row indices[i] was, as beam search asks; there may be more or fewer rows than before."""
+        if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"indices is {indices.dtype} {tuple(indices.shape)}, must be int64 or int32 (rows,)")
+        if not self._held:
+            return
+        with _not_inference():
+            moved = tuple(t[:, : self.length].index_select(0, indices) for t in self._held)
+            if self.lengths is not None:
+                self.lengths = self.lengths.index_select(0, indices)
+            if self.max_length is None:
+                self._held = moved
+            elif indices.shape[0] == self._held[0].shape[0]:
+                for t, new in zip(self._held, moved, strict=True):
+                    t[:, : self.length] = new
+            else:
+                self._held = tuple(_room(t, self.max_length) for t in moved)
+
+    def _extend(self, new: tuple[Tensor, ...], counts: Tensor | None) -> tuple[Tensor, ...]:
+        """Appends new (B, N, ...); returns all tokens, of the whole memory where rows differ in length."""
+        N = new[0].shape[1]
+        end = self.length + N
+        self._check(new, end)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*new, *self._held)):
+            self._held = self._concatenated(new)
+        else:
+            if end > self.capacity or not self._held:
+                self._grow(new, end)
+            self._write(new)
+        if counts is not None or self.lengths is not None:
+            self.lengths = _counted_on(self.length, self.lengths, N, counts)
+        self.length = end
+        return self._held if self.lengths is not None else tuple(t[:, :end] for t in self._held)
+
+    def _check(self, new: tuple[Tensor, ...], end: int) -> None:
+        if self.max_length is not None:
+            if end > self.max_length:
+                raise ValueError(
+                    f"the cache is too small: it has {self.length} tokens of max_length={self.max_length}, and "
+                    f"{end - self.length} more come"
+                )
+            if torch.is_grad_enabled() and any(t.requires_grad for t in new):
+                raise NotImplementedError(
+                    "a preallocated cache is written in place, which autograd cannot follow: generate under "
+                    "torch.no_grad() or torch.inference_mode(), or let the cache grow (max_length=None)"
+                )
+        for held, t in zip(self._held, new, strict=False):
+            if held.shape[:1] + held.shape[2:] != t.shape[:1] + t.shape[2:]:
+                raise ValueError(
+                    f"the cache holds {_brief(held)} and is given {_brief(t)}: same batch and heads are needed; "
+                    "call reset() before another batch"
+                )
+            if held.dtype != t.dtype or held.device != t.device:
+                raise ValueError(f"the cache holds {held.dtype} on {held.device} and is given {t.dtype} on {t.device}")
+
+    def _grow(self, new: tuple[Tensor, ...], end: int) -> None:
+        size = self.max_length or max(end, 2 * self.capacity)
+        with _not_inference():
+            old = [t[:, : self.length] for t in self._held or (t[:, :0] for t in new)]
+            self._held = tuple(_room(t.detach(), size) for t in old)
+
+    def _write(self, new: tuple[Tensor, ...]) -> None:
+        N = new[0].shape[1]
+        if self.lengths is None:
+            for held, t in zip(self._held, new, strict=True):
+                held[:, self.length : self.length + N] = t
+            return
+        rows, columns = self._places(N)
+        for held, t in zip(self._held, new, strict=True):
+            held[rows, columns] = t
+
+    def _concatenated(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same, not in place."""
+        N = new[0].shape[1]
+        old = [t[:, : self.length] for t in self._held or (t[:, :0] for t in new)]
+        whole = tuple(torch.cat([a, b], 1) for a, b in zip(old, new, strict=True))
+        if self.lengths is None:
+            return whole
+        return tuple(a.index_put(self._places(N), b) for a, b in zip(whole, new, strict=True))
+
+    def _places(self, N: int) -> tuple[Tensor, Tensor]:
+        assert self.lengths is not None
+        row = torch.arange(self.lengths.shape[0], device=self.lengths.device)
+        return row[:, None], self.lengths[:, None] + torch.arange(N, device=row.device)
+
+
+class KVCache(TokenCache):
+    """Keys and values of one layer."""
+
+    def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """k (B, H_KV, N, D), v (B, H_KV, N, E): the next tokens, rotated already. Returns all k and v.
+
+        counts  int64 (B,): only the first counts[b] of row b's N tokens are tokens. From then on rows differ in length,
+                `lengths` tells how many tokens of what is returned count, and all the cache's memory is returned.
+        """
+        k, v = self._extend((k.transpose(1, 2), v.transpose(1, 2)), counts)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+
+class LatentCache(TokenCache):
+    """Latents and rotated keys of one latent-attention layer."""
+
+    def append(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """latent (B, N, R), k_rope (B, N, P): the next tokens. Returns all of both; `counts` as in `KVCache`."""
+        latent, k_rope = self._extend((latent, k_rope), counts)
+        return latent, k_rope
+
+
+class StateCache:
+    """The state of one lightning layer, fp32 (B, H, D, E), and how many tokens went into it."""
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None
+        self.length = 0
+        self.lengths: Tensor | None = None  # (B,), where rows differ
+
+    def update(self, state: Tensor, N: int, counts: Tensor | None = None) -> None:
+        """`state` after N more tokens, or counts[b] more in row b."""
+        if counts is not None or self.lengths is not None:
+            self.lengths = _counted_on(self.length, self.lengths, N, counts)
+        self.state, self.length = state, self.length + N
+
+    def reset(self) -> None:
+        self.state, self.length, self.lengths = None, 0, None
+
+    def reorder(self, indices: Tensor) -> None:
+        """Row i becomes what row indices[i] was."""
+        if self.state is not None:
+            self.state = self.state.index_select(0, indices)
+        if self.lengths is not None:
+            self.lengths = self.lengths.index_select(0, indices)
+
+    def crop(self, length: int) -> None:
+        if length == self.length:
+            return
+        raise NotImplementedError(
+            f"crop({length}): a state is a decayed sum over all {self.length} tokens, of which none can be taken out; "
+            "keep a copy of the state from before, or start again with reset()"
+        )
+
+
+def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | None) -> Tensor:
+    """Each row's tokens, with N more or counts[b] more; rows differ before or after."""
+    if lengths is not None:
+        return lengths + (N if counts is None else counts)
+    assert counts is not None, "rows that were and stay alike are not counted"
+    return counts + length
+
+
+def _room(x: Tensor, size: int) -> Tensor:
+    """A copy of x (B, N, ...) with `size` tokens, zero after its own: unused memory must hold no NaN."""
+    out = x.new_zeros(x.shape[0], size, *x.shape[2:])
+    out[:, : x.shape[1]] = x
+    return out
+
+
+def _brief(x: Tensor) -> str:
+    return f"(B={x.shape[0]}, N, {', '.join(map(str, x.shape[2:]))})"
+
+
+def _not_inference() -> contextlib.AbstractContextManager[object]:
+    """Memory allocated in inference mode could not be written outside of it."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(False)

@@ -1,0 +1,414 @@
+"""`LightningAttention`: linear attention with per-head decay as a layer, in the forms models have been trained in.
+
+    q, k, v = activation(x W_qkv);  q, k = rope(norm(q)), rope(norm(k))
+    o = lightning_attention(q, k, v, decay, scale)
+    y = (norm(o) * sigmoid(x W_gate)) W_out
+
+| preset  | models                 | activation | scale  | qk_norm | rope          | output norm     | decay          |
+|---------|------------------------|------------|--------|---------|---------------|-----------------|----------------|
+| minimax | MiniMax-Text-01, M1    | SiLU       | 1      | no      | none          | over all heads  | decay.minimax  |
+| ring    | Ring-, Ling-linear 2.0 | none       | D^-1/2 | yes     | half the head | in 4 groups     | decay.ring     |
+
+`qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value: MiniMax's
+order where every head has its own, and one in which a rank's share of the heads is one piece.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from fulmen import decay as slopes
+from fulmen.boundary import check_scale
+from fulmen.layers import weights
+from fulmen.layers.cache import StateCache
+from fulmen.layers.calls import (
+    USUAL_N,
+    backend_chosen,
+    check_backend,
+    check_call,
+    check_heads,
+    check_size,
+    loaded,
+    rotary,
+    rotations,
+    zero_padding,
+)
+from fulmen.layers.ranks import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm
+from fulmen.layers.rotary import Rotary, apply_rotary, config_value
+from fulmen.layers.rows import Padding, many_rows, one_row
+from fulmen.lightning.op import MAX_HEAD_DIM, LightningSpec, lightning_attention, lightning_attention_with_state
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+}
+DECAYS = ("minimax", "ring", "alibi")
+
+
+class Choices(NamedTuple):
+    """What distinguishes the families; see `LightningAttention` for what each may be."""
+
+    activation: str | None
+    scale: float | None
+    qk_norm: str | None
+    rope: Rotary | Mapping[str, Any] | None
+    output_norm: int | None
+    gate: bool
+    decay: str | Tensor | None
+
+
+PRESETS = {
+    "minimax": Choices("silu", 1.0, None, None, 1, True, "minimax"),
+    "ring": Choices(None, None, "before", {"base": 600_000.0}, 4, True, "ring"),
+}
+AS_PRESET: Any = "preset"
+
+
+class LightningAttention(nn.Module):
+    """Causal linear attention with per-head decay: x (B, N, embed_dim) to (B, N, embed_dim).
+
+    embed_dim     size of a token's vector.
+    num_heads     H; `head_dim` is embed_dim / H unless given, `value_dim` (E) is head_dim, num_kv_heads is H.
+    layer         this layer's number, from 0, of `num_layers`: deeper layers decay less in both presets.
+    preset        "minimax" or "ring"; each of the following is the preset's unless given:
+    activation    None, "silu", "relu" or "gelu", of q, k and v.
+    scale         of the output; None: 1 / sqrt(head_dim).
+    qk_norm       None, or RMSNorm of each head of q and k "before" or "after" RoPE.
+    rope          None, a `Rotary` over the first of a head's elements, or a dict of its arguments (dim is half of
+                  head_dim unless given).
+    output_norm   RMSNorm of the heads' outputs: the number of groups they are normed in (1: all together), None: none.
+    gate          whether the normed outputs are multiplied by sigmoid(x W).
+    decay         "minimax", "ring" or "alibi" of `fulmen.decay`, a tensor of H slopes, or None for no decay.
+    bias          of qkv_proj and out_proj.
+    backend       of `lightning_attention`: "auto", or a name that works or raises.
+    """
+
+    decay: Tensor | None
+    fused_qkv = False  # a state_dict has qkv_proj as it is
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        layer: int = 0,
+        num_layers: int = 1,
+        preset: str = "minimax",
+        activation: str | None = AS_PRESET,
+        scale: float | None = AS_PRESET,
+        qk_norm: str | None = AS_PRESET,
+        rope: Rotary | Mapping[str, Any] | None = AS_PRESET,
+        output_norm: int | None = AS_PRESET,
+        gate: bool = AS_PRESET,
+        decay: str | Tensor | None = AS_PRESET,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if preset not in PRESETS:
+            raise ValueError(f"preset={preset!r}: must be one of {', '.join(map(repr, PRESETS))}")
+        given: Any = (activation, scale, qk_norm, rope, output_norm, gate, decay)
+        usual = zip(given, PRESETS[preset], strict=True)
+        taken: Any = (p if isinstance(x, str) and x == AS_PRESET else x for x, p in usual)
+        chosen = Choices(*taken)
+        check_heads(embed_dim, num_heads, num_kv_heads)
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide embed_dim={embed_dim}, or head_dim must be given")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads or num_heads
+        self.head_dim = check_size("head_dim", head_dim or embed_dim // num_heads, MAX_HEAD_DIM)
+        self.value_dim = check_size("value_dim", self.head_dim if value_dim is None else value_dim, MAX_HEAD_DIM)
+        self.layer, self.num_layers, self.preset = layer, num_layers, preset
+        self.backend = check_backend("lightning", backend)
+        self.activation = chosen.activation
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r}: must be None or one of {', '.join(ACTIVATIONS)}")
+        self.scale = self.head_dim**-0.5 if chosen.scale is None else check_scale(chosen.scale)
+        self._build(chosen, bias, norm_eps, {"device": device, "dtype": dtype})
+        self._slopes = self._numbers(chosen.decay)
+        self.register_buffer("decay", self._decay(device), persistent=False)
+        weights.load_whole(self)
+
+    def _build(self, chosen: Choices, bias: bool, eps: float, factory: dict[str, Any]) -> None:
+        outputs = self.num_heads * self.value_dim
+        self.qkv_proj = nn.Linear(self.embed_dim, self.num_kv_heads * sum(self._widths()), bias=bias, **factory)
+        self.qk_norm = chosen.qk_norm
+        if self.qk_norm not in (None, "before", "after"):
+            raise ValueError(f"qk_norm={self.qk_norm!r}: must be None, 'before' or 'after' (RoPE)")
+        self.q_norm = RMSNorm(self.head_dim, eps=eps, **factory) if self.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=eps, **factory) if self.qk_norm else None
+        self.rope = rotary(chosen.rope, self.head_dim // 2)
+        if self.rope is not None and self.rope.dim > self.head_dim:
+            raise ValueError(f"rope turns dim={self.rope.dim} elements, and a head has head_dim={self.head_dim}")
+        self.norm = None
+        if chosen.output_norm is not None:
+            if chosen.output_norm < 1 or outputs % chosen.output_norm:
+                raise ValueError(f"output_norm={chosen.output_norm}: so many groups must divide H * E = {outputs}")
+            self.norm = HeadsNorm(outputs, chosen.output_norm, eps, **factory)
+        self.output_gate = nn.Linear(self.embed_dim, outputs, bias=False, **factory) if chosen.gate else None
+        self.out_proj = nn.Linear(outputs, self.embed_dim, bias=bias, **factory)
+
+    def _widths(self) -> tuple[int, int, int]:
+        """Features of the queries, the key and the value that belong to one key-value head."""
+        return self.num_heads // self.num_kv_heads * self.head_dim, self.head_dim, self.value_dim
+
+    # ------------------------------------------------------------------------------------- construction
+
+    def _numbers(self, decay: str | Tensor | None) -> list[float] | None:
+        """The slopes as numbers, which no change of dtype or device touches."""
+        H, place = self.num_heads, (self.layer, self.num_layers)
+        if decay is None:
+            return None
+        if isinstance(decay, Tensor):
+            if decay.numel() != H:
+                raise ValueError(f"decay has shape {tuple(decay.shape)}, must hold num_heads={H} slopes")
+            numbers = decay.detach().to("cpu", torch.float32).flatten()
+            if not bool(((numbers >= 0) & numbers.isfinite()).all()):
+                raise ValueError(f"decay must be finite and >= 0; got {numbers.tolist()}")
+            return numbers.tolist()
+        if decay not in DECAYS:
+            raise ValueError(f"decay={decay!r}: must be a tensor, None or one of {', '.join(map(repr, DECAYS))}")
+        with torch.device("cpu"):  # the numbers are needed, also inside torch.device("meta")
+            made = slopes.alibi(H) if decay == "alibi" else getattr(slopes, decay)(H, *place)
+        return made.tolist()
+
+    def _decay(self, device: torch.device | str | None) -> Tensor | None:
+        return None if self._slopes is None else torch.tensor(self._slopes, dtype=torch.float32, device=device)
+
+    def reset_parameters(self) -> None:
+        """Fresh weights, and the slopes, which `to_empty` leaves without values."""
+        for part in (self.qkv_proj, self.q_norm, self.k_norm, self.norm, self.output_gate, self.out_proj):
+            if part is not None:
+                part.reset_parameters()
+        self._refill()
+
+    def _refill(self) -> None:
+        if self.decay is not None:
+            self.decay = self._decay(self.decay.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LightningAttention:
+        super()._apply(fn, recurse)
+        if self.decay is not None and self.decay.dtype != torch.float32:  # .to(bfloat16) means the weights
+            self._refill()
+        return self
+
+    def extra_repr(self) -> str:
+        weight = self.out_proj.weight
+        spec = LightningSpec(
+            1, self.num_heads, self.num_kv_heads, USUAL_N, self.head_dim, self.value_dim, weight.dtype, weight.device,
+            self.scale, self.decay is not None,
+        )  # fmt: skip
+        return (
+            f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, preset={self.preset!r}, layer={self.layer} of {self.num_layers}, "
+            f"backend={backend_chosen('lightning', spec, self.backend)}"
+        )
+
+    # ------------------------------------------------------------------------------------------ the call
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: StateCache | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """y (B, N, embed_dim).
+
+        positions   (N,) or (B, N) for RoPE; counted on from the cache's tokens, without padding, unless given.
+        cache       a `StateCache`: x goes on where it stopped, and it is brought up to x's last token.
+        mask        bool (B, N), True for a token: padding is not seen and does not decay the state; its y is zero.
+        cu_seqlens  int32: B is 1 and N holds packed sequences, each with a state of its own.
+        """
+        check_call(self.embed_dim, x, positions, cache, StateCache, mask, cu_seqlens)
+        padding = None
+        if mask is not None:
+            padding = Padding.of(mask)
+            x = padding.front(zero_padding(x, mask))
+        q, k, v = self._project(x)
+        if self.rope is not None:
+            cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens)
+            q, k = (apply_rotary(t, cos, sin, self.rope.interleaved) for t in (q, k))
+        if self.qk_norm == "after":
+            q, k = self._normed(q, k)
+        o = self._attend(q, k, v, cache, padding, cu_seqlens).transpose(1, 2).flatten(2)
+        if self.norm is not None:
+            o = self.norm(o)
+        if self.output_gate is not None:
+            o = o * torch.sigmoid(self.output_gate(x))
+        y = self.out_proj(o)
+        return y if padding is None or mask is None else zero_padding(padding.back(y), mask)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads."""
+        qkv = self.qkv_proj(x)
+        if self.activation is not None:
+            qkv = ACTIVATIONS[self.activation](qkv)
+        q, k, v = qkv.unflatten(2, (-1, sum(self._widths()))).split(self._widths(), dim=3)
+        q = q.unflatten(3, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return (*self._normed(q, k), v) if self.qk_norm == "before" else (q, k, v)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm(q.transpose(1, 2)).transpose(1, 2), self.k_norm(k.transpose(1, 2)).transpose(1, 2)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: StateCache | None,
+        padding: Padding | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """o (B, H, N, E); the cache goes on."""
+        options: dict[str, Any] = {"scale": self.scale, "backend": self.backend}
+        state = None if cache is None else cache.state
+        B, N = q.shape[0], q.shape[2]
+        if state is not None and state.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"the cache holds the states of {state.shape[0]} rows and {state.shape[1]} heads, and x has {B} rows "
+                f"and {q.shape[1]} heads: call reset() before another batch"
+            )
+        if padding is None:
+            if cache is None:
+                return lightning_attention(q, k, v, self.decay, cu_seqlens=cu_seqlens, **options)
+            o, state = lightning_attention_with_state(q, k, v, self.decay, initial_state=state, **options)
+            cache.update(state, N)
+            return o
+        # Each row is two packed sequences, its tokens and its padding, and the state of the first is the row's.
+        row = torch.arange(B, device=q.device) * N
+        ends = torch.stack([row + padding.counts, row + N], 1).flatten()
+        options["cu_seqlens"] = nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        q, k, v = one_row(q), one_row(k), one_row(v)
+        if cache is None:
+            return many_rows(lightning_attention(q, k, v, self.decay, **options), B)
+        if state is not None:
+            options["initial_state"] = torch.stack([state, torch.zeros_like(state)], 1).flatten(0, 1)
+        o, states = lightning_attention_with_state(q, k, v, self.decay, **options)
+        cache.update(states.unflatten(0, (B, 2))[:, 0].contiguous(), N, padding.counts)
+        return many_rows(o, B)
+
+    # ------------------------------------------------------------------------------- weights and ranks
+
+    @classmethod
+    def from_hf(
+        cls, module_or_state_dict: nn.Module | Mapping[str, Tensor], config: Any, *, layer: int | None = None,
+        prefix: str = "", backend: str = "auto", device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LightningAttention:  # fmt: skip
+        """The layer of a Hugging Face attention module of MiniMax or Ring-linear (Bailing), or of its state_dict.
+
+        config  the model's configuration, or its dict.
+        layer   the number of the layer, from 0, which the slopes depend on; transformers' modules know it. Slopes and
+                decay factors among the weights are not looked at.
+        prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
+        """
+        tensors = weights.tensors_of(module_or_state_dict, prefix)
+        layer = getattr(module_or_state_dict, "layer_idx", None) if layer is None else layer
+        if layer is None:
+            raise ValueError("layer is missing: a state_dict does not tell which of the model's layers it is of")
+        ring = any(name.startswith("query_key_value.") for name in tensors)
+        options = _ring_options(config) if ring else _minimax_options(config)
+        if ring:
+            tensors = _from_ring(tensors, options["num_heads"], options["head_dim"])
+        tensors = {name: x for name, x in tensors.items() if name not in MINIMAX_BUFFERS}
+        place = {"layer": layer, "num_layers": config_value(config, "num_hidden_layers")}
+        make = functools.partial(cls, **options, **place, backend=backend)
+        return loaded(make, tensors, device, dtype, like="out_proj.weight")
+
+    def tp_plan(self) -> dict[str, ParallelStyle]:
+        """For `parallelize_module`: heads shared out to the ranks; a norm over all heads sums its squares over ranks.
+
+        In a model's plan the entry "" of the layer "blocks.0.attention" is "blocks.0.attention.".
+        """
+
+        def take(layer: nn.Module, mesh: DeviceMesh) -> None:
+            assert isinstance(layer, LightningAttention)
+            if layer.norm is not None:
+                layer.norm.check_ranks(mesh.size())  # before anything is changed
+            if layer._slopes is not None:
+                here = layer.num_heads // mesh.size()
+                begin = mesh.get_local_rank() * here
+                layer._slopes = layer._slopes[begin : begin + here]
+                layer._refill()
+
+        plan: dict[str, ParallelStyle] = {"": Heads(self.num_kv_heads, "num_kv_heads", take)}
+        plan |= {"qkv_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+        if self.norm is not None:
+            plan["norm"] = ShardedHeadsNorm()
+        if self.output_gate is not None:
+            plan["output_gate"] = ColwiseParallel()
+        if self.q_norm is not None:
+            plan |= {"q_norm": HeadwiseNorm(by_heads=True), "k_norm": HeadwiseNorm(by_heads=True)}
+        return plan
+
+
+MINIMAX_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+RING_NAMES = {
+    "query_key_value": "qkv_proj",
+    "dense": "out_proj",
+    "g_proj": "output_gate",
+    "g_norm": "norm",
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+}
+
+
+def _minimax_options(config: Any) -> dict[str, Any]:
+    heads = config_value(config, "num_attention_heads")
+    return {
+        "embed_dim": config_value(config, "hidden_size"),
+        "num_heads": heads,
+        "head_dim": config_value(config, "head_dim", None) or config_value(config, "hidden_size") // heads,
+        "activation": config_value(config, "hidden_act"),
+        "preset": "minimax",
+    }
+
+
+def _ring_options(config: Any) -> dict[str, Any]:
+    heads = config_value(config, "num_attention_heads")
+    head_dim = config_value(config, "head_dim", None) or config_value(config, "hidden_size") // heads
+    bias = bool(config_value(config, "use_bias", False))
+    if bias != bool(config_value(config, "use_qkv_bias", False)):
+        raise NotImplementedError("config has use_bias and use_qkv_bias differ: the layer has one bias for both")
+    turned = int(head_dim * config_value(config, "partial_rotary_factor", 1.0))
+    return {
+        "embed_dim": config_value(config, "hidden_size"),
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "preset": "ring",
+        "activation": "silu" if config_value(config, "linear_silu", False) else None,
+        "qk_norm": "before" if config_value(config, "use_qk_norm", True) else None,
+        "rope": Rotary.from_config(config, turned) if config_value(config, "linear_rope", True) else None,
+        "output_norm": config_value(config, "group_norm_size", 1),
+        "norm_eps": config_value(config, "rms_norm_eps", 1e-6),
+        "bias": bias,
+    }
+
+
+def _from_ring(tensors: dict[str, Tensor], heads: int, head_dim: int) -> dict[str, Tensor]:
+    """Our names, and q, k, v of one head after the other instead of all q, all k, all v."""
+    renamed = {}
+    for name, x in tensors.items():
+        part, dot, rest = name.partition(".")
+        if part == "query_key_value" and x.shape[0] == 3 * heads * head_dim:
+            x = x.unflatten(0, (3, heads, head_dim)).transpose(0, 1).flatten(0, 2)
+        renamed[RING_NAMES.get(part, part) + dot + rest] = x
+    return renamed

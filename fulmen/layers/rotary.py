@@ -1,0 +1,250 @@
+"""Rotary position embedding (RoPE): pairs of a head's elements turn by an angle that grows with the token's position.
+
+    angle = position * frequency_i,  frequency_i = base^(-2 i / dim), i < dim / 2, changed by `scaling`
+    (a, b) -> (a cos - b sin, b cos + a sin)
+
+A pair is (x_i, x_{i + dim/2}) in Llama's order (halves) and (x_2i, x_{2i+1}) in GPT-J's and DeepSeek's (interleaved).
+The product of a query and a key turned so depends on the distance of their positions alone. Tables are fp32 and so is
+the turning; the result has x's dtype.
+
+Nothing here is a parameter or a buffer: casting a model to bf16 does not round the frequencies, a checkpoint does not
+hold them, and a layer built on the meta device has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fulmen.boundary import unwatched
+
+FIRST_TABLE = 2048  # positions
+
+# rope_type -> the keys of `scaling` it must have, and those it may have
+SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("original_max_position_embeddings",),
+        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+class Rotary(nn.Module):
+    """Tables of cosines and sines by position.
+
+    dim            how many of a head's elements turn, the first ones; even
+    base           frequencies are powers of it (Hugging Face's rope_theta)
+    interleaved    a pair is two neighbours, not one of each half
+    scaling        None, or a dict as in Hugging Face's configurations: rope_type "linear" (factor), "llama3" or "yarn"
+    max_positions  positions from here on raise; tensors of positions are looked at on the CPU only
+
+    `softmax_factor` multiplies the scale of the attention's logits: 1, or DeepSeek's YaRN factor, if `scaling` has
+    mscale_all_dim. YaRN's other factor is in the tables, as in Hugging Face's.
+    """
+
+    softmax_factor: float
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scaling: Mapping[str, Any] | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(dim, int) or dim < 2 or dim % 2:
+            raise ValueError(f"dim={dim!r}: RoPE turns pairs, so dim must be an even number of at least 2")
+        if not base > 0:
+            raise ValueError(f"base={base!r}: must be positive")
+        if max_positions is not None and max_positions < 1:
+            raise ValueError(f"max_positions={max_positions!r}: must be None or at least 1")
+        self.dim, self.base, self.interleaved, self.max_positions = dim, float(base), interleaved, max_positions
+        self.scaling = _checked_scaling(scaling, max_positions)
+        self._frequencies, self.table_factor, self.softmax_factor = _frequencies(dim, self.base, self.scaling)
+        self._on: dict[torch.device, Tensor] = {}
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def from_config(cls, config: Any, dim: int | None = None, *, interleaved: bool = False) -> Rotary:
+        """The Rotary of a Hugging Face configuration (an object or a dict); `dim` is head_dim's rotary part unless
+        given."""
+        rope = dict(config_value(config, "rope_parameters", None) or config_value(config, "rope_scaling", None) or {})
+        base = rope.pop("rope_theta", None) or config_value(config, "rope_theta", 10000.0)
+        part = rope.pop("partial_rotary_factor", None) or config_value(config, "partial_rotary_factor", None) or 1.0
+        positions = config_value(config, "max_position_embeddings", None)
+        if dim is None:
+            heads = config_value(config, "num_attention_heads")
+            dim = int((config_value(config, "head_dim", None) or config_value(config, "hidden_size") // heads) * part)
+        if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
+            rope["factor"] = positions / rope["original_max_position_embeddings"]
+        return cls(dim, base=base, interleaved=interleaved, scaling=rope or None)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 (..., N, dim / 2), of positions (..., N), int64."""
+        if positions.dtype != torch.int64:
+            raise ValueError(f"positions is {positions.dtype}, must be int64")
+        self._check_values(positions)
+        angles = positions[..., None].float() * self._frequencies_on(positions.device)
+        cos, sin = angles.cos(), angles.sin()
+        if self.table_factor != 1.0:
+            cos, sin = cos * self.table_factor, sin * self.table_factor
+        return cos, sin
+
+    def span(self, start: int, N: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin (N, dim / 2) of the positions from `start` on; slices of a table that is kept."""
+        end = start + N
+        if self.max_positions is not None and end > self.max_positions:
+            raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
+        if torch.compiler.is_compiling() or device.type == "meta" or not unwatched():
+            return self.forward(torch.arange(start, end, device=device))
+        table = self._tables.get(device)
+        if table is None or table[0].shape[0] < end:
+            size = max(FIRST_TABLE, 1 << (end - 1).bit_length())
+            size = size if self.max_positions is None else min(size, self.max_positions)
+            with torch.inference_mode(False), torch.no_grad():
+                table = self._tables[device] = self.forward(torch.arange(size, device=device))
+        return table[0][start:end], table[1][start:end]
+
+    def _check_values(self, positions: Tensor) -> None:
+        if positions.device.type != "cpu" or not positions.numel() or not unwatched(positions):
+            return
+        low, high = (int(x) for x in torch.aminmax(positions))
+        if low < 0 or (self.max_positions is not None and high >= self.max_positions):
+            limit = "" if self.max_positions is None else f" and below max_positions={self.max_positions}"
+            raise ValueError(f"positions {low} to {high} are out of range: they must be at least 0{limit}")
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        found = self._on.get(device)
+        if found is None:
+            with torch.no_grad():
+                found = self._frequencies.to(device)
+            if not torch.compiler.is_compiling() and unwatched() and not found.is_inference():
+                self._on[device] = found
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """`.to(device)` brings the frequencies along ahead of the first call: a compiled one could not keep them."""
+        super()._apply(fn, recurse)
+        device = fn(torch.empty(0, device="cpu")).device
+        if device.type != "meta" and not torch.is_inference_mode_enabled():
+            self._frequencies_on(device)
+        return self
+
+    def extra_repr(self) -> str:
+        parts = [f"dim={self.dim}, base={self.base:g}"]
+        parts += ["interleaved"] if self.interleaved else []
+        parts += [f"scaling={self.scaling}"] if self.scaling else []
+        parts += [f"max_positions={self.max_positions}"] if self.max_positions is not None else []
+        return ", ".join(parts)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x (B, H, N, D) with the first 2 * cos.shape[-1] elements of each head turned, the rest as it was.
+
+    cos, sin  (N, dim / 2) or (B, N, dim / 2). The result lies as (B, N, H, D) in memory, as a projection's output does.
+    """
+    dim = 2 * cos.shape[-1]
+    if dim > x.shape[-1]:
+        raise ValueError(f"RoPE turns {dim} elements of a head, and x {tuple(x.shape)} has D={x.shape[-1]}")
+    x = x.transpose(1, 2)
+    turned, rest = x[..., :dim], x[..., dim:]
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    if interleaved:
+        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+    left, right = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
+    turned = torch.stack([left, right], -1).flatten(-2) if interleaved else torch.cat([left, right], -1)
+    turned = turned.to(x.dtype)
+    return (torch.cat([turned, rest], -1) if rest.shape[-1] else turned).transpose(1, 2)
+
+
+def config_value(config: Any, name: str, *default: Any) -> Any:
+    """A field of a Hugging Face configuration, an object or a dict."""
+    if isinstance(config, Mapping):
+        if name in config or default:
+            return config.get(name, *default)
+    elif hasattr(config, name) or default:
+        return getattr(config, name, *default)
+    raise ValueError(f"config has no {name!r}")
+
+
+# ------------------------------------------------------------------------------------------- frequencies
+
+
+def _checked_scaling(scaling: Mapping[str, Any] | None, max_positions: int | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    given = {key: value for key, value in scaling.items() if value is not None}
+    kind = given.pop("rope_type", None) or given.pop("type", None)
+    given.pop("type", None)
+    if kind not in SCALINGS:
+        raise ValueError(f"scaling has rope_type={kind!r}: must be one of {', '.join(SCALINGS)}")
+    needed, optional = SCALINGS[kind]
+    missing, unknown = [k for k in needed if k not in given], [k for k in given if k not in needed + optional]
+    if missing:
+        raise ValueError(f"scaling of rope_type={kind!r} lacks {', '.join(missing)}")
+    if unknown:
+        raise ValueError(f"scaling of rope_type={kind!r} has {', '.join(unknown)}, which that type does not know")
+    if kind == "yarn" and "factor" not in given:
+        if max_positions is None:
+            raise ValueError("scaling of rope_type='yarn' lacks factor, and there is no max_positions to tell it from")
+        given["factor"] = max_positions / given["original_max_position_embeddings"]
+    return None if kind == "default" else {"rope_type": kind, **given}
+
+
+def _frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -> tuple[Tensor, float, float]:
+    """fp32 (dim / 2,) on the CPU, the factor of the tables and that of the softmax's scale."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    plain = 1.0 / base**exponents
+    if scaling is None:
+        return plain, 1.0, 1.0
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        return plain / factor, 1.0, 1.0
+    length = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = length * plain / (2 * math.pi)  # over the length that was trained
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # few turns: slowed down; many: as they were
+        return plain * (kept + (1 - kept) / factor), 1.0, 1.0
+    return (plain * _yarn_kept(dim, base, scaling, factor), *_yarn_factors(scaling, factor))
+
+
+def _yarn_kept(dim: int, base: float, scaling: dict[str, Any], factor: float) -> Tensor:
+    """What YaRN multiplies frequencies by: 1 for fast ones, 1 / factor for slow ones, a ramp between."""
+    length = scaling["original_max_position_embeddings"]
+
+    def index(turns: float) -> float:
+        """Which pair turns so often over the length that was trained."""
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = index(scaling.get("beta_fast") or 32), index(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
+    slow = ramp.clamp(0, 1)
+    return slow / factor + (1 - slow)
+
+
+def _yarn_factors(scaling: dict[str, Any], factor: float) -> tuple[float, float]:
+    """(of the tables, of the softmax's scale)."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    ours, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    table = scaling.get("attention_factor")
+    if table is None:
+        table = mscale(ours) / mscale(all_dim) if ours and all_dim else mscale(1.0)
+    return float(table), mscale(all_dim) ** 2 if all_dim else 1.0

@@ -1,0 +1,188 @@
+"""Weights in and out: names of Hugging Face's modules, of torch's MultiheadAttention, and nothing half-loaded.
+
+Our layers' parameters have Hugging Face's names. A fused projection is one parameter, `qkv_proj.weight`, and three in a
+state_dict, `q_proj.weight`, `k_proj.weight` and `v_proj.weight`: views of it when saved, concatenated when loaded.
+
+`load_state_dict` of torch copies what fits and then complains about the rest. Our layers look first: if anything is
+missing, unexpected or of another shape, nothing is copied. As part of a model a layer is not told whether the load is
+strict, so there it looks at shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fulmen.layers import parallel_plan
+from fulmen.layers.rotary import Rotary, config_value
+
+if TYPE_CHECKING:
+    from fulmen.layers.attention import GroupedQueryAttention
+
+PARTS = ("q_proj", "k_proj", "v_proj")
+
+
+# --------------------------------------------------------------------------------------- state_dict hooks
+
+
+def save_separately(layer: GroupedQueryAttention) -> None:
+    """Makes state_dict hold q, k and v of a fused projection as three tensors, and load_state_dict take them."""
+    layer.register_state_dict_post_hook(_split)
+    layer.register_load_state_dict_pre_hook(_join)
+
+
+def load_whole(layer: nn.Module) -> None:
+    """Makes load_state_dict of a model look at the shapes of all the layer's weights before it copies any."""
+    layer.register_load_state_dict_pre_hook(_look_first)
+
+
+def _split(layer: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+    for kind in ("weight", "bias"):
+        fused = state_dict.pop(f"{prefix}qkv_proj.{kind}", None)
+        if fused is not None:
+            for part, x in zip(PARTS, parallel_plan.split_rows(fused, sizes), strict=True):
+                state_dict[f"{prefix}{part}.{kind}"] = x
+
+
+def _join(layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}{part}.{kind}" for part in PARTS]
+        if all(name in state_dict for name in names):
+            parts = [state_dict.pop(name) for name in names]
+            own = getattr(layer.qkv_proj, kind)
+            state_dict[f"{prefix}qkv_proj.{kind}"] = parallel_plan.join_rows(parts, own)
+
+
+def _look_first(layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    given = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
+    refuse(layer, given, strict=False, where=prefix.removesuffix("."))
+
+
+def refuse(layer: nn.Module, given: Mapping[str, Tensor], strict: bool, where: str = "") -> None:
+    """For load_state_dict: one error, of torch's kind, if the layer should not take these weights."""
+    wrong = differences(layer, given, strict)
+    if wrong:
+        name = type(layer).__name__ + (f" at {where!r}" if where else "")
+        raise RuntimeError(f"{name} cannot take these weights, and took none: {'; '.join(wrong)}")
+
+
+def differences(layer: nn.Module, given: Mapping[str, Tensor], strict: bool = True) -> list[str]:
+    """In words, how `given` is not the layer's state_dict."""
+    own = layer.state_dict()
+    wrong = []
+    if strict:
+        missing, unexpected = [n for n in own if n not in given], [n for n in given if n not in own]
+        wrong += [f"missing {', '.join(missing)}"] if missing else []
+        wrong += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
+    for name in own:
+        if name in given and given[name].shape != own[name].shape:
+            wrong.append(f"{name} has shape {tuple(given[name].shape)}, must be {tuple(own[name].shape)}")
+    return wrong
+
+
+def check(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    wrong = differences(layer, tensors)
+    if wrong:
+        raise ValueError(f"these weights are not those of {type(layer).__name__}: {'; '.join(wrong)}")
+
+
+def tensors_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors under `prefix`, by the rest of their names."""
+    state = module_or_state_dict
+    state = state.state_dict() if isinstance(state, nn.Module) else state
+    if not isinstance(state, Mapping):
+        raise ValueError(f"weights are a {type(state).__name__}, must be a module or its state_dict")
+    found = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+    if not found:
+        raise ValueError(f"no weight's name starts with prefix={prefix!r}; got {', '.join(list(state)[:4])}, ...")
+    return found
+
+
+# ------------------------------------------------------------------------------------------- Hugging Face
+
+
+def hf_arguments(config: Any, layer: int) -> dict[str, Any]:
+    """The arguments of `GroupedQueryAttention` that make a layer of the model `config` describes."""
+    model = config_value(config, "model_type")
+    if model not in ("llama", "qwen3"):
+        raise ValueError(f"config has model_type={model!r}: layers of 'llama' and 'qwen3' are known")
+    embed_dim, heads = config_value(config, "hidden_size"), config_value(config, "num_attention_heads")
+    window = None
+    kinds = config_value(config, "layer_types", None) or []
+    if model == "qwen3":
+        if kinds and not 0 <= layer < len(kinds):
+            raise ValueError(f"layer={layer}: config has {len(kinds)} layers")
+        if kinds and kinds[layer] == "sliding_attention":
+            window = (config_value(config, "sliding_window") - 1, None)  # theirs counts the token itself
+    return {
+        "embed_dim": embed_dim,
+        "num_heads": heads,
+        "num_kv_heads": config_value(config, "num_key_value_heads", None) or heads,
+        "head_dim": config_value(config, "head_dim", None) or embed_dim // heads,
+        "bias": bool(config_value(config, "attention_bias", False)),
+        "qk_norm": "before" if model == "qwen3" else None,
+        "norm_eps": config_value(config, "rms_norm_eps", 1e-6),
+        "rope": _hf_rotary(config),
+        "causal": True,
+        "window": window,
+        "dropout": config_value(config, "attention_dropout", 0.0) or 0.0,
+    }
+
+
+def _hf_rotary(config: Any) -> Rotary:
+    """Theirs. Llama's and Qwen3's modules do not put YaRN's mscale_all_dim on the softmax, as DeepSeek's do."""
+    rope = Rotary.from_config(config)
+    if rope.scaling is None or rope.softmax_factor == 1.0:
+        return rope
+    scaling = {k: v for k, v in rope.scaling.items() if k not in ("mscale", "mscale_all_dim")}
+    return Rotary(rope.dim, base=rope.base, scaling={**scaling, "attention_factor": rope.table_factor})
+
+
+# ------------------------------------------------------------------------------ torch.nn.MultiheadAttention
+
+
+def from_multihead_attention(
+    module_or_state_dict: nn.Module | Mapping[str, Tensor], num_heads: int | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments of `GroupedQueryAttention` and our names' tensors of torch's layer."""
+    dropout = 0.0
+    if isinstance(module_or_state_dict, nn.Module):
+        if not isinstance(module_or_state_dict, nn.MultiheadAttention):
+            got = type(module_or_state_dict).__name__
+            raise ValueError(f"from_torch is given a {got}, must be a torch.nn.MultiheadAttention or its state_dict")
+        if module_or_state_dict.add_zero_attn:
+            raise ValueError("add_zero_attn=True of torch.nn.MultiheadAttention is not supported")
+        if num_heads not in (None, module_or_state_dict.num_heads):
+            raise ValueError(f"num_heads={num_heads}: the module has {module_or_state_dict.num_heads}")
+        num_heads, dropout = module_or_state_dict.num_heads, module_or_state_dict.dropout
+    if num_heads is None:
+        raise ValueError("num_heads is missing: a state_dict of torch.nn.MultiheadAttention does not tell it")
+    given = tensors_of(module_or_state_dict)
+    if "bias_k" in given or "bias_v" in given:
+        raise ValueError("add_bias_kv=True of torch.nn.MultiheadAttention is not supported")
+    ours: dict[str, Tensor] = {}
+    for name, x in given.items():
+        kind = name.rsplit("_", 1)[-1]
+        if name in ("in_proj_weight", "in_proj_bias"):
+            if x.shape[0] % 3:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, must have 3 * embed_dim rows")
+            ours |= {f"{part}.{kind}": t for part, t in zip(PARTS, x.chunk(3), strict=True)}
+        elif name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            ours[f"{name[0]}_proj.weight"] = x
+        else:
+            ours[name.replace("out_proj.", "o_proj.")] = x
+    lacking = [f"{part}.weight" for part in (*PARTS, "o_proj") if f"{part}.weight" not in ours]
+    if lacking:
+        raise ValueError(f"these weights are not those of torch.nn.MultiheadAttention: missing {', '.join(lacking)}")
+    context = ours["k_proj.weight"].shape[1]
+    if ours["v_proj.weight"].shape[1] != context:
+        raise ValueError(f"kdim={context} and vdim={ours['v_proj.weight'].shape[1]}: k and v are of one context here")
+    embed_dim = ours["o_proj.weight"].shape[0]
+    arguments = {
+        "embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_heads, "context_dim": context,
+        "bias": "q_proj.bias" in ours, "dropout": dropout,
+    }  # fmt: skip
+    return arguments, ours

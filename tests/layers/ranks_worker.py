@@ -1,0 +1,95 @@
+"""One rank of the tensor-parallel tests of latent and lightning attention; started by `test_hybrid.py`.
+
+    python ranks_worker.py RANK WORLD_SIZE FILE        FILE: where the ranks meet
+
+Each case is a layer computed by this process alone and, from the same weights, by all ranks: outputs, gradients of the
+input and of every parameter, and tokens generated with a cache must be the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fulmen.layers.cache import LatentCache, StateCache
+from fulmen.layers.latent import MultiHeadLatentAttention
+from fulmen.layers.lightning import LightningAttention
+
+LATENT = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 12}
+CASES = {
+    "latent": lambda: MultiHeadLatentAttention(24, 4, **LATENT, q_rank=20, bias=True, sinks=True),
+    "latent, q direct": lambda: MultiHeadLatentAttention(24, 4, **LATENT),
+    "minimax": lambda: LightningAttention(24, 4, head_dim=8, layer=1, num_layers=3, bias=True),
+    "minimax, shared keys": lambda: LightningAttention(24, 8, num_kv_heads=4, head_dim=8, layer=1, num_layers=3),
+    "ring": lambda: LightningAttention(24, 4, head_dim=8, preset="ring", layer=1, num_layers=3),
+    "ring, 2 groups": lambda: LightningAttention(24, 4, head_dim=8, preset="ring", output_norm=2),
+}
+
+
+def randomized(layer: nn.Module, seed: int) -> nn.Module:
+    """Norm weights and sinks that are not all alike."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in layer.parameters():
+        if p.ndim == 1:
+            p.data = torch.rand(p.shape, generator=generator) + 0.5
+    return layer
+
+
+def generated(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    cache = LatentCache() if isinstance(layer, MultiHeadLatentAttention) else StateCache()
+    with torch.no_grad():
+        return torch.cat([layer(x[:, :5], cache=cache), *(layer(t, cache=cache) for t in x[:, 5:].split(1, 1))], 1)
+
+
+def compare(name: str, mesh) -> None:
+    torch.manual_seed(0)
+    alone = randomized(CASES[name](), 1)
+    shared = copy.deepcopy(alone)
+    parallelize_module(shared, mesh, shared.tp_plan())
+    x = torch.randn(2, 9, 24)
+    dy = torch.randn(2, 9, 24)
+    results = []
+    for layer in (alone, shared):
+        at = x.clone().requires_grad_()
+        y = layer(at)
+        y.backward(dy)
+        grads = {n: p.grad.full_tensor() if isinstance(p, DTensor) else p.grad for n, p in layer.named_parameters()}
+        results.append({"y": y.detach(), "x": at.grad, "generated": generated(layer, x), **grads})
+    assert all(isinstance(p, DTensor) for p in shared.parameters()), f"{name}: optimizers do not mix kinds of tensors"
+    for key, want in results[0].items():
+        torch.testing.assert_close(results[1][key], want, msg=lambda m, key=key: f"{name}, {key}: {m}")
+    torch.nn.utils.clip_grad_norm_(shared.parameters(), 1.0)
+    torch.optim.AdamW(shared.parameters(), foreach=True).step()
+
+
+def refusals(mesh) -> None:
+    layer = MultiHeadLatentAttention(24, 3, **LATENT)
+    with pytest.raises(ValueError, match=r"num_heads=3 cannot be shared out evenly"):
+        parallelize_module(layer, mesh, layer.tp_plan())
+    layer = LightningAttention(24, 4, head_dim=6, output_norm=3)
+    before = layer.decay.clone()
+    with pytest.raises(ValueError, match=r"output_norm=3 groups cannot be shared out"):
+        parallelize_module(layer, mesh, layer.tp_plan())
+    assert torch.equal(layer.decay, before), "a refused plan changes nothing"
+    assert not any(isinstance(p, DTensor) for p in layer.parameters())
+
+
+def main(rank: int, world_size: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name in CASES:
+        compare(name, mesh)
+    refusals(mesh)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

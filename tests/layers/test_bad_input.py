@@ -1,0 +1,171 @@
+"""Every wrong argument of a layer, a Rotary or a cache has one error that names it and prints what was given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen.layers import (
+    GroupedQueryAttention,
+    KVCache,
+    LatentCache,
+    MultiHeadAttention,
+    MultiHeadSelfAttention,
+    MultiQueryAttention,
+    Rotary,
+    StateCache,
+    apply_rotary,
+)
+
+X = torch.randn(2, 6, 24)
+MASK = torch.ones(2, 6, dtype=torch.bool)
+OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8}
+
+
+def gqa(**options) -> GroupedQueryAttention:
+    arguments = {"embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, **options}
+    return GroupedQueryAttention(**arguments)
+
+
+def filled(cache, N: int = 6):
+    k = torch.zeros(2, 2, N, 6)
+    cache.append(k, k)
+    return cache
+
+
+# what is wrong -> (call, all that the message must say)
+CONSTRUCTION = {
+    "embed_dim not divisible": (lambda: gqa(embed_dim=26), ["embed_dim=26", "num_heads=4", "head_dim"]),
+    "num_kv_heads": (lambda: gqa(num_kv_heads=3), ["num_kv_heads=3 must divide num_heads=4"]),
+    "no heads": (lambda: MultiHeadAttention(24, 0), ["num_heads=0", "at least 1"]),
+    "embed_dim of a float": (lambda: MultiQueryAttention(24.0, 4), ["embed_dim=24.0", "int"]),
+    "head_dim too large": (lambda: gqa(head_dim=257), ["head_dim=257", "1 to 256"]),
+    "head_dim zero": (lambda: gqa(head_dim=0), ["head_dim=0", "1 to 256"]),
+    "qk_norm": (lambda: gqa(qk_norm=True), ["qk_norm=True", "'before' or 'after'"]),
+    "odd RoPE": (lambda: gqa(head_dim=7, rope={}), ["dim=7", "pairs", "even"]),
+    "RoPE too wide": (lambda: gqa(rope=Rotary(8)), ["dim=8", "head_dim=6"]),
+    "rope of another kind": (lambda: gqa(rope=True), ["rope is a bool", "Rotary"]),
+    "causal": (lambda: gqa(causal="top_left"), ["causal='top_left'", "False or True"]),
+    "window": (lambda: gqa(window=(-1, 0)), ["window=(-1, 0)"]),
+    "window of an int": (lambda: gqa(window=3), ["window=3", "(left, right)"]),
+    "softcap": (lambda: gqa(softcap=0.0), ["softcap=0.0"]),
+    "scale": (lambda: gqa(scale=0.0), ["scale=0.0"]),
+    "backend": (lambda: gqa(backend="cudnn"), ["backend='cudnn'", "eager", "'auto'"]),
+    "dropout": (lambda: gqa(dropout=1.0), ["dropout=1.0", "below 1"]),
+    "dropout on triton": (
+        lambda: gqa(dropout=0.1, backend="triton"),
+        ["dropout=0.1", "'triton'", "'eager' and 'sdpa'"],
+    ),
+    "dropout on reference": (lambda: gqa(dropout=0.1, backend="reference"), ["dropout=0.1", "'reference'"]),
+    "dtype": (lambda: gqa(dtype=torch.float8_e4m3fn), ["float8_e4m3fn", "must be bfloat16"]),
+    "context of a fused layer": (lambda: gqa(fused_qkv=True, context_dim=5), ["context_dim=5", "fused_qkv"]),
+    "Rotary: dim": (lambda: Rotary(15), ["dim=15", "even"]),
+    "Rotary: dim zero": (lambda: Rotary(0), ["dim=0", "even"]),
+    "Rotary: base": (lambda: Rotary(16, base=0.0), ["base=0.0", "positive"]),
+    "Rotary: max_positions": (lambda: Rotary(16, max_positions=0), ["max_positions=0"]),
+    "Rotary: type": (lambda: Rotary(16, scaling={"rope_type": "ntk"}), ["rope_type='ntk'", "linear", "yarn"]),
+    "Rotary: lacking": (lambda: Rotary(16, scaling={"rope_type": "linear"}), ["'linear' lacks factor"]),
+    "Rotary: unknown": (
+        lambda: Rotary(16, scaling={"rope_type": "linear", "factor": 2.0, "beta_fast": 3}),
+        ["'linear' has beta_fast"],
+    ),
+    "Rotary: no factor": (lambda: Rotary(16, scaling=YARN), ["lacks factor", "max_positions"]),
+    "cache: max_length": (lambda: KVCache(0), ["max_length=0", "at least 1"]),
+}
+
+CALLS = {
+    "x of rank 2": (lambda: gqa()(X[0]), ["x has shape (6, 24)", "embed_dim=24"]),
+    "x of another size": (lambda: gqa()(X[..., :23]), ["x has shape (2, 6, 23)", "embed_dim=24"]),
+    "mask and cu_seqlens": (
+        lambda: gqa()(X[:1], mask=MASK[:1], cu_seqlens=OFFSETS),
+        ["mask and cu_seqlens are given together"],
+    ),
+    "mask of ints": (lambda: gqa()(X, mask=MASK.long()), ["mask is torch.int64", "bool"]),
+    "mask of a list": (lambda: gqa()(X, mask=[True]), ["mask is a list", "bool"]),
+    "mask of another shape": (lambda: gqa()(X, mask=MASK[:, :5]), ["mask has shape (2, 5)", "(2, 6)"]),
+    "mask elsewhere": (lambda: gqa()(X, mask=MASK.to("meta")), ["mask is on meta", "cpu"]),
+    "cu_seqlens of a batch": (lambda: gqa()(X, cu_seqlens=OFFSETS), ["cu_seqlens packs", "B must be 1"]),
+    "cu_seqlens of longs": (lambda: gqa()(X[:1], cu_seqlens=OFFSETS.long()), ["cu_seqlens is torch.int64", "int32"]),
+    "cu_seqlens too short": (lambda: gqa(rope={})(X[:1], cu_seqlens=OFFSETS[:2]), ["cu_seqlens must end at N=6"]),
+    "cu_seqlens with a cache": (
+        lambda: gqa(causal=True)(X[:1], cu_seqlens=OFFSETS, cache=KVCache()),
+        ["cache and cu_seqlens are given together"],
+    ),
+    "positions of another shape": (
+        lambda: gqa(rope={})(X, torch.arange(5)),
+        ["positions has shape (5,)", "(N,) or (B, N)"],
+    ),
+    "positions of floats": (lambda: gqa(rope={})(X, torch.arange(6.0)), ["positions is torch.float32", "int64"]),
+    "positions too large": (
+        lambda: gqa(rope={"max_positions": 9})(X, torch.arange(6) + 4),
+        ["positions 4 to 9 are out of range", "max_positions=9"],
+    ),
+    "positions negative": (lambda: gqa(rope={})(X, torch.arange(6) - 1), ["positions -1 to 4", "at least 0"]),
+    "N too large": (lambda: gqa(rope={"max_positions": 5})(X), ["positions 0 to 5 are out of range"]),
+    "cache beyond max_positions": (
+        lambda: gqa(rope={"max_positions": 9}, causal=True)(X, cache=filled(KVCache())),
+        ["positions 6 to 11 are out of range", "max_positions=9"],
+    ),
+    "cache too small": (
+        lambda: gqa(causal=True)(X, cache=filled(KVCache(9))),
+        ["the cache is too small", "6 tokens of max_length=9", "6 more"],
+    ),
+    "cache of another kind": (lambda: gqa(causal=True)(X, cache=LatentCache()), ["cache is a LatentCache", "KVCache"]),
+    "cache of a state": (lambda: gqa(causal=True)(X, cache=StateCache()), ["cache is a StateCache", "KVCache"]),
+    "cache of a full layer": (lambda: gqa()(X, cache=KVCache()), ["cache", "causal=False"]),
+    "cache of another batch": (
+        lambda: gqa(causal=True)(X[:1].expand(3, 6, 24), cache=filled(KVCache())),
+        ["the cache holds (B=2, N, 2, 6)", "given (B=3, N, 2, 6)", "reset()"],
+    ),
+    "cache of other heads": (lambda: gqa(num_kv_heads=4, causal=True)(X, cache=filled(KVCache())), ["(B=2, N, 4, 6)"]),
+    "cache of another dtype": (
+        lambda: gqa(causal=True, dtype=torch.float64)(X.double(), cache=filled(KVCache())),
+        ["the cache holds torch.float32", "given torch.float64"],
+    ),
+    "cache: crop": (lambda: filled(KVCache()).crop(7), ["length=7", "6 tokens"]),
+    "cache: reorder": (lambda: filled(KVCache()).reorder(torch.tensor([0.0])), ["indices is torch.float32"]),
+    "context of a fused layer": (
+        lambda: MultiHeadSelfAttention(24, 4)(X, context=X),
+        ["context", "MultiHeadAttention"],
+    ),
+    "context of a causal layer": (lambda: gqa(causal=True)(X, context=X), ["context", "causal"]),
+    "context with rope": (lambda: gqa(rope={})(X, context=X), ["context", "rope"]),
+    "context of another size": (
+        lambda: gqa(context_dim=5)(X, context=X),
+        ["context has shape (2, 6, 24)", "context_dim=5"],
+    ),
+    "context of another batch": (lambda: gqa()(X, context=X[:1]), ["context has shape (1, 6, 24)", "B=2"]),
+    "context_mask": (lambda: gqa()(X, context=X, context_mask=MASK[:, :2]), ["context_mask has shape (2, 2)"]),
+    "packed context": (lambda: gqa()(X[:1], cu_seqlens=OFFSETS, context=X[:1]), ["needs cu_seqlens and context_cu"]),
+    "apply_rotary": (lambda: apply_rotary(torch.zeros(1, 1, 6, 4), *Rotary(8)(torch.arange(6))), ["8", "D=4"]),
+}
+
+
+@pytest.mark.parametrize(("call", "says"), [*CONSTRUCTION.values(), *CALLS.values()], ids=[*CONSTRUCTION, *CALLS])
+@torch.no_grad()
+def test_wrong_arguments(call, says):
+    with pytest.raises(ValueError, match=r".") as error:
+        call()
+    for part in says:
+        assert part in str(error.value)
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    layer, cache = gqa(causal=True, rope={"max_positions": 9}), filled(KVCache(9))
+    with torch.no_grad():
+        for N in (4, 9):
+            with pytest.raises(ValueError, match=r"."):
+                layer(torch.zeros(2, N, 24), cache=cache)
+            assert cache.length == 6
+        layer(X[:, :3], cache=cache)
+    assert cache.length == 9
+
+
+def test_what_a_named_backend_cannot_do_raises_its_reason():
+    with pytest.raises(NotImplementedError, match="SDPA takes no packed sequences"):
+        gqa(backend="sdpa")(X, mask=MASK)
+    with pytest.raises(NotImplementedError, match="SDPA has no softcap and no sinks"):
+        gqa(backend="sdpa", dropout=0.1, sinks=True)(X)
+    with pytest.raises(NotImplementedError, match=r"preallocated cache.*torch.no_grad"):
+        gqa(causal=True)(X, cache=KVCache(9))

@@ -1,0 +1,216 @@
+"""Caches: prefill and token by token are the full forward, for every row of any batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fulmen.layers import GroupedQueryAttention, KVCache, LatentCache, StateCache
+
+EXACT = {"atol": 1e-10, "rtol": 0}
+OPTIONS = {
+    "plain": {},
+    "rope": {"rope": {}, "qk_norm": "before"},
+    "window": {"rope": {"dim": 4}, "window": (3, None)},
+    "sinks": {"sinks": True, "softcap": 5.0, "rope": {"interleaved": True}, "qk_norm": "after"},
+}
+KINDS = {"growing": None, "preallocated": 20}
+
+
+def layer(**options) -> GroupedQueryAttention:
+    torch.manual_seed(0)
+    made = GroupedQueryAttention(24, 6, 2, head_dim=8, causal=True, dtype=torch.float64, **options)
+    if made.sinks is not None:
+        torch.nn.init.normal_(made.sinks)
+    return made
+
+
+def tokens(B: int, N: int) -> torch.Tensor:
+    return torch.randn(B, N, 24, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("max_length", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("steps", [(12,), (5, 1, 1, 1, 1, 1, 1, 1), (1,) * 12, (4, 4, 4), (0, 7, 5)])
+@torch.no_grad()
+def test_prefill_and_decoding_are_the_full_forward(steps, options, max_length):
+    f, x, cache = layer(**options), tokens(2, 12), KVCache(max_length)
+    y = torch.cat([f(part, cache=cache) for part in x.split(steps, 1)], 1)
+    torch.testing.assert_close(y, f(x), **EXACT)
+    assert cache.length == 12
+    assert cache.lengths is None
+
+
+@pytest.mark.parametrize("max_length", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("side", ["left", "right", "between"])
+@torch.no_grad()
+def test_rows_of_different_lengths_are_as_each_alone(side, options, max_length):
+    """A padded prompt, single tokens, a padded chunk, tokens again."""
+    f, cache = layer(**options), KVCache(max_length)
+    first, second = [6, 2, 0, 4], [1, 3, 2, 0]
+    rows = [tokens(1, n + 2 + m + 1) for n, m in zip(first, second, strict=True)]
+    alone = [f(row) for row in rows]
+    done, got = [0] * 4, [[] for _ in rows]
+    for counts in (first, [1] * 4, [1] * 4, second, [1] * 4):
+        mask = make_mask(counts, side)
+        x = torch.full((4, mask.shape[1], 24), torch.nan, dtype=torch.float64)
+        for b, n in enumerate(counts):
+            x[b, mask[b]] = rows[b][0, done[b] : done[b] + n]
+            done[b] += n
+        y = f(x, cache=cache, mask=None if mask.all() else mask)
+        assert not y[~mask].any()
+        for b in range(4):
+            got[b].append(y[b, mask[b]])
+    for parts, want in zip(got, alone, strict=True):
+        torch.testing.assert_close(torch.cat(parts), want[0], **EXACT)
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == done
+
+
+def make_mask(counts: list[int], side: str) -> torch.Tensor:
+    N = max(counts)
+    mask = torch.zeros(len(counts), N, dtype=torch.bool)
+    for b, n in enumerate(counts):
+        columns = {"left": range(N - n, N), "right": range(n), "between": [*range(n // 2), *range(N - n + n // 2, N)]}
+        mask[b, list(columns[side])] = True
+    return mask
+
+
+@pytest.mark.parametrize("max_length", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("indices", [[1, 0, 0], [2, 2, 1, 0, 1], [1]], ids=str)
+@torch.no_grad()
+def test_reorder_takes_rows(indices, padded, max_length):
+    f, x, z = layer(rope={}), tokens(3, 6), tokens(len(indices), 3)
+    mask = make_mask([3, 6, 1], "left") if padded else None
+    cache, index = KVCache(max_length), torch.tensor(indices)
+    f(x, cache=cache, mask=mask)
+    cache.reorder(index)
+    got = torch.cat([f(part, cache=cache) for part in z.split(1, 1)], 1)
+    other = KVCache()
+    f(x[index], cache=other, mask=None if mask is None else mask[index])
+    torch.testing.assert_close(got, f(z, cache=other), **EXACT)
+
+
+@pytest.mark.parametrize("max_length", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(("crop", "left"), [(4, 4), (-2, 4), (6, 6), (0, 0), (-6, 0)])
+@torch.no_grad()
+def test_crop_forgets_the_last_tokens(crop, left, max_length):
+    f, x, z, cache = layer(rope={}), tokens(2, 6), tokens(2, 3), KVCache(max_length)
+    f(x, cache=cache)
+    cache.crop(crop)
+    assert cache.length == left
+    torch.testing.assert_close(f(z, cache=cache), f(torch.cat([x[:, :left], z], 1))[:, left:], **EXACT)
+
+
+@torch.no_grad()
+def test_crop_of_rows_of_different_lengths():
+    f, x, z = layer(rope={}), tokens(3, 6), tokens(3, 2)
+    mask, counts = make_mask([3, 6, 1], "left"), [3, 6, 1]
+    for crop, kept in ((2, [2, 2, 1]), (-2, [1, 4, 0])):
+        cache = KVCache()
+        f(x, cache=cache, mask=mask)
+        cache.crop(crop)
+        y = f(z, cache=cache)
+        assert cache.lengths is not None
+        assert cache.lengths.tolist() == [n + 2 for n in kept]
+        for b, (n, k) in enumerate(zip(counts, kept, strict=True)):
+            row = torch.cat([x[b, mask[b]][:k], z[b]])[None]
+            torch.testing.assert_close(y[b], f(row)[0, k:], **EXACT, msg=f"row {b} of {n}, cropped by {crop}")
+
+
+@torch.no_grad()
+def test_reset_starts_again_with_another_batch():
+    f = layer(rope={})
+    for max_length in KINDS.values():
+        cache = KVCache(max_length)
+        f(tokens(2, 6), cache=cache, mask=make_mask([3, 6], "left"))
+        cache.reset()
+        assert (cache.length, cache.lengths) == (0, None)
+        x = tokens(2, 4)
+        torch.testing.assert_close(f(x, cache=cache), f(x), **EXACT)
+
+
+@torch.no_grad()
+def test_memory_grows_by_doubling_and_a_preallocated_cache_never_moves():
+    k = torch.randn(2, 3, 1, 4)
+    growing, fixed = KVCache(), KVCache(64)
+    moves, places = 0, set()
+    for i in range(64):
+        before = growing.capacity
+        k_all, v_all = growing.append(k + i, k - i)
+        moves += growing.capacity != before
+        places.add(fixed.append(k, k)[0].data_ptr())
+    assert moves <= 8
+    assert len(places) == 1
+    assert k_all.shape == (2, 3, 64, 4)
+    assert torch.equal(k_all, k + torch.arange(64.0)[:, None])
+    assert torch.equal(v_all, k - torch.arange(64.0)[:, None])
+    fixed.reset()
+    assert places == {fixed.append(k, k)[0].data_ptr()}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_pass_through_a_growing_cache(padded):
+    f, x = layer(rope={}), tokens(2, 7).requires_grad_()
+    mask = make_mask([5, 3], "right") if padded else None
+    cache, rest = KVCache(), x[:, 5:]
+    y = torch.cat([f(x[:, :5], cache=cache, mask=mask), *(f(part, cache=cache) for part in rest.split(1, 1))], 1)
+    whole = None if mask is None else torch.cat([mask, torch.ones(2, 2, dtype=torch.bool)], 1)
+    weight = tokens(2, 7)
+    for got, want in zip(*(grads((z * weight).sum(), x, f) for z in (y, f(x, mask=whole))), strict=True):
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+def grads(loss: torch.Tensor, x: torch.Tensor, f: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, [x, *f.parameters()])
+
+
+def test_inference_mode_and_ordinary_mode_share_a_cache():
+    f, x = layer(rope={}), tokens(2, 6)
+    for max_length in KINDS.values():
+        cache = KVCache(max_length)
+        with torch.inference_mode():
+            f(x[:, :3], cache=cache)
+            cache.reorder(torch.tensor([0, 1]))
+        with torch.no_grad():
+            y = f(x[:, 3:], cache=cache)
+            torch.testing.assert_close(y, f(x)[:, 3:], **EXACT)
+
+
+def test_latent_cache():
+    latent, k_rope = torch.randn(2, 7, 6), torch.randn(2, 7, 4)
+    for max_length in KINDS.values():
+        cache = LatentCache(max_length)
+        for a, b in itertools.pairwise((0, 3, 4, 7)):
+            whole = cache.append(latent[:, a:b], k_rope[:, a:b])
+        assert torch.equal(whole[0], latent)
+        assert torch.equal(whole[1], k_rope)
+        cache.crop(5)
+        cache.reorder(torch.tensor([1, 0]))
+        whole = cache.append(latent[:, 5:], k_rope[:, 5:], torch.tensor([1, 2]))
+        assert cache.lengths is not None
+        assert cache.lengths.tolist() == [6, 7]
+        assert torch.equal(whole[0][0, :6], torch.cat([latent[1, :5], latent[0, 5:6]]))
+        assert torch.equal(whole[1][1, :7], torch.cat([k_rope[0, :5], k_rope[1, 5:]]))
+
+
+def test_state_cache():
+    cache = StateCache()
+    state = torch.randn(2, 3, 4, 4)
+    cache.update(state, 5)
+    cache.update(state + 1, 3, torch.tensor([3, 1]))
+    assert cache.length == 8
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == [8, 6]
+    cache.reorder(torch.tensor([1, 1, 0]))
+    assert torch.equal(cache.state, (state + 1)[[1, 1, 0]])
+    assert cache.lengths.tolist() == [6, 6, 8]
+    cache.crop(8)
+    with pytest.raises(NotImplementedError, match=r"crop\(3\): a state is a decayed sum over all 8 tokens"):
+        cache.crop(3)
+    cache.reset()
+    assert (cache.state, cache.length, cache.lengths) == (None, 0, None)

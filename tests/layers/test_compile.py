@@ -1,0 +1,103 @@
+"""torch.compile takes a layer as one graph, whatever the call, and computes the same."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fulmen.layers import GroupedQueryAttention, KVCache, MultiHeadAttention, MultiHeadSelfAttention
+
+COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+ROPE = {"causal": True, "rope": {}, "qk_norm": "before"}
+LAYERS = {
+    "self": lambda: MultiHeadSelfAttention(24, 4, bias=True, **ROPE),
+    "grouped": lambda: GroupedQueryAttention(24, 4, 2, sinks=True, softcap=4.0, window=(3, None), **ROPE),
+    "separate": lambda: MultiHeadAttention(24, 4),
+    "dropout": lambda: GroupedQueryAttention(24, 4, 2, dropout=1e-15, **ROPE),
+}
+MASK = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def results(f, layer, x, **arguments):
+    at = x.clone().requires_grad_()
+    y = f(at, **arguments)
+    return y.detach(), *torch.autograd.grad(y.square().sum(), [at, *layer.parameters()])
+
+
+def assert_same(f, layer, x, tolerance: float = 1e-10, **arguments) -> None:
+    for got, want in zip(results(f, layer, x, **arguments), results(layer, layer, x, **arguments), strict=True):
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("self", "plain"), ("self", "mask"), ("self", "packed"), ("grouped", "plain"), ("grouped", "mask"),
+        ("grouped", "positions"), ("dropout", "mask"), ("dropout", "packed"), ("separate", "context"),
+    ],
+)  # fmt: skip
+def test_fullgraph(kind, call):
+    layer = LAYERS[kind]().double()
+    x = torch.randn(1 if call == "packed" else 2, 6, 24, dtype=torch.float64)
+    arguments = {
+        "plain": {},
+        "mask": {"mask": MASK},
+        "packed": {"cu_seqlens": torch.tensor([0, 2, 2, 6], dtype=torch.int32)},
+        "positions": {"positions": torch.arange(6) * 2},
+        "context": {"mask": MASK, "context": torch.randn(2, 9, 24, dtype=torch.float64)},
+    }[call]
+    assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager"), layer, x, **arguments)
+
+
+@COMPILER
+def test_inductor():
+    layer = LAYERS["self"]().double()
+    compiled = torch.compile(layer, fullgraph=True)
+    assert_same(compiled, layer, torch.randn(2, 6, 24, dtype=torch.float64), 1e-6)  # its fp32 cosines are not torch's
+
+
+def test_one_graph_for_every_shape():
+    layer = LAYERS["grouped"]().double()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    graphs = set()
+    for B, N in ((2, 6), (3, 70), (5, 41)):
+        assert_same(compiled, layer, torch.randn(B, N, 24, dtype=torch.float64))
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1, "compiled again"
+
+
+@pytest.mark.parametrize("max_length", [None, 16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoding_with_a_cache(padded, max_length):
+    """In one graph for each call; lengths are symbols after the second step, so graphs do not add up."""
+    layer, x = LAYERS["grouped"]().double(), torch.randn(2, 14, 24, dtype=torch.float64)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend=counter)
+    mask = MASK if padded else None
+    with torch.no_grad():
+        cache, plain = KVCache(max_length), KVCache(max_length)
+        for i, part in enumerate(x.split([6] + [1] * 8, 1)):
+            at = {"mask": mask} if i == 0 else {}
+            torch.testing.assert_close(
+                compiled(part, cache=cache, **at), layer(part, cache=plain, **at), atol=1e-10, rtol=0
+            )
+    assert counter.frame_count <= 6
+
+
+def test_autocast_and_a_model_of_layers():
+    model = torch.nn.Sequential(LAYERS["self"](), LAYERS["grouped"]())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 6, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(x), model(x))

@@ -1,0 +1,279 @@
+"""Weights of other libraries' layers: the same outputs, gradients and decoding; and nothing half-loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
+
+from fulmen.layers import (
+    GroupedQueryAttention,
+    KVCache,
+    MultiHeadAttention,
+    MultiHeadSelfAttention,
+    MultiQueryAttention,
+)
+
+EXACT = {"atol": 1e-10, "rtol": 0}
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+MODELS = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "llama, bias": LlamaConfig(**SIZES, num_key_value_heads=4, attention_bias=True, rope_parameters=LLAMA3),
+    "llama, yarn": LlamaConfig(**SIZES, num_key_value_heads=1, head_dim=16, rope_parameters=YARN),
+    "llama, mscale": LlamaConfig(
+        **SIZES, num_key_value_heads=2, rope_parameters={**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}
+    ),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "qwen3, window": Qwen3Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=0,
+        num_hidden_layers=2,
+    ),
+}  # fmt: skip
+
+
+def close(config) -> dict[str, float]:
+    """Qwen3's norms round to fp32, whatever x is."""
+    return EXACT if config.model_type == "llama" else {"atol": 1e-5, "rtol": 1e-5}
+
+
+class Theirs:
+    """A module of transformers, called as ours are: causal, in its window, with a cache."""
+
+    def __init__(self, config) -> None:
+        torch.manual_seed(0)
+        attention, rotary = (
+            (LlamaAttention, LlamaRotaryEmbedding)
+            if config.model_type == "llama"
+            else (Qwen3Attention, Qwen3RotaryEmbedding)
+        )
+        self.module, self.rotary = attention(config, layer_idx=0).double(), rotary(config)
+        for name, p in self.module.named_parameters():
+            nn.init.normal_(p, mean=float("norm" in name), std=0.3)
+        self.cache = DynamicCache()
+
+    def __call__(self, x: torch.Tensor, cached: bool = False) -> torch.Tensor:
+        B, N = x.shape[:2]
+        start = self.cache.get_seq_length() if cached else 0
+        positions = torch.arange(start, start + N).expand(B, N)
+        cos, sin = self.rotary(x.float(), positions)
+        i, j = positions[0, :, None], torch.arange(start + N)
+        hidden = j > i
+        if getattr(self.module, "sliding_window", None):
+            hidden |= j <= i - self.module.sliding_window
+        mask = torch.zeros(1, 1, N, start + N, dtype=x.dtype).masked_fill(hidden, -torch.inf)
+        cache = self.cache if cached else None
+        return self.module(x, position_embeddings=(cos, sin), attention_mask=mask, past_key_values=cache)[0]
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_hugging_face_outputs_and_gradients(config):
+    theirs = Theirs(config)
+    ours = GroupedQueryAttention.from_hf(theirs.module, config)
+    assert ours.o_proj.weight.dtype == torch.float64
+    x, weight = torch.randn(2, 2, 11, 32, dtype=torch.float64)
+    x.requires_grad_()
+    y, want = ours(x), theirs(x)
+    torch.testing.assert_close(y, want, **close(config))
+    names = list(dict(theirs.module.named_parameters()))
+    sources = (y, ours), (want, theirs.module)
+    got, exact = (
+        torch.autograd.grad((z * weight).sum(), [x, *(dict(m.named_parameters())[n] for n in names)])
+        for z, m in sources
+    )
+    for a, b in zip(got, exact, strict=True):
+        torch.testing.assert_close(a, b, **close(config))
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@torch.no_grad()
+def test_hugging_face_cached_decoding(config):
+    theirs = Theirs(config)
+    ours, cache = GroupedQueryAttention.from_hf(theirs.module, config), KVCache()
+    for part in torch.randn(2, 14, 32, dtype=torch.float64).split([6, 1, 1, 4, 1, 1], 1):
+        torch.testing.assert_close(ours(part, cache=cache), theirs(part, cached=True), **close(config))
+
+
+def test_hugging_face_state_dicts_and_configs_as_dicts():
+    config = MODELS["llama, bias"]
+    theirs = Theirs(config)
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": theirs.module})])})
+    x = torch.randn(1, 5, 32, dtype=torch.float64)
+    for cls in (GroupedQueryAttention, MultiHeadAttention, MultiHeadSelfAttention):
+        ours = cls.from_hf(model.state_dict(), config.to_dict(), prefix="layers.0.self_attn.")
+        torch.testing.assert_close(ours(x), theirs(x), **EXACT)
+    cast = MultiHeadSelfAttention.from_hf(theirs.module, config, dtype=torch.bfloat16, backend="eager")
+    assert cast.qkv_proj.weight.dtype == torch.bfloat16
+    assert cast.options.backend == "eager"
+
+
+def test_hugging_face_dropout_and_windows_are_taken_over():
+    config = Qwen3Config(**SIZES, num_key_value_heads=2, attention_dropout=0.1)
+    assert GroupedQueryAttention.from_hf(Qwen3Attention(config, 0), config).dropout == 0.1
+    layers = [
+        GroupedQueryAttention.from_hf(Theirs(config).module, config, layer=i)
+        for config in (MODELS["qwen3"], MODELS["qwen3, window"])
+        for i in range(2)
+    ]
+    assert [layer.options.window for layer in layers] == [None, None, (3, None), (3, None)]
+
+
+# ------------------------------------------------------------------------------- torch.nn.MultiheadAttention
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("cls", [MultiHeadAttention, MultiHeadSelfAttention, GroupedQueryAttention])
+def test_torch_multihead_attention(cls, causal, bias):
+    theirs = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True, dtype=torch.float64)
+    if bias:
+        nn.init.normal_(theirs.in_proj_bias)
+        nn.init.normal_(theirs.out_proj.bias)
+    ours = cls.from_torch(theirs, causal=causal)
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
+    want = theirs(x, x, x, attn_mask=hidden, key_padding_mask=padding, need_weights=False)[0]
+    torch.testing.assert_close(ours(x, mask=~padding)[~padding], want[~padding], **EXACT)
+    again = cls.from_torch(theirs.state_dict(), 4, causal=causal)
+    assert torch.equal(again(x), ours(x))
+
+
+def test_torch_multihead_attention_with_a_context():
+    theirs = nn.MultiheadAttention(24, 4, batch_first=True, kdim=10, vdim=10, dtype=torch.float64, dropout=0.2).eval()
+    ours = MultiHeadAttention.from_torch(theirs)
+    assert not ours.training
+    assert (ours.context_dim, ours.dropout) == (10, 0.2)
+    x, context = torch.randn(2, 7, 24, dtype=torch.float64), torch.randn(2, 5, 10, dtype=torch.float64)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    want = theirs(x, context, context, key_padding_mask=padding, need_weights=False)[0]
+    torch.testing.assert_close(ours(x, context=context, context_mask=~padding), want, **EXACT)
+
+
+# --------------------------------------------------------------------------------------- saving and loading
+
+
+def test_a_fused_projection_is_saved_as_three_and_loaded_from_three(tmp_path):
+    options = {"bias": True, "qk_norm": "before", "sinks": True}
+    fused, plain = MultiHeadSelfAttention(24, 4, **options), MultiHeadAttention(24, 4, **options)
+    assert sorted(fused.state_dict()) == sorted(plain.state_dict())
+    plain.load_state_dict(fused.state_dict())
+    x = torch.randn(2, 5, 24)
+    torch.testing.assert_close(plain(x), fused(x))
+    nn.init.normal_(plain.q_proj.weight)
+    fused.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(plain(x), fused(x))
+    assert fused.state_dict()["k_proj.weight"].data_ptr() != fused.qkv_proj.weight.data_ptr()
+    assert fused.state_dict()["q_proj.weight"].data_ptr() == fused.qkv_proj.weight.data_ptr()  # no copy
+    save_file(fused.state_dict(), tmp_path / "x.safetensors")
+    torch.save(fused.state_dict(), tmp_path / "x.pt")
+    for loaded in (load_file(tmp_path / "x.safetensors"), torch.load(tmp_path / "x.pt")):
+        other = MultiHeadSelfAttention(24, 4, **options)
+        other.load_state_dict(loaded)
+        assert torch.equal(other(x), fused(x))
+    with torch.device("meta"):
+        born = MultiHeadSelfAttention(24, 4, **options)
+    born.load_state_dict(loaded, assign=True)
+    assert torch.equal(born(x), fused(x))
+
+
+def test_models_of_layers_save_and_load():
+    def model() -> nn.Module:
+        return nn.ModuleList([MultiHeadSelfAttention(24, 4), nn.Linear(3, 3), GroupedQueryAttention(24, 4, 2)])
+
+    a, b = model(), model()
+    assert not b.load_state_dict(a.state_dict()).missing_keys
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def wrong_weights(state: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
+    lacking = {k: v for k, v in state.items() if k != "v_proj.weight"}
+    return {
+        "missing": (lacking, "missing v_proj.weight"),
+        "unexpected": ({**state, "rotary.inv_freq": torch.zeros(3)}, "unexpected rotary.inv_freq"),
+        "shape": (
+            {**state, "o_proj.weight": torch.zeros(24, 25)},
+            "o_proj.weight has shape (24, 25), must be (24, 24)",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "nested"), [("missing", False), ("unexpected", False), ("shape", False), ("shape", True)]
+)
+@pytest.mark.parametrize("cls", [MultiHeadSelfAttention, MultiHeadAttention])
+def test_wrong_weights_leave_a_layer_as_it_was(nested, cls, fault):
+    layer = cls(24, 4)
+    state = {name: torch.randn_like(x) for name, x in layer.state_dict().items()}
+    bad, message = wrong_weights(state)[fault]
+    before = {name: x.clone() for name, x in layer.state_dict().items()}
+    module = nn.ModuleDict({"attention": layer}) if nested else layer
+    bad = {f"attention.{name}": x for name, x in bad.items()} if nested else bad
+    with pytest.raises(RuntimeError) as error:
+        module.load_state_dict(bad)
+    assert message in str(error.value)
+    assert "took none" in str(error.value)
+    assert ("at 'attention'" in str(error.value)) == nested
+    for name, x in layer.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
+def test_loading_without_strictness_takes_what_fits():
+    layer = MultiHeadAttention(24, 4)
+    state = {"q_proj.weight": torch.randn(24, 24), "else": torch.zeros(1)}
+    result = layer.load_state_dict(state, strict=False)
+    assert result.unexpected_keys == ["else"]
+    assert "k_proj.weight" in result.missing_keys
+    assert torch.equal(layer.q_proj.weight, state["q_proj.weight"])
+    with pytest.raises(RuntimeError, match="took none"):
+        layer.load_state_dict({"q_proj.weight": torch.zeros(1)}, strict=False)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
+def test_from_hf_refuses_wrong_weights(fault):
+    config = LlamaConfig(hidden_size=24, num_attention_heads=4, num_key_value_heads=4)
+    bad, message = wrong_weights(LlamaAttention(config, 0).state_dict())[fault]
+    with pytest.raises(ValueError, match="these weights are not those of GroupedQueryAttention") as error:
+        GroupedQueryAttention.from_hf(bad, config)
+    assert message in str(error.value)
+
+
+def test_other_wrong_sources():
+    config = MODELS["llama"]
+    state = LlamaAttention(config, 0).state_dict()
+    torch_layer = nn.MultiheadAttention(24, 4)
+    faults = [
+        (lambda: GroupedQueryAttention.from_hf(state, {"model_type": "t5"}), "model_type='t5'"),
+        (lambda: GroupedQueryAttention.from_hf(state, {}), "config has no 'model_type'"),
+        (lambda: GroupedQueryAttention.from_hf(3, config), "a int, must be a module or its state_dict"),
+        (lambda: GroupedQueryAttention.from_hf(state, config, prefix="model."), "starts with prefix='model.'"),
+        (lambda: GroupedQueryAttention.from_hf(state, MODELS["qwen3"]), "missing q_norm.weight"),
+        (lambda: GroupedQueryAttention.from_hf(state, MODELS["qwen3, window"], layer=2), "config has 2 layers"),
+        (lambda: MultiHeadSelfAttention.from_hf(state, config), "use GroupedQueryAttention"),
+        (lambda: MultiQueryAttention.from_hf(state, config), "num_kv_heads=2, and MultiQueryAttention one"),
+        (lambda: MultiHeadAttention.from_torch(torch_layer.state_dict()), "num_heads is missing"),
+        (lambda: MultiHeadAttention.from_torch(torch_layer, 3), "the module has 4"),
+        (lambda: MultiHeadAttention.from_torch(nn.Linear(3, 3)), "must be a torch.nn.MultiheadAttention"),
+        (lambda: MultiHeadAttention.from_torch(state, 4), "these weights are not"),
+        (lambda: MultiHeadAttention.from_torch({"in_proj_weight": torch.zeros(4, 4)}, 4), "3 * embed_dim rows"),
+        (lambda: MultiHeadAttention.from_torch({"in_proj_weight": torch.zeros(6, 2)}, 4), "missing o_proj.weight"),
+        (lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 4, kdim=5, vdim=6)), "kdim=5 and vdim=6"),
+        (lambda: MultiHeadSelfAttention.from_torch(nn.MultiheadAttention(24, 4, kdim=5, vdim=5)), "takes no context"),
+        (lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 4, add_bias_kv=True)), "add_bias_kv"),
+        (lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 4, add_zero_attn=True)), "add_zero_attn"),
+    ]
+    for call, message in faults:
+        with pytest.raises(ValueError, match=r".") as error:
+            call()
+        assert message in str(error.value)
