@@ -13,7 +13,7 @@ TRITON ?= triton==3.6.0
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-gpu check bench clean
+.PHONY: help setup browser test test-gpu check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
@@ -27,7 +27,15 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP)  ## make or update .venv
 
-test: $(STAMP)  ## everything that needs no GPU; PYTEST="-k decay" narrows it
+# The tests of the benchmark report run in a real browser. Without one they are skipped, and in CI they fail.
+browser:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+	  if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	  else echo "no chromium here, and it takes root and apt-get to install it"; fi; \
+	} || echo "chromium could not be installed"
+
+test: $(STAMP) browser  ## everything that needs no GPU; PYTEST="-k decay" narrows it
 	$(PY) -m pytest -m "not gpu" -n 2 $(PYTEST)
 
 test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton, pytest-xdist there
@@ -41,8 +49,10 @@ check: $(STAMP)  ## lint, format, types, size limits, generated tables
 	$(PY) tools/size_guard.py
 	$(PY) tools/dispatch_table.py --check
 
-bench: $(STAMP)  ## lightning against softmax attention on this machine; BENCH="--out run.jsonl" keeps the samples
-	$(PY) -m fulmen bench $(BENCH)
+bench: $(STAMP)  ## the suite `quick` on this machine and its report, into build/bench; BENCH="--dtype fp32" is passed on
+	rm -f build/bench/quick.jsonl
+	$(PY) -m fulmen bench run quick --out build/bench/quick.jsonl $(BENCH)
+	$(PY) -m fulmen bench report build/bench/quick.jsonl --out build/bench
 
 clean:  ## remove caches and build products; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from fulmen import __version__
+from fulmen.bench.cli import bench
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,33 +23,21 @@ def doctor() -> None:
 
 
 @main.command()
-@click.option("-n", "--tokens", type=click.IntRange(min=1), multiple=True, help="A length; repeat for several.")
-@click.option("--seconds", type=click.FloatRange(min=0), help="Sampling time of each length and pass.")
-@click.option("--device", help="cpu, cuda or cuda:1; the GPU if there is one.")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Write all samples as JSON lines.",
-)
-def bench(tokens: tuple[int, ...], seconds: float | None, device: str | None, out: Path | None) -> None:
-    """Lightning attention against causal SDPA, N = 512 to 8192, forward and backward."""
-    import torch
+@click.argument("op", type=click.Choice(["lightning", "flash"]))
+@click.option("--shape", "shapes", multiple=True, help="B=4,H=32,N=8192,D=64; the usual ones without it.")
+@click.option("--dtype", default="bf16", show_default=True, help="bf16 or fp16.")
+@click.option("--all", "everything", is_flag=True, help="Show every candidate, not only the three best.")
+def tune(op: str, shapes: tuple[str, ...], dtype: str, everything: bool) -> None:
+    """Time the tiles of our Triton kernels on this GPU and propose rows for the tables of OP."""
+    from fulmen.bench.tune import CannotTune, tune
 
     try:
-        import scipy  # noqa: F401
-    except ImportError:
-        raise click.ClickException("the fit needs scipy: pip install 'fulmen[bench]'") from None
-    from fulmen.bench import compare
+        tune(op, shapes, dtype, everything)
+    except CannotTune as error:
+        raise click.ClickException(str(error)) from None
 
-    try:
-        compare.run(
-            tokens or compare.TOKENS,
-            seconds=compare.SECONDS if seconds is None else seconds,
-            device=torch.device(device) if device else None,
-            out=out,
-        )
-    except compare.WrongResult as error:
-        raise click.ClickException(f"wrong on this machine, so not timed: {error}") from None
+
+main.add_command(bench)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,18 @@
-"""Measuring: what `python -m fulmen bench` runs."""
+"""Measuring: `fulmen bench`, and `verify_and_time` for a kernel of your own; see docs/benchmarking.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fulmen.bench.verify import Outcome, verify_and_time
+
+__all__ = ["Outcome", "verify_and_time"]
+
+
+def __getattr__(name: str) -> Any:  # so that results can be read where there is no torch
+    if name not in __all__:
+        raise AttributeError(f"module 'fulmen.bench' has no attribute {name!r}")
+    from fulmen.bench import verify
+
+    return getattr(verify, name)

@@ -6,6 +6,10 @@ kept; tables, plots and reports are made from these lines and from nothing else.
 
     times     milliseconds            memory   bytes            clocks  MHz            floors  FLOP and bytes
 
+Cells that stand side by side, the competitors of one line of a suite, have equal `suite` and `case`. `op` and
+`function` say what a competitor computes, so that softmax attention beside linear attention has op "flash", another
+function, and the flag ANOTHER-FUNCTION. Our own competitors are called "fulmen " and the backend's name.
+
 Only the standard library is imported here, so that results can be read, compared and shown anywhere.
 """
 
@@ -37,10 +41,8 @@ class Run:
     run_id: str
     time: str  # ISO 8601, UTC
     command: str  # what would repeat it
-    environment: dict[
-        str, Any
-    ]  # device, arch, sm_count, l2_bytes, driver, torch, triton, python, cpu ...
-    commit: dict[str, Any]  # sha, dirty, diff: a hash of what is not committed
+    environment: dict[str, Any]  # device, arch, sm_count, l2_bytes, driver, torch, triton, python, cpu ...
+    commit: dict[str, Any]  # sha, dirty, diff: a hash of what is not committed, source: one of all source files
     ceilings: dict[str, float] = field(default_factory=dict)
     # flops_hard, flops_nominal, flops_measured (FLOP/s); bytes_hard, bytes_measured (B/s); clock_max_mhz
     protocol: str = "1"
@@ -54,7 +56,7 @@ class Cell:
     suite: str
     op: str  # "lightning", "flash", "layer"
     function: str  # what is computed, in words: cells with another function are not compared as equals
-    case: dict[str, Any]  # B, H, H_KV, N, D, E, dtype, causal, decay ...: everything that sets the work
+    case: dict[str, Any]  # B, H, H_KV, N, D, E, dtype, causal, decay (bool) ...: everything that sets the work
     competitor: str
     pass_: str
     status: str = "ok"
@@ -64,7 +66,9 @@ class Cell:
     cache: str = "cold"  # or "hot": L2 as the call before left it
     samples_ms: list[float] = field(default_factory=list)
     clocks_mhz: list[float] = field(default_factory=list)  # of the SMs, one per sample or round; empty where unknown
-    stats: dict[str, Any] = field(default_factory=dict)  # median, low, high (95 %), p20, p80, min, mad, n, stop
+    stats: dict[str, Any] = field(default_factory=dict)
+    # median, low, high (95 %), p20, p80, min, mad, n, outliers, stop (why sampling ended), enqueue (host's ms until the
+    # call returns), throttle (names of the reasons), power_w, temperature_c
     device_ms: float | None = None  # by graph replay, without the host
     host_ms: float | None = None  # wall time of a synchronised call
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -73,6 +77,7 @@ class Cell:
     audit: dict[str, Any] = field(default_factory=dict)
     # flops, bytes (floors), floor_ms, efficiency, arithmetic (words), flags: [{"flag": ..., "why": ...}]
     resources: list[dict[str, Any]] = field(default_factory=list)  # kernel, registers, shared, stack, occupancy
+    kernels: list[str] = field(default_factory=list)  # what the device ran, by name, in order; empty where unknown
     seed: int = 0
     command: str = ""  # repeats this cell alone
     kind: str = "cell"

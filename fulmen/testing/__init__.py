@@ -16,12 +16,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
+NORMS = (("largest", math.inf), ("2-norm", 2.0))
+
+
+class Expected(NamedTuple):
+    """One tensor's exact value (fp64), what the plain computation makes of it, and how much more a backend may err.
+
+    terms  what is rounded, where that is larger than the result: the terms of a difference that cancels.
+    """
+
+    low: Tensor
+    exact: Tensor
+    factor: float = FORWARD_FACTOR
+    roundings: float = 1.0
+    terms: Tensor | None = None
+
+    def bound(self, order: float, dtype: torch.dtype) -> float:
+        """How far, in this norm, a result in `dtype` may be off; see the top of the file."""
+        plain, size = (float(torch.linalg.vector_norm(y, order)) for y in (self.low.double() - self.exact, self.exact))
+        if self.terms is not None:
+            size = max(size, float(torch.linalg.vector_norm(self.terms, order)))
+        return self.factor * plain + self.roundings * torch.finfo(dtype).eps / 2 * size
 
 
 def rows(
@@ -70,13 +92,11 @@ def assert_close(
         return
     for what, y in ((name, actual), ("the plain computation of it", low)):
         assert y.isfinite().all(), f"{what} is not finite: {int((~y.isfinite()).sum())} of {y.numel()} elements"
-    error, yardstick = (actual.double() - exact).abs(), (low.double() - exact).abs()
-    u = torch.finfo(actual.dtype).eps / 2
-    for norm, order in (("largest", math.inf), ("2-norm", 2)):
-        got, plain, size = (float(torch.linalg.vector_norm(y, order)) for y in (error, yardstick, exact))
-        if terms is not None:
-            size = max(size, float(torch.linalg.vector_norm(terms, order)))
-        bound = factor * plain + roundings * u * size
+    error = (actual.double() - exact).abs()
+    wanted = Expected(low, exact, factor, roundings, terms)
+    for norm, order in NORMS:
+        got, plain, size = (float(torch.linalg.vector_norm(y, order)) for y in (error, low.double() - exact, exact))
+        bound = wanted.bound(order, actual.dtype)
         if not got <= bound:  # also when NaN
             flat = error.nan_to_num(math.inf).argmax()
             at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))

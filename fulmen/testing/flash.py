@@ -34,11 +34,11 @@ from fulmen.flash.op import (
     flash_attention,
     flash_attention_with_lse,
 )
-from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, assert_close, fused_rows, normal, rows
+from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected, assert_close, fused_rows, normal, rows
 
 __all__ = [
     "FORWARD_FACTOR", "GRADIENT_FACTOR", "ROUNDINGS", "Attend", "Inputs", "Outputs", "assert_close", "backend", "check",
-    "compare", "evaluate", "fused_rows", "inputs", "low_precision", "reference", "rows",
+    "compare", "evaluate", "expected", "fused_rows", "inputs", "low_precision", "reference", "rows",
 ]  # fmt: skip
 
 ROUNDINGS = {"o": 1.0, "lse": 4.0, "dq": 2.0, "dk": 2.0, "dv": 1.0, "dsinks": 2.0}
@@ -241,29 +241,55 @@ def check(x: Inputs, backend_name: str, use: Sequence[str] = ("o", "lse")) -> Ou
 
 def compare(x: Inputs, actual: Outputs, use: Sequence[str] = ("o", "lse")) -> None:
     """Results and gradients, from wherever they come, against fp64."""
-    low, exact = low_precision(x, use), reference(x, use)
+    wanted = expected(x, use)
+    blind = blind_rows(wanted)
     assert actual.lse is not None
-    assert exact.lse is not None
-    blind = exact.lse == -torch.inf
     assert torch.equal(actual.lse == -torch.inf, blind), "lse is -inf where a row sees nothing, and only there"
     for name in ("o", "dq"):
         assert not getattr(actual, name)[blind].any(), f"{name} is not zero in a row that sees no key"
-    fine = torch.finfo(x.dlse.dtype).eps / torch.finfo(x.q.dtype).eps  # a rounding of fp32, in those of q's dtype
-    terms = _terms(x.to(torch.float64), exact, fine, use)
-    exponent = float(exact.lse.masked_fill(blind, 0.0).abs().max()) if blind.numel() else 0.0
     dtypes = {"lse": x.dlse.dtype, "dsinks": None if x.sinks is None else x.sinks.dtype}
     for name, value in actual._asdict().items():
         if value is None:
             continue
         assert value.dtype == dtypes.get(name, x.q.dtype), f"{name} is {value.dtype}"
-        got, plain, wanted = (getattr(outputs, name) for outputs in (actual, low, exact))
-        if name == "lse":
-            got, plain, wanted = (lse.masked_fill(blind, 0.0) for lse in (got, plain, wanted))
+        got = seen_lse(value, blind) if name == "lse" else value
+        assert_close(name, got, *finite(wanted[name], blind if name == "lse" else None))
+
+
+def expected(x: Inputs, use: Sequence[str] = ("o", "lse")) -> dict[str, Expected]:
+    """What every result and gradient of this call must be, by name; lse holds -inf where a row sees nothing."""
+    low, exact = low_precision(x, use), reference(x, use)
+    assert exact.lse is not None
+    fine = torch.finfo(x.dlse.dtype).eps / torch.finfo(x.q.dtype).eps  # a rounding of fp32, in those of q's dtype
+    terms = _terms(x.to(torch.float64), exact, fine, use)
+    blind = exact.lse == -torch.inf
+    exponent = float(exact.lse.masked_fill(blind, 0.0).abs().max()) if blind.numel() else 0.0
+    wanted = {}
+    for name, value in exact._asdict().items():
+        if value is None:
+            continue
         factor = GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR
         roundings = ROUNDINGS[name] + (0.0 if name == "lse" else fine * ROUNDINGS["lse"] * exponent)
         if name == "dsinks":  # fp32, made of what was rounded in q's dtype
             roundings /= fine
-        assert_close(name, got, plain, wanted, factor, roundings, terms.get(name))
+        wanted[name] = Expected(getattr(low, name), value, factor, roundings, terms.get(name))
+    return wanted
+
+
+def blind_rows(wanted: dict[str, Expected]) -> Tensor:
+    """Which rows see no key: bool (B, H, N_Q)."""
+    return wanted["lse"].exact == -torch.inf
+
+
+def seen_lse(lse: Tensor, blind: Tensor) -> Tensor:
+    return lse.masked_fill(blind, 0.0)
+
+
+def finite(wanted: Expected, blind: Tensor | None) -> Expected:
+    """`wanted` of lse with zeros for the rows that see nothing, which have been compared already."""
+    if blind is None:
+        return wanted
+    return wanted._replace(low=seen_lse(wanted.low, blind), exact=seen_lse(wanted.exact, blind))
 
 
 def _terms(x: Inputs, exact: Outputs, fine: float, use: Sequence[str]) -> dict[str, Tensor]:

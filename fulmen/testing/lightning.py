@@ -10,6 +10,7 @@ a backend uses) in roundings.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fulmen.lightning.op import lightning_attention_with_state
-from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, assert_close, fused_rows, rows
+from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected, assert_close, fused_rows, rows
 
 __all__ = [
     "DECAYS", "FORWARD_FACTOR", "GRADIENT_FACTOR", "Attend", "Inputs", "Outputs", "assert_close", "backend", "check",
-    "evaluate", "fused_rows", "inputs", "low_precision", "reference", "rows", "slopes",
+    "evaluate", "expected", "fused_rows", "inputs", "low_precision", "reference", "rows", "slopes",
 ]  # fmt: skip
 
 DECAYS = {"zero": (0.0,), "weak": (0.02,), "strong": (8.0,), "mixed": (0.004, 0.7, 0.0, 8.0, 0.06)}
@@ -198,15 +199,53 @@ def _plain(x: Inputs) -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------------------------- comparison
 
 
+def expected(x: Inputs, use: Sequence[str] = ("o", "state"), rows: int | None = None) -> dict[str, Expected]:
+    """What every result and gradient of this call must be, by name.
+
+    rows  writes out the attention matrix of so many rows at a time and carries the state between them: for sequences
+          whose whole matrix does not fit.
+    """
+    if rows is None or rows >= x.q.shape[2]:
+        low, exact = low_precision(x, use), reference(x, use)
+    else:
+        low, exact = evaluate(functools.partial(_pieces, _plain, rows), x, use), _exact_pieces(x, use, rows)
+    roundings = {name: math.sqrt(math.ceil(max(x.q.shape[2], 1) / 16)) for name in ("state", "dinitial")}
+    return {
+        name: Expected(
+            getattr(low, name), value, GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR,
+            roundings.get(name, 1.0),
+        )
+        for name, value in exact._asdict().items()
+        if value is not None
+    }  # fmt: skip
+
+
+def _pieces(attend: Attend, rows: int, x: Inputs) -> tuple[Tensor, Tensor]:
+    """`attend` on `rows` rows at a time, each piece starting from the state the one before left; not packed."""
+    os, state = [], x.initial_state
+    for begin in range(0, x.q.shape[2], rows):
+        part = {name: getattr(x, name)[:, :, begin : begin + rows] for name in ("q", "k", "v")}
+        o, state = attend(x._replace(**part, initial_state=state))
+        os.append(o)
+    assert state is not None
+    return torch.cat(os, dim=2), state
+
+
+def _exact_pieces(x: Inputs, use: Sequence[str], rows: int) -> Outputs:
+    from fulmen.lightning import reference as oracles
+
+    def attend(x: Inputs) -> tuple[Tensor, Tensor]:
+        return oracles.attend(oracles.quadratic, x.q, x.k, x.v, x.decay, **x.options())
+
+    return evaluate(functools.partial(_pieces, attend, rows), x.to(torch.float64), use)
+
+
 def check(x: Inputs, backend_name: str, use: Sequence[str] = ("o", "state")) -> Outputs:
     """A backend's results and gradients against fp64; returns them."""
-    actual, low, exact = evaluate(backend(backend_name), x, use), low_precision(x, use), reference(x, use)
+    actual = evaluate(backend(backend_name), x, use)
     dtypes = {"o": x.q.dtype, "dq": x.q.dtype, "dk": x.q.dtype, "dv": x.q.dtype}
-    for name, value in actual._asdict().items():
-        if value is None:
-            continue
+    for name, wanted in expected(x, use).items():
+        value = getattr(actual, name)
         assert value.dtype == dtypes.get(name, x.dstate.dtype), f"{name} is {value.dtype}"
-        factor = GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR
-        roundings = math.sqrt(math.ceil(max(x.q.shape[2], 1) / 16)) if name in ("state", "dinitial") else 1.0
-        assert_close(name, value, getattr(low, name), getattr(exact, name), factor, roundings)
+        assert_close(name, value, *wanted)
     return actual

@@ -1,0 +1,59 @@
+"""How the benchmark speaks to an operation: one module an operation, named after it, with these verbs.
+
+    KEYS                                 what a case says, with defaults; None: derived by `complete`
+    complete(case)                       the case with everything filled in
+    function(case)                       what is computed, in words
+    problem(case, device, seed)          the timed arguments (`gate.Problem`), compared in part
+    small(case, device, seed, fully)     an odd shape with the case's options, compared wholly; `fully` with the states
+    attend(backend), attend_fully(...)   our implementation as it is timed, and with every output it has
+    refuses(case, device, backend)       None, or why the backend cannot
+    chosen(case, device, backend)        what "auto" takes
+    launches(case, hw, backend, pass_, fully)
+                                         the Triton launches of a call, to compile them and ask what they take
+    floors(case)                         bytes of inputs, output and gradients
+
+A new operation is a file here and one in `suites/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import torch
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+ODD_TOKENS = 333  # no multiple of any tile
+
+
+def of(op: str) -> Any:
+    return importlib.import_module(f"fulmen.bench.adapters.{op}")
+
+
+def ops() -> list[str]:
+    from importlib import resources
+
+    names = (f.name for f in resources.files("fulmen.bench.adapters").iterdir())
+    return sorted(n.removesuffix(".py") for n in names if n.endswith(".py") and not n.startswith("_"))
+
+
+def dtype_of(case: dict[str, Any]) -> torch.dtype:
+    dtype = getattr(torch, str(case["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={case['dtype']}: torch has no such type")
+    return dtype
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Drawn on the generator's device: at the sizes that are timed the CPU would take longer than all the rest."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+
+
+def small_case(case: dict[str, Any]) -> dict[str, Any]:
+    """The shape of the gate: an odd length, few heads, as many of them to a head of k and v as in the case."""
+    return case | {"B": 2, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2, "N": min(ODD_TOKENS, case["N"] | 1)}
+
+
+def size_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize

@@ -1,0 +1,141 @@
+"""Softmax attention as the benchmark sees it; see the package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulmen import dispatch, hardware
+from fulmen.bench.adapters import dtype_of, normal, size_of, small_case
+from fulmen.bench.gate import Problem
+from fulmen.flash.op import FlashSpec, flash_attention, flash_attention_with_lse
+from fulmen.testing import Expected
+from fulmen.testing import flash as testing
+
+KEYS: dict[str, Any] = {
+    "B": 1, "H": 8, "H_KV": None, "N": 1024, "D": 64, "E": None, "dtype": "auto", "causal": True,
+}  # fmt: skip
+LAST_QUERIES = 512  # what is checked of a timed shape whose attention matrix does not fit
+MATRICES = 16  # fp64 (N, N) alive at once while a gradient is checked
+
+
+def complete(case: dict[str, Any]) -> dict[str, Any]:
+    done = KEYS | case
+    return done | {"H_KV": done["H_KV"] or done["H"], "E": done["E"] or done["D"]}
+
+
+def function(case: dict[str, Any]) -> str:
+    return "causal softmax attention" if case["causal"] else "softmax attention"
+
+
+def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Of q, k, v and o."""
+    B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
+    return (B, H, N, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N, E)
+
+
+def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = dtype_of(case)
+    q, k, v, do = (normal(shape, dtype, generator) for shape in shapes(case))
+    dlse = torch.zeros(0, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    x = testing.Inputs(q, k, v, None, None, None, case["causal"], None, None, None, do, dlse)
+    return as_problem(x, ("o",), last_heads=True)
+
+
+def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
+    case = small_case(case)
+    x = testing.inputs(
+        case["B"], case["H"], case["N"], case["D"], E=case["E"], H_KV=case["H_KV"], dtype=dtype_of(case), device=device,
+        causal=case["causal"], seed=seed,
+    )  # fmt: skip
+    return as_problem(x, ("o", "lse") if fully else ("o",))
+
+
+def as_problem(x: testing.Inputs, use: tuple[str, ...], last_heads: bool = False) -> Problem:
+    leaves = {name: getattr(x, name).requires_grad_() for name in ("q", "k", "v")}
+    x = x._replace(**leaves)
+    group, N = x.q.shape[1] // x.k.shape[1], x.q.shape[2]
+    matrices = MATRICES * group * N * x.k.shape[2] * 8
+    few = last_heads and matrices > free_bytes(x.q.device) // 2
+
+    def pick(name: str, y: Tensor) -> Tensor:
+        if not last_heads:
+            return y
+        heads = y[-1:, -(1 if name in ("k", "v", "dk", "dv") else group) :]
+        return heads[:, :, -LAST_QUERIES:] if few and name in ("q", "o", "do") else heads
+
+    def expected() -> dict[str, Expected]:
+        part: dict[str, Any] = {name: pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
+        part["dlse"] = x.dlse if x.dlse.numel() else part["q"].new_zeros(part["q"].shape[:3], dtype=x.dlse.dtype)
+        found = testing.expected(x._replace(**part), use)
+        kept = {"o"} if few else set(found) - (set() if "lse" in use else {"lse"})
+        return {name: wanted for name, wanted in found.items() if name in kept}
+
+    douts = {"o": x.do, "lse": x.dlse}
+    return Problem(x, leaves, {name: douts[name] for name in use}, expected, pick=pick)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return 8 << 30
+
+
+def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
+    return lambda x: flash_attention(x.q, x.k, x.v, causal=x.causal, backend=backend)
+
+
+def attend_fully(backend: str) -> Callable[[testing.Inputs], tuple[Tensor, Tensor]] | None:
+    if backend in ("sdpa", "flash_attn", "auto"):  # no gradient of lse; what auto chooses is gated under its name
+        return None
+    return lambda x: flash_attention_with_lse(x.q, x.k, x.v, causal=x.causal, backend=backend)
+
+
+def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
+    B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
+    grad = bool(case.get("grad", True))
+    right = 0 if case["causal"] else None
+    return FlashSpec(B, H, H_KV, N, N, D, E, dtype_of(case), device, D**-0.5, right=right, needs_grad=grad)
+
+
+def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
+    if backend == "auto":
+        return None
+    return dispatch.reasons("flash", spec(case, device)).get(backend, "there is no such backend")
+
+
+def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
+    kernel = dispatch.pick("flash", spec(case, device), backend)
+    return kernel.name if kernel.detail is None else f"{kernel.name} ({kernel.detail(spec(case, device))})"
+
+
+def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
+    if backend != "triton":
+        return []
+    from fulmen.flash import triton as module
+    from fulmen.flash.op import Residuals
+
+    make = functools.partial(torch.empty, dtype=dtype_of(case), device="meta")
+    q, k, v, o = (make(shape) for shape in shapes(case))
+    lse = torch.empty(q.shape[:3], device="meta")
+    call, x = spec(case, q.device)._replace(with_lse=fully), Residuals(q, k, v)
+    forward = [module.forward_launch(call, hw, x, o, lse if call.wants_lse else None)] if pass_ != "backward" else []
+    if pass_ == "forward" or not call.needs_grad:
+        return forward
+    heads = module.heads_summed(call, hw)
+    kind = torch.float32 if heads < call.group else q.dtype
+    dk, dv = (torch.empty(t.shape[0], call.H // heads, *t.shape[2:], dtype=kind, device="meta") for t in (k, v))
+    y = module.Backward(o, lse, o, lse if fully else None, lse, q, dk, dv)
+    return forward + module.backward_launches(call, hw, x, y)
+
+
+def floors(case: dict[str, Any]) -> dict[str, int]:
+    q, k, v, o = shapes(case)
+    dtype = dtype_of(case)
+    given = size_of(dtype, q, k, v)
+    return {"inputs": given, "output": size_of(dtype, o), "gradients": given}

@@ -1,0 +1,131 @@
+"""Lightning attention as the benchmark sees it; see the package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulmen import decay, dispatch, hardware
+from fulmen.bench.adapters import dtype_of, normal, size_of, small_case
+from fulmen.bench.gate import Problem
+from fulmen.lightning.op import LightningSpec, lightning_attention, lightning_attention_with_state
+from fulmen.testing import lightning as testing
+
+KEYS: dict[str, Any] = {
+    "B": 1, "H": 8, "H_KV": None, "N": 1024, "D": 64, "E": None, "dtype": "auto", "causal": True, "decay": True,
+}  # fmt: skip
+ROWS = 2048  # of the attention matrix that are written out at a time to check the timed shape
+
+
+def complete(case: dict[str, Any]) -> dict[str, Any]:
+    done = KEYS | case
+    if not done["causal"]:
+        raise ValueError("lightning attention is causal")
+    return done | {"H_KV": done["H_KV"] or done["H"], "E": done["E"] or done["D"]}
+
+
+def function(case: dict[str, Any]) -> str:
+    return "causal linear attention with decay" if case["decay"] else "causal linear attention"
+
+
+def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Of q, k, v and o."""
+    B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
+    return (B, H, N, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N, E)
+
+
+def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = dtype_of(case)
+    q, k, v, do = (normal(shape, dtype, generator) for shape in shapes(case))
+    slopes = decay.alibi(case["H"]).to(device) if case["decay"] else None
+    x = testing.Inputs(q, k, v, slopes, 1.0, None, None, do, q.new_zeros(0))
+    return as_problem(x, ("o",), last_heads=True)
+
+
+def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
+    case = small_case(case)
+    x = testing.inputs(
+        case["B"], case["H"], case["N"], case["D"], E=case["E"], H_KV=case["H_KV"], dtype=dtype_of(case), device=device,
+        decay=decay.alibi(case["H"]).to(device) if case["decay"] else None, initial_state=fully, seed=seed,
+    )  # fmt: skip
+    return as_problem(x, ("o", "state") if fully else ("o",))
+
+
+def as_problem(x: testing.Inputs, use: tuple[str, ...], last_heads: bool = False) -> Problem:
+    names = ["q", "k", "v"] + (["initial_state"] if x.initial_state is not None else [])
+    leaves = {name: getattr(x, name).requires_grad_() for name in names}
+    x = x._replace(**leaves)
+    group = x.q.shape[1] // x.k.shape[1]
+
+    def pick(name: str, y: Tensor) -> Tensor:
+        return y[-1:, -(1 if name in ("k", "v", "dk", "dv") else group) :] if last_heads else y
+
+    def expected() -> dict[str, Any]:
+        part: dict[str, Any] = {name: pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
+        if last_heads:
+            s = None if x.decay is None else x.decay[-group:]
+            found = testing.expected(x._replace(**part, decay=s), use, rows=ROWS)
+        else:
+            found = testing.expected(x, use)
+        renamed = {"dinitial": "dinitial_state"}
+        return {renamed.get(name, name): wanted for name, wanted in found.items()}
+
+    douts = {"o": x.do, "state": x.dstate}
+    constants = {} if x.decay is None else {"decay": x.decay}
+    return Problem(x, leaves, {name: douts[name] for name in use}, expected, constants, pick)
+
+
+def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
+    return lambda x: lightning_attention(x.q, x.k, x.v, x.decay, **x.options(), backend=backend)
+
+
+def attend_fully(backend: str) -> Callable[[testing.Inputs], tuple[Tensor, Tensor]]:
+    return lambda x: lightning_attention_with_state(x.q, x.k, x.v, x.decay, **x.options(), backend=backend)
+
+
+def spec(case: dict[str, Any], device: torch.device) -> LightningSpec:
+    B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
+    return LightningSpec(B, H, H_KV, N, D, E, dtype_of(case), device, has_decay=case["decay"])
+
+
+def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
+    return (
+        None if backend == "auto" else dispatch.reasons("lightning", spec(case, device)).get(backend, "no such backend")
+    )
+
+
+def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
+    return dispatch.pick("lightning", spec(case, device), backend).name
+
+
+def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
+    if not backend.startswith("triton"):
+        return []
+    import importlib
+
+    from fulmen.lightning.op import Residuals, empty_states
+    from fulmen.lightning.triton import Gradients
+
+    module = importlib.import_module(f"fulmen.lightning.{backend}")
+    make = functools.partial(torch.empty, dtype=dtype_of(case), device="meta")
+    q, k, v, o = (make(shape) for shape in shapes(case))
+    slopes = torch.empty(case["H"], device="meta") if case["decay"] else None
+    state = empty_states(q, case["B"], case["E"]) if fully else None
+    call = spec(case, q.device)._replace(has_initial_state=fully, with_final_state=fully)
+    x = Residuals(q, k, v, slopes, state, None)
+    forward = module.forward_launches(call, hw, x, o, state) if pass_ != "backward" else []
+    if pass_ == "forward":
+        return forward
+    return forward + module.backward_launches(call, hw, x, o, state, Gradients.empty(call, x), state)
+
+
+def floors(case: dict[str, Any]) -> dict[str, int]:
+    q, k, v, o = shapes(case)
+    dtype = dtype_of(case)
+    given = size_of(dtype, q, k, v)
+    return {"inputs": given + 4 * case["H"] * case["decay"], "output": size_of(dtype, o), "gradients": given}

@@ -1,0 +1,178 @@
+"""`fulmen bench ...`. Commands import what they need when they run: asking for help must not wait for torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+RESULTS = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def fail(error: object) -> NoReturn:
+    raise click.ClickException(str(error)) from None
+
+
+@click.group()
+def bench() -> None:
+    """Measure attention kernels: proved right first, timed, and checked against physics."""
+
+
+@bench.command()
+@click.argument("suites", nargs=-1)
+@click.option("--device", help="cpu, cuda or cuda:1; the GPU if there is one.")
+@click.option("--dtype", help="bf16, fp16, fp32 or fp64, in place of the suite's.")
+@click.option("--backend", "backends", multiple=True, help="Ours to measure; repeat for several, 'none' for none.")
+@click.option("--baseline", "baselines", multiple=True, help="Others to measure; repeat for several, 'none' for none.")
+@click.option("--pass", "passes", multiple=True, type=click.Choice(["forward", "backward", "total"]), help="Only this.")
+@click.option("--shape", "shapes", multiple=True, help="Cases with N=2048,D=64; made where the suite has none.")
+@click.option("--seconds", type=click.FloatRange(min=0), help="Sampling time of a cell, at most.")
+@click.option("--seed", type=int, help="Of the random inputs; drawn anew without it.")
+@click.option("--kernels", is_flag=True, help="Record which kernels ran; the profiler slows what comes after.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
+@click.option("--resume", is_flag=True, help="Go on with the file --out.")
+@click.option("--base", metavar="GITREF", help="Measure the kernels of that commit in turns with these.")
+def run(
+    suites: tuple[str, ...], out: Path | None, resume: bool, base: str | None, **options: Any,
+) -> None:  # fmt: skip
+    """Measure SUITES (quick, if none is named); see `fulmen bench list`."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its remarks would tear the table
+    from rich.console import Console
+
+    from fulmen.bench import live, runner, schema
+    from fulmen.bench.cases import BadSuite
+
+    choice = runner.Choice(suites or ("quick",), **options)
+    out = out or runner.default_out(choice.suites)
+    console = Console()
+    try:
+        with live.Screen(console) as screen:
+            if base is None:
+                runner.run(choice, out, resume=resume, watcher=screen)
+            else:
+                _against(base, choice, out, resume, screen)
+    except (runner.BadRun, BadSuite, schema.BadResults) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; what is done is in {out}, and the same command with --resume goes on")
+        raise SystemExit(130) from None
+    console.print(f"results: {out}")
+    if base is not None:
+        _show_comparison(out.with_suffix(".base.jsonl"), out, console)
+    else:
+        console.print(f"a report: fulmen bench report {out} --out report")
+
+
+def _against(ref: str, choice: Any, out: Path, resume: bool, screen: Any) -> None:
+    from dataclasses import replace
+
+    from fulmen.bench import runner
+    from fulmen.bench.base import Base
+
+    other = out.with_suffix(".base.jsonl")
+    if other.exists() or resume:
+        fail(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
+    choice = replace(choice, seed=choice.seed if choice.seed is not None else 1)  # the same inputs on both sides
+    screen.say(f"checking out {ref}")
+    with Base(ref, choice, other) as base:
+        runner.run(choice, out, watcher=screen, other=base)
+
+
+def _show_comparison(a: Path, b: Path, console: Any) -> None:
+    from fulmen.bench import schema
+
+    try:
+        from fulmen.bench import comparing
+    except ImportError:
+        console.print(f"compare: fulmen bench compare {a} {b}")
+        return
+    comparing.render(comparing.compare(schema.read([a]), schema.read([b])), console)
+
+
+@bench.command(name="list")
+def list_() -> None:
+    """The suites with their cases, our backends, and the baselines with what keeps them away."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from fulmen.bench import cases
+
+    console = Console()
+    table = Table("suite", "cases", "what it measures", title="suites")
+    for name in cases.names():
+        table.add_row(name, str(len(cases.read(name))), escape(cases.description(name)))
+    console.print(table)
+    import torch
+
+    from fulmen import dispatch
+    from fulmen.bench import adapters, baselines
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table = Table("name", "computes", "here", title=f"competitors on {device}")
+    for op in adapters.ops():
+        for name, reason in dispatch.report(op, device):
+            table.add_row(f"fulmen {name}", op, "yes" if reason is None else f"[yellow]no[/]: {escape(reason)}")
+    for name in baselines.names():
+        module = baselines.of(name)
+        case = adapters.of(module.COMPUTES).complete({"dtype": "bfloat16"})
+        reason = module.refuses(case, device)
+        table.add_row(name, module.COMPUTES, "yes" if reason is None else f"[yellow]no[/]: {escape(reason)}")
+    console.print(table)
+
+
+@bench.command()
+@click.argument("results", nargs=-1, required=True, type=RESULTS)
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="A folder.")
+def report(results: tuple[Path, ...], out: Path) -> None:
+    """Write report.html, report.md, results.csv and plots from RESULTS."""
+    from fulmen.bench import schema
+
+    try:
+        from fulmen.bench.report import write
+    except ImportError as error:
+        fail(f"the report needs more than the measurement: {error}; pip install 'fulmen[bench]'")
+    try:
+        for path in write(schema.read(results), out):
+            click.echo(path)
+    except schema.BadResults as error:
+        fail(error)
+
+
+@bench.command()
+@click.argument("a", type=RESULTS)
+@click.argument("b", type=RESULTS)
+@click.option("--fail-on", metavar="slower:5%", help="Exit with 1 if B is slower by this, 'missing' or 'broken'.")
+def compare(a: Path, b: Path, fail_on: str | None) -> None:
+    """B against A, cell by cell: FASTER, SLOWER, SAME, INCONCLUSIVE or INCOMPARABLE."""
+    from rich.console import Console
+
+    from fulmen.bench import comparing, schema
+
+    try:
+        rule = None if fail_on is None else comparing.parse_fail_on(fail_on)
+        verdicts = comparing.compare(schema.read([a]), schema.read([b]))
+    except (schema.BadResults, ValueError) as error:
+        fail(error)
+    comparing.render(verdicts, Console())
+    failed = comparing.failures(verdicts, rule)
+    if failed:
+        fail(f"{len(failed)} cells fail --fail-on {fail_on}")
+
+
+@bench.command()
+@click.argument("file", type=RESULTS)
+@click.option("--map", "map_path", type=RESULTS, help="TOML that says which columns are the GPU, the shape, the times.")
+def audit(file: Path, map_path: Path | None) -> None:
+    """Check published numbers (CSV, JSON lines or a Markdown table) against physics."""
+    from rich.console import Console
+
+    from fulmen.bench import published, schema
+
+    try:
+        findings = published.audit_file(file, map_path)
+    except (schema.BadResults, ValueError, OSError) as error:
+        fail(error)
+    published.render(findings, Console())

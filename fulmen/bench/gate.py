@@ -1,0 +1,280 @@
+"""The gate: what is timed is proved right first, and its timed results are looked at again.
+
+A `Problem` is one set of arguments with everything that must come out. An implementation is called on it with every
+allocation filled with NaN, twice with other values in the same memory; its results and its complete set of gradients
+are compared with fp64 under the derived tolerance of `fulmen.testing`; and its arguments must be as they were. What
+fails says which tensor it was, and gets no time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulmen.testing import NORMS, Expected
+
+Attend = Callable[[Any], Any]  # a problem's arguments -> its first output, or several
+
+
+class Wrong(Exception):
+    """An implementation does not compute what it says: `str` begins with the name of the tensor."""
+
+    def __init__(self, why: str, correctness: dict[str, dict[str, Any]] | None = None) -> None:
+        super().__init__(why)
+        self.correctness = correctness or {}
+
+
+def whole(name: str, x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass
+class Problem:
+    """One set of arguments: what goes in, what comes back to it, and what is right.
+
+    x          what an implementation is called with
+    leaves     the tensors in it whose gradients count, by name; they ask for gradients
+    douts      what comes back to each output, by the output's name, in order; random and contiguous
+    constants  the other tensors in it
+    expected   what must come out, by name: outputs, and "d" + a leaf's name for its gradient
+    pick       the part of a result that `expected` speaks of: at the sizes that are timed, a few heads
+    """
+
+    x: Any
+    leaves: dict[str, Tensor]
+    douts: dict[str, Tensor]
+    expected: Callable[[], dict[str, Expected]]
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    pick: Callable[[str, Tensor], Tensor] = whole
+
+    def __post_init__(self) -> None:
+        self.expected = functools.lru_cache(maxsize=1)(self.expected)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.leaves | self.constants | {f"d{name}": dout for name, dout in self.douts.items()}
+
+    def bytes(self) -> int:
+        """Of everything that is read, and of what is written in return: outputs and gradients."""
+        every = [*self.leaves.values(), *self.constants.values(), *self.douts.values()]
+        return sum(t.numel() * t.element_size() for t in [*every, *self.leaves.values(), *self.douts.values()])
+
+
+def exchange(a: Problem, b: Problem) -> None:
+    """Swaps the values of two problems of the same shape, in place and past autograd's counters.
+
+    Whoever remembers results by address, identity or version gives the other problem's from now on.
+    """
+    a.expected(), b.expected()  # of the values as they are
+    with torch.no_grad():
+        for name, x in a.tensors().items():
+            y = b.tensors()[name]
+            kept = x.data.clone()
+            x.data.copy_(y.data)
+            y.data.copy_(kept)
+    a.expected, b.expected = b.expected, a.expected
+
+
+# ------------------------------------------------------------------------------------------- one evaluation
+
+
+def outputs_of(problem: Problem, attend: Attend) -> dict[str, Tensor]:
+    """The named outputs of one call."""
+    given = attend(problem.x)
+    outs = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if len(outs) < len(problem.douts):
+        raise Wrong(f"{list(problem.douts)[len(outs)]}: not returned, the call gave {len(outs)} results")
+    named = dict(zip(problem.douts, outs, strict=False))
+    for name, y in named.items():
+        if type(y) is not Tensor:
+            raise Wrong(f"{name}: is a {type(y).__name__}, must be a torch.Tensor")
+        if y.shape != problem.douts[name].shape:
+            raise Wrong(f"{name}: has shape {tuple(y.shape)}, must be {tuple(problem.douts[name].shape)}")
+        if y.dtype != problem.douts[name].dtype:
+            raise Wrong(f"{name}: is {y.dtype}, must be {problem.douts[name].dtype}")
+    return named
+
+
+def gradients_of(problem: Problem, outs: dict[str, Tensor], retain_graph: bool = False) -> dict[str, Tensor]:
+    """The gradient of every leaf; one that is missing is wrong."""
+    for name, y in outs.items():
+        if not y.requires_grad:
+            raise Wrong(f"{name}: is cut off from {', '.join(problem.leaves)}: there is no backward")
+    found = torch.autograd.grad(
+        list(outs.values()), list(problem.leaves.values()), [problem.douts[n] for n in outs],
+        retain_graph=retain_graph, allow_unused=True,
+    )  # fmt: skip
+    grads: dict[str, Tensor] = {}
+    for (name, leaf), grad in zip(problem.leaves.items(), found, strict=True):
+        if grad is None:
+            raise Wrong(f"d{name}: no gradient comes back to {name}")
+        if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
+            raise Wrong(f"d{name}: is {tuple(grad.shape)} {grad.dtype}, must be {tuple(leaf.shape)} {leaf.dtype}")
+        grads[f"d{name}"] = grad
+    return grads
+
+
+def compare(problem: Problem, results: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Each result against what is expected: relative error and bound in the 2-norm, the largest difference, ok.
+
+    Raises Wrong, with all of this, at the first tensor that is not.
+    """
+    wanted = problem.expected()
+    report: dict[str, dict[str, Any]] = {}
+    first = ""
+    for name, value in results.items():
+        if name not in wanted:
+            continue
+        why, report[name] = _closeness(problem.pick(name, value.detach()), wanted[name])
+        if why and not first:
+            first = f"{name}: {why}"
+    if first:
+        raise Wrong(first, report)
+    return report
+
+
+def _closeness(actual: Tensor, wanted: Expected) -> tuple[str, dict[str, Any]]:
+    blind = wanted.exact == -torch.inf  # only lse has these
+    if bool(blind.any()):
+        if not torch.equal(actual == -torch.inf, blind):
+            return "-inf where a row sees keys, or not where it sees none", {"ok": False}
+        clean = {n: getattr(wanted, n).masked_fill(blind, 0.0) for n in ("low", "exact")}
+        actual, wanted = actual.masked_fill(blind, 0.0), wanted._replace(**clean)
+    if not wanted.exact.numel():
+        return "", {"error": 0.0, "bound": 0.0, "max_abs": 0.0, "ok": True}
+    bad = int((~actual.isfinite()).sum())
+    if bad:
+        return f"not finite in {bad} of {actual.numel()} elements", {"ok": False, "not_finite": bad}
+    difference = actual.double() - wanted.exact
+    size = float(torch.linalg.vector_norm(wanted.exact)) or 1.0
+    row: dict[str, Any] = {"ok": True}
+    why = ""
+    for norm, order in NORMS:
+        got, bound = float(torch.linalg.vector_norm(difference, order)), wanted.bound(order, actual.dtype)
+        if order == 2:
+            row |= {"error": got / size, "bound": bound / size}
+        else:
+            row |= {"max_abs": got, "max_abs_bound": bound}
+        if not got <= bound and not why:
+            flat = int(difference.abs().argmax())
+            at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
+            why = (
+                f"{norm} error {got:.3e} > {bound:.3e}; at {at}: {float(actual[at]):.6g}, "
+                f"exact {float(wanted.exact[at]):.6g}"
+            )
+    scale, margin = _scale(difference, wanted.exact, row["bound"], actual.dtype)
+    if not why and abs(scale) > margin:
+        why = f"all of it is {1 + scale:.5f} times what it must be, and only {margin:.1e} off could be rounding"
+    row["ok"] = not why
+    return why, row
+
+
+def _scale(difference: Tensor, exact: Tensor, bound: float, dtype: torch.dtype) -> tuple[float, float]:
+    """By which factor, less 1, a result is too large as a whole, and how much of that rounding explains.
+
+    The bounds above let a bf16 result pass that is 1 % too large everywhere. Rounding errors have no such direction:
+    those of different rows are independent, so their mean goes down with the square root of the rows.
+    """
+    square = float(exact.square().sum())
+    if not square:
+        return 0.0, 0.0
+    rows = exact.numel() // exact.shape[-1] if exact.ndim else 1
+    margin = 4 * bound / math.sqrt(max(rows, 1)) + torch.finfo(dtype).eps / 4
+    return float((difference * exact).sum()) / square, margin
+
+
+# ------------------------------------------------------------------------------------------------ the gate
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory comes filled with NaN (integers: their maximum), so that an element nobody wrote is seen.
+
+    PyTorch's own switch, which reaches allocations made in C++, too. It is armed by deterministic mode, whose remarks
+    about other operations are not for the reader of a benchmark.
+    """
+    switch: Any = torch.utils.deterministic
+    fill, mode = switch.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        switch.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            switch.fill_uninitialized_memory = fill
+
+
+def poison_free_memory(device: torch.device, size: int) -> None:
+    """Leaves NaN in the blocks that the next allocations get."""
+    if device.type == "cuda" and size:
+        free, _ = torch.cuda.mem_get_info(device)
+        torch.full((max(1, min(size, free // 4) // 4),), math.nan, device=device)
+
+
+@contextmanager
+def unchanged(problem: Problem) -> Iterator[None]:
+    before = {name: x.detach().clone() for name, x in problem.tensors().items()}
+    try:
+        yield
+    finally:  # it is the first thing to say, whatever else is wrong
+        for name, x in problem.tensors().items():
+            if not torch.equal(x.detach(), before[name]):
+                x.data.copy_(before[name])
+                raise Wrong(f"{name}: the call changed its argument")
+
+
+def evaluate(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, dict[str, Any]]:
+    """One call under poison, all of it compared."""
+    with unchanged(problem):
+        try:
+            with poisoned():
+                return _evaluate(problem, attend, backward)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):  # torch's SDPA, pinned to a kernel that is not deterministic
+                raise
+        poison_free_memory(next(iter(problem.leaves.values())).device, 2 * problem.bytes())
+        return _evaluate(problem, attend, backward)
+
+
+def _evaluate(problem: Problem, attend: Attend, backward: bool) -> dict[str, dict[str, Any]]:
+    if not backward:
+        with torch.no_grad():
+            return compare(problem, outputs_of(problem, attend))
+    outs = outputs_of(problem, attend)
+    return compare(problem, outs | gradients_of(problem, outs))
+
+
+def gate(problems: Sequence[Problem], attend: Attend, backward: bool = True) -> dict[str, dict[str, Any]]:
+    """Every problem once, then, where two have one shape, once more with their values exchanged.
+
+    Returns the largest share of its bound that each tensor reached, with what it was; raises Wrong.
+    """
+    worst: dict[str, dict[str, Any]] = {}
+
+    def note(report: dict[str, dict[str, Any]]) -> None:
+        for name, row in report.items():
+            old = worst.get(name)
+            if old is None or row["error"] * max(old["bound"], 1e-300) > old["error"] * max(row["bound"], 1e-300):
+                worst[name] = row
+
+    for problem in problems:
+        note(evaluate(problem, attend, backward))
+    for a, b in itertools.pairwise(problems):
+        if all(x.shape == b.tensors()[n].shape for n, x in a.tensors().items()):
+            exchange(a, b)
+            try:
+                note(evaluate(a, attend, backward))
+                note(evaluate(b, attend, backward))
+            finally:
+                exchange(a, b)
+    return worst

@@ -1,0 +1,81 @@
+"""Compiles the Triton kernels that a run will need, on all cores, before it measures: one by one it would take minutes.
+
+Binaries go to Triton's cache on disk, where the run finds them. No GPU is used, and what cannot be compiled here is
+left to the run, which will say why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+from fulmen import hardware
+from fulmen.bench import adapters
+from fulmen.bench.competitors import OURS, Competitor
+
+WORKERS = 14
+
+
+class Job(NamedTuple):
+    op: str
+    case: dict[str, Any]
+    backend: str
+    fully: bool
+
+    def bucket(self) -> str:
+        """Jobs of one bucket share most of their kernels, so one process does them."""
+        rest = {k: v for k, v in self.case.items() if k not in ("B", "H", "H_KV", "N")}
+        group = self.case["H"] // self.case["H_KV"]
+        return repr((self.op, sorted(rest.items(), key=str), group, self.case["N"] % 16 == 0, self.backend, self.fully))
+
+
+def jobs_of(plans: Sequence[tuple[Any, Sequence[Competitor]]]) -> list[Job]:
+    found: list[Job] = []
+    for plan, who in plans:
+        for competitor in who:
+            if (
+                not competitor.name.startswith(OURS)
+                or competitor.refusal
+                or not competitor.backend.startswith("triton")
+            ):
+                continue
+            small = adapters.small_case(plan.case)
+            kinds = [(plan.case, False), (small, False), *([(small, True)] if competitor.fully else [])]
+            found += [Job(competitor.op, case, competitor.backend, fully) for case, fully in kinds]
+    return [job for i, job in enumerate(found) if job not in found[:i]]
+
+
+def compile_some(jobs: Sequence[Job], hw: hardware.Hardware) -> int:
+    """In a process of its own."""
+    from fulmen.bench import resources
+
+    done = 0
+    for job in jobs:
+        with contextlib.suppress(Exception):
+            for launch in adapters.of(job.op).launches(job.case, hw, job.backend, "total", job.fully):
+                resources.compiled(launch, hw.arch)
+                done += 1
+    return done
+
+
+def precompile(
+    plans: Sequence[tuple[Any, Sequence[Competitor]]], hw: hardware.Hardware, workers: int | None = None
+) -> int:
+    """How many launches were compiled or found compiled."""
+    buckets: dict[str, list[Job]] = {}
+    for job in jobs_of(plans):
+        buckets.setdefault(job.bucket(), []).append(job)
+    count = min(workers or min(os.cpu_count() or 1, WORKERS), len(buckets))
+    if count < 2:
+        return 0
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        return sum(pool.map(compile_some, buckets.values(), [hw] * len(buckets)))
+    except (OSError, RuntimeError):  # no processes to be had: the run compiles for itself
+        return 0
+    finally:
+        pool.shutdown(cancel_futures=True)

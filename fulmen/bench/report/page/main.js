@@ -1,0 +1,62 @@
+// Draws the page, and draws again when a choice, the width or the theme changes.
+
+function redraw() {
+  const focused = document.activeElement && document.activeElement.id, radio = document.activeElement && document.activeElement.name;
+  hideTip();
+  drawControls();
+  drawHeat();
+  drawScaling();
+  drawRoofline();
+  drawMemory();
+  drawTable();
+  const again = (focused && $(focused)) || (radio && document.querySelector(`input[name="${CSS.escape(radio)}"]:checked`));
+  if (again) again.focus({ preventScroll: true });
+}
+function setupTheme() {
+  const names = ["as the system", "light", "dark"];
+  let at = 0;
+  $("theme").addEventListener("click", () => {
+    at = (at + 1) % 3;
+    document.documentElement.dataset.theme = ["", "light", "dark"][at];
+    put($("theme"), `Theme: ${names[at]}`);
+  });
+}
+function openLinked() {
+  const match = /^#row=([0-9a-f]+)$/.exec(location.hash);
+  const row = match && (LIVE.find((one) => one.hash === match[1]) || ROWS.find((one) => one.hash === match[1]));
+  if (row && row !== openRow) openDrawer(row);
+}
+function start() {
+  drawVerdict();
+  drawEnvironment();
+  drawCorrectness();
+  drawGlossary();
+  drawFilters();
+  setupCompare();
+  setupTheme();
+  redraw();
+  $("more").addEventListener("click", () => { shownRows = Infinity; drawTable(); $("table").focus({ preventScroll: true }); });
+  addEventListener("hashchange", openLinked);
+  for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip, { passive: true }); // not "scroll": focus scrolls, too
+  addEventListener("keydown", (event) => {
+    if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || drawer.open) return;
+    event.preventDefault();
+    $("filter-search").focus();
+  });
+  let width = innerWidth, timer = 0;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    clearTimeout(timer);
+    timer = setTimeout(() => { drawScaling(); drawRoofline(); drawMemory(); }, 120);
+  });
+  openLinked();
+  document.documentElement.dataset.ready = "yes";
+}
+start();
+} catch (problem) { // of the try that html.py opens before the first script
+  const trouble = document.getElementById("trouble");
+  trouble.hidden = false;
+  trouble.textContent = `This report could not be drawn completely: ${problem.message}. report.md beside it holds the same numbers.`;
+  console.error(problem);
+}

@@ -1,0 +1,231 @@
+"""Clocks: how long one call takes on a GPU or a CPU, with cold or hot caches, and what many such samples say.
+
+A sample on a GPU: the L2 cache is overwritten, a spacer kernel keeps the device busy while the host queues everything,
+two events bracket the call. On a CPU: the last-level cache is overwritten, then the wall clock. Whatever measures time
+is bound here, when this module is imported, which is before any competitor is: see `intact`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from fulmen import hardware
+
+_CLOCKS: list[tuple[Any, str]] = [
+    *((time, name) for name in ("perf_counter_ns", "perf_counter", "time")),
+    *((torch.cuda, name) for name in ("Event", "synchronize")),
+    *((torch.cuda.Event, name) for name in ("record", "elapsed_time", "synchronize")),
+]
+_BOUND = [getattr(owner, name) for owner, name in _CLOCKS]
+_now = time.perf_counter_ns
+_Event = torch.cuda.Event
+_synchronize = torch.cuda.synchronize
+
+OUTLIER = 3.5  # modified z-score
+CPU_CACHE_LIMIT = 64 << 20  # no more than this is overwritten: a server's L3 is shared by cores we do not have
+Work = Callable[[], Any]
+
+
+def intact() -> str | None:
+    """None, or which clock somebody replaced since this module was imported. We keep using the true ones."""
+    for (owner, name), true in zip(_CLOCKS, _BOUND, strict=True):
+        if getattr(owner, name) is not true:
+            return f"{owner.__name__}.{name} was replaced while it ran"
+    if (_now, _Event, _synchronize) != (_BOUND[0], _BOUND[3], _BOUND[4]):
+        return "the benchmark's own clock was replaced while it ran"
+    return None
+
+
+def repair() -> None:
+    """Puts the true clocks back, for whoever is measured next."""
+    global _now, _Event, _synchronize
+    for (owner, name), true in zip(_CLOCKS, _BOUND, strict=True):
+        setattr(owner, name, true)
+    _now, _Event, _synchronize = _BOUND[0], _BOUND[3], _BOUND[4]
+
+
+class Sample(NamedTuple):
+    ms: float
+    clock_mhz: float | None
+    result: Any
+
+
+class Timer:
+    """Takes samples on one device. `clock_mhz`: asks for the SM clock, while the device works; None: nobody can."""
+
+    def __init__(self, device: torch.device, clock_mhz: Callable[[], float | None] | None = None) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.clock_mhz = clock_mhz
+        self.l2_bytes = hardware.of(device).l2_bytes if self.cuda else cpu_cache_bytes()
+        self.cache = torch.empty(2 * self.l2_bytes, dtype=torch.int8, device=device)
+        self.cycles_per_ms = self._calibrate() if self.cuda else 0.0
+
+    def _calibrate(self) -> float:
+        """Cycles that `torch.cuda._sleep` counts in a millisecond."""
+        cycles = 2_000_000
+        torch.cuda._sleep(cycles)
+        start, end = _Event(enable_timing=True), _Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        return cycles / max(start.elapsed_time(end), 1e-3)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            _synchronize(self.device)
+
+    def sample(self, work: Work, *, cold: bool = True, spacer_ms: float = 0.1) -> Sample:
+        """One call. `spacer_ms`: how long the host may take to queue it without being seen in the time."""
+        if not self.cuda:
+            if cold:
+                self.cache.zero_()
+            begin = _now()
+            result = work()
+            return Sample((_now() - begin) * 1e-6, None, result)
+        start, end = _Event(enable_timing=True), _Event(enable_timing=True)
+        if cold:
+            self.cache.zero_()
+        torch.cuda._sleep(int(spacer_ms * self.cycles_per_ms))
+        start.record()
+        result = work()
+        end.record()
+        clock = self.clock_mhz() if self.clock_mhz is not None else None  # while the device works
+        end.synchronize()
+        return Sample(start.elapsed_time(end), clock, result)
+
+    def wall(self, work: Work) -> tuple[float, float, float]:
+        """Milliseconds of one call: until it returns, until its stream is done, until the whole device is."""
+        self.synchronize()
+        begin = _now()
+        result = work()
+        returned = _now()
+        if self.cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+        stream = _now()
+        self.synchronize()
+        done = _now()
+        del result
+        return (returned - begin) * 1e-6, (stream - begin) * 1e-6, (done - begin) * 1e-6
+
+    def overhead_ms(self) -> float:
+        """What two events around nothing say."""
+        return median(self.sample(lambda: None, cold=False, spacer_ms=0.02).ms for _ in range(200))
+
+
+def cpu_cache_bytes() -> int:
+    """The last-level cache of this CPU, at most CPU_CACHE_LIMIT; 32 MiB where nobody says."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        digits = text.rstrip("KMG")
+        if digits.isdigit():
+            sizes.append(int(digits) * unit)
+    return min(max(sizes, default=32 << 20), CPU_CACHE_LIMIT // 2)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+# --------------------------------------------------------------------------------------- graph replay
+
+
+def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, cold: bool = True) -> float | None:
+    """Device time of a call without the host: captured as a CUDA graph and replayed. None: cannot be captured.
+
+    `prepare` is called on the capturing stream and returns what is captured: autograd runs a backward on the stream of
+    its forward.
+    """
+    if not timer.cuda:
+        return None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(timer.device)
+    try:
+        stream.wait_stream(torch.cuda.current_stream(timer.device))
+        with torch.cuda.stream(stream):
+            work = prepare()
+            work()
+            stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            result = work()
+        first = timer.sample(graph.replay, cold=cold).ms
+        count = max(3, min(20, int(1e3 * seconds / max(first, 1e-3))))
+        times = [timer.sample(graph.replay, cold=cold).ms for _ in range(count)]
+        del result
+        return median(times)
+    except torch.OutOfMemoryError:
+        return None
+    except RuntimeError:  # not capturable: it synchronises, or allocates outside
+        return None
+    finally:
+        _synchronize(timer.device)
+        torch.cuda.current_stream(timer.device).wait_stream(stream)
+        del graph
+
+
+def kernel_names(timer: Timer, work: Work) -> list[str]:
+    """What the device ran for one call, in order, by torch's profiler; empty on a CPU or where it cannot say."""
+    if not timer.cuda:
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            work()
+            _synchronize(timer.device)
+        events = [e for e in seen.events() or [] if e.device_type.name == "CUDA"]
+    except RuntimeError:  # another profiler holds the counters
+        return []
+    return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
+
+
+# ---------------------------------------------------------------------------------------- statistics
+
+
+def interval(samples: Sequence[float], resamples: int = 400) -> tuple[float, float]:
+    """95 % bootstrap interval of the median."""
+    x = numpy.asarray(samples)
+    if len(x) < 3:
+        return float(x.min()), float(x.max())
+    drawn = numpy.random.default_rng(len(x)).choice(x, (resamples, len(x)))
+    low, high = numpy.percentile(numpy.median(drawn, axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def half_width(samples: Sequence[float]) -> float:
+    """Half the interval, as a share of the median."""
+    low, high = interval(samples, resamples=200)
+    middle = median(samples)
+    return (high - low) / 2 / middle if middle > 0 else math.inf
+
+
+def summary(samples: Sequence[float], stop: str) -> dict[str, Any]:
+    """What a cell says of its samples; all of them stay beside it, and none is left out here."""
+    x = numpy.asarray(samples)
+    middle, (low, high) = float(numpy.median(x)), interval(samples)
+    mad = float(numpy.median(numpy.abs(x - middle)))
+    far = numpy.abs(x - middle) * 0.6745 > OUTLIER * mad if mad > 0 else numpy.zeros(len(x), bool)
+    p20, p80 = (float(p) for p in numpy.percentile(x, [20, 80]))
+    return {
+        "median": middle, "low": low, "high": high, "p20": p20, "p80": p80, "min": float(x.min()), "mad": mad,
+        "n": len(x), "outliers": int(far.sum()), "stop": stop,
+    }  # fmt: skip

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulmen import dispatch
+from fulmen.bench import adapters, gate
+
+CPU = torch.device("cpu")
+CASE = {"B": 2, "H": 4, "H_KV": 2, "N": 40, "D": 16, "dtype": "float32"}
+
+
+@pytest.fixture(params=["lightning", "flash"])
+def adapter(request: pytest.FixtureRequest):
+    return adapters.of(request.param)
+
+
+@pytest.mark.parametrize("fully", [False, True])
+def test_every_result_and_gradient_is_compared(adapter, fully: bool) -> None:
+    case = adapter.complete(CASE)
+    attend = (adapter.attend_fully if fully else adapter.attend)("eager")
+    report = gate.gate([adapter.small(case, CPU, seed, fully) for seed in (1, 2)], attend)
+    assert set(report) >= {"o", "dq", "dk", "dv"}
+    if fully:
+        assert set(report) >= ({"state", "dinitial_state"} if adapter.__name__.endswith("lightning") else {"lse"})
+    for row in report.values():
+        assert row["ok"]
+        assert 0 < row["error"] <= row["bound"] < 1e-4
+
+
+def test_the_timed_shape_is_compared_in_its_last_heads(adapter) -> None:
+    problem = adapter.problem(adapter.complete(CASE), CPU, 3)
+    assert set(gate.evaluate(problem, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
+    assert problem.pick("o", problem.leaves["q"]).shape == (1, 2, 40, 16)
+    assert problem.pick("dk", problem.leaves["k"]).shape == (1, 1, 40, 16)
+
+    def wrong_there(x) -> Tensor:
+        o = adapter.attend("eager")(x)
+        return torch.cat([o[:, :-1], 1.001 * o[:, -1:]], dim=1)
+
+    with pytest.raises(gate.Wrong, match=r"^o: "):
+        gate.evaluate(problem, wrong_there)
+
+
+def test_long_sequences_are_checked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = adapters.of("lightning")
+    case = lightning.complete(CASE | {"N": 50})
+    whole = lightning.problem(case, CPU, 4).expected()
+    monkeypatch.setattr(lightning, "ROWS", 16)
+    pieces = lightning.problem(case, CPU, 4).expected()
+    for name, wanted in pieces.items():
+        torch.testing.assert_close(wanted.exact, whole[name].exact, rtol=1e-12, atol=1e-12)
+    gate.evaluate(lightning.problem(case, CPU, 4), lightning.attend("eager"))
+
+
+def test_a_matrix_that_does_not_fit_leaves_the_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = adapters.of("flash")
+    monkeypatch.setattr(flash, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(flash, "LAST_QUERIES", 8)
+    report = gate.evaluate(flash.problem(flash.complete(CASE), CPU, 5), flash.attend("eager"))
+    assert set(report) == {"o"}
+
+
+def test_exchange_swaps_values_and_truths_without_a_trace(adapter) -> None:
+    case = adapter.complete(CASE)
+    a, b = (adapter.small(case, CPU, seed) for seed in (1, 2))
+    q, version, truth = a.leaves["q"].detach().clone(), a.leaves["q"]._version, a.expected()
+    gate.exchange(a, b)
+    assert torch.equal(b.leaves["q"], q)
+    assert a.leaves["q"]._version == version
+    assert b.expected() is truth
+    gate.evaluate(a, adapter.attend("eager"))
+    gate.exchange(a, b)
+    assert torch.equal(a.leaves["q"], q)
+
+
+def test_poison_fills_what_nobody_wrote_and_is_taken_away() -> None:
+    was = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(False)
+    with gate.poisoned():
+        assert torch.empty(7).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory is was
+
+
+def test_a_changed_argument_is_named_and_put_back() -> None:
+    flash = adapters.of("flash")
+    problem = flash.small(flash.complete(CASE), CPU, 1)
+    v = problem.leaves["v"].detach().clone()
+
+    def mutates(x) -> Tensor:
+        x.v.data[0, 0, 0, 0] += 1
+        return flash.attend("eager")(x)
+
+    with pytest.raises(gate.Wrong, match=r"^v: the call changed its argument"):
+        gate.evaluate(problem, mutates)
+    assert torch.equal(problem.leaves["v"], v)
+
+
+def test_without_gradients_only_the_forward_is_called() -> None:
+    flash = adapters.of("flash")
+    report = gate.gate([flash.small(flash.complete(CASE), CPU, 1)], flash.attend("eager"), backward=False)
+    assert set(report) == {"o"}
+
+
+@pytest.mark.parametrize("scale", [1.004, 0.996])
+def test_a_bf16_result_that_is_too_large_everywhere(scale: float) -> None:
+    flash = adapters.of("flash")
+    case = flash.complete(CASE | {"dtype": "bfloat16", "N": 333, "D": 64})
+    problem = flash.small(case, CPU, 1)
+    exact = problem.expected()["o"].exact
+    gate.compare(problem, {"o": exact.bfloat16()})
+    with pytest.raises(gate.Wrong, match=r"^o: .*times what it must be"):
+        gate.compare(problem, {"o": (scale * exact).bfloat16()})
+
+
+def test_not_finite_anywhere() -> None:
+    flash = adapters.of("flash")
+    problem = flash.small(flash.complete(CASE), CPU, 1)
+    o = problem.expected()["o"].exact.float()
+    o[0, 0, 3, 3] = torch.inf
+    with pytest.raises(gate.Wrong, match=r"^o: not finite in 1 of") as wrong:
+        gate.compare(problem, {"o": o})
+    assert wrong.value.correctness["o"]["ok"] is False
+
+
+def test_every_op_has_an_adapter() -> None:
+    assert set(dispatch.OPS) <= set(adapters.ops())
+    for op in adapters.ops():
+        adapter = adapters.of(op)
+        case = adapter.complete({})
+        assert set(case) == set(adapter.KEYS)
+        assert None not in case.values()
+        assert dataclasses.is_dataclass(gate.Problem)
+        assert adapter.floors(case | {"dtype": "float32"})["output"] == 4 * 8 * 1024 * 64

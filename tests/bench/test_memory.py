@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulmen import hardware
+from fulmen.bench import adapters, memory, resources
+from fulmen.bench.gate import Problem
+
+CPU = torch.device("cpu")
+MB = 1 << 20
+
+
+class Wasteful(torch.autograd.Function):
+    """Takes 2 MB to compute, keeps 3 MB, and takes 4 MB on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scratch = torch.ones(2 * MB, dtype=torch.int8)
+        ctx.save_for_backward(x, torch.ones(3 * MB, dtype=torch.int8))
+        return x * float(scratch[0])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Tensor:
+        scratch = torch.ones(4 * MB, dtype=torch.int8)
+        return do * float(scratch[0])
+
+
+def wasteful(device: torch.device = CPU) -> tuple[Problem, Any]:
+    x = torch.randn(MB // 4, device=device).requires_grad_()
+    return Problem((x,), {"x": x}, {"o": torch.randn_like(x)}, dict), lambda given: Wasteful.apply(*given)
+
+
+FLOORS = {"inputs": MB, "output": MB, "gradients": MB}
+
+
+def test_every_part_is_found() -> None:
+    problem, attend = wasteful()
+    parts = memory.breakdown(problem, attend, CPU, FLOORS)
+    total = {name: entry["bytes"] / MB for name, entry in parts["total"].items()}
+    assert total["inputs"] == total["output"] == total["gradients"] == 1
+    assert total["saved"] == 3
+    assert 2 <= total["workspace_forward"] < 2.1
+    assert 4 <= total["workspace_backward"] < 4.1
+    assert total["peak"] >= 1 + 1 + 1 + 3 + 4 + 1  # inputs, dO, output, saved, workspace, gradient
+    assert set(parts["forward"]) == {"inputs", "output", "saved", "workspace_forward", "peak"}
+    assert set(parts["backward"]) == {"inputs", "output", "saved", "workspace_backward", "gradients", "peak"}
+    for entries in parts.values():
+        for name, entry in entries.items():
+            assert entry["bytes"] >= entry["floor"], name
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    problem, attend = wasteful()
+    parts = memory.breakdown(problem, attend, CPU, FLOORS, backward=False)
+    assert set(parts) == {"forward"}
+    assert set(parts["forward"]) == {"inputs", "output", "workspace_forward", "peak"}
+
+
+@pytest.mark.parametrize("op", ["lightning", "flash"])
+def test_our_ops_stay_above_their_floors(op: str) -> None:
+    adapter = adapters.of(op)
+    case = adapter.complete({"H": 2, "N": 256, "D": 32, "dtype": "float32"})
+    parts = memory.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, adapter.floors(case))
+    for entries in parts.values():
+        for name, entry in entries.items():
+            assert entry["bytes"] >= entry["floor"], name
+
+
+@pytest.mark.gpu
+def test_every_part_is_found_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    q = torch.randn(MB, device=device).requires_grad_()
+    problem = Problem((q,), {"q": q}, {"o": torch.randn_like(q)}, dict)
+    parts = memory.breakdown(problem, lambda x: torch.exp(x[0]), device, {"inputs": 0, "output": 0, "gradients": 0})
+    assert parts["total"]["output"]["bytes"] == 4 * MB
+    assert parts["total"]["saved"]["bytes"] == 0  # exp keeps its output
+    assert parts["total"]["peak"]["bytes"] >= 16 * MB
+
+
+# -------------------------------------------------------------------------------------------- resources
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared", "warps", "share"),
+    [
+        (90, 32, 0, 4, 1.0),
+        (90, 255, 0, 8, 8 / 64),  # 256 * 32 registers a warp: 8 of 65,536
+        (90, 64, 100_000, 4, 8 / 64),  # two blocks' shared memory
+        (89, 32, 0, 4, 1.0),
+        (86, 32, 0, 2, 32 / 48),  # sixteen blocks
+        (90, 32, 240_000, 4, 0.0),
+    ],
+)
+def test_occupancy(arch: int, registers: int, shared: int, warps: int, share: float) -> None:
+    assert resources.occupancy(arch, registers, shared, warps) == pytest.approx(share)
+
+
+def test_no_table_no_occupancy() -> None:
+    assert resources.occupancy(75, 32, 0, 4) is None
+
+
+def test_under_the_interpreter_there_are_no_binaries() -> None:
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("the compiler is here")
+    lightning = adapters.of("lightning")
+    hw = hardware.TARGETS[90]
+    assert (
+        resources.of_launches(lightning.launches(lightning.complete({"dtype": "bfloat16"}), hw, "triton", "total"), hw)
+        == []
+    )
+
+
+@pytest.mark.parametrize(("op", "launches"), [("lightning", 3), ("flash", 3)])
+def test_launches_of_forward_and_backward(op: str, launches: int) -> None:
+    adapter = adapters.of(op)
+    case = adapter.complete({"dtype": "bfloat16"})
+    assert len(adapter.launches(case, hardware.TARGETS[90], "triton", "total")) == launches
+    assert len(adapter.launches(case, hardware.TARGETS[90], "triton", "total", fully=True)) == launches
+    assert adapter.launches(case, hardware.TARGETS[90], "eager", "total") == []
+
+
+def test_what_a_run_compiles_before_it_measures() -> None:
+    from fulmen.bench import cases, competitors, precompile
+    from fulmen.bench.group import Plan
+
+    line = next(line for line in cases.read("lightning"))
+    case = competitors.complete(line, CPU)
+    who = [competitors.ours(line, case, CPU, backend) for backend in ("triton", "eager")]
+    who[0].refusal = None
+    jobs = precompile.jobs_of([(Plan(line, case, "", 0, ""), who)])
+    assert [(job.backend, job.case["N"], job.fully) for job in jobs] == [
+        ("triton", 1024, False), ("triton", 333, False), ("triton", 333, True),
+    ]  # fmt: skip
+    assert len({job.bucket() for job in jobs}) == 3

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from fulmen.bench import baselines, cases, competitors, environment, live, runner, schema
+from fulmen.bench.cases import BadSuite, Line
+from fulmen.bench.runner import BadRun, Choice
+
+pytest.importorskip("scipy")
+
+TINY = ("B=1,H=2,N=32,D=16",)
+QUICK: dict[str, Any] = {
+    "device": "cpu",
+    "shapes": TINY,
+    "backends": ("eager",),
+    "baselines": ("none",),
+    "seconds": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds, and judge nothing here."""
+    monkeypatch.setattr(environment, "ceilings", lambda *_: {})
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "run.jsonl"
+
+
+def cells(path: Path) -> list[schema.Cell]:
+    return schema.read([path]).cells
+
+
+Spoil = Callable[[competitors.Competitor, dict[str, Any]], None]
+
+
+def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
+    """Changes who competes."""
+    true = competitors.of
+
+    def of(line: Line, device: torch.device, *more: Any) -> list[competitors.Competitor]:
+        found = true(line, device, *more)
+        for competitor in found:
+            spoil(competitor, competitors.complete(line, device))
+        return found
+
+    monkeypatch.setattr(competitors, "of", of)
+
+
+# ---------------------------------------------------------------------------------------------- what is measured
+
+
+def test_a_run_writes_every_cell_with_all_it_knows(out: Path) -> None:
+    choice = Choice(("quick",), device="cpu", shapes=TINY, backends=("auto",), baselines=("sdpa",), seconds=0.0)
+    record = runner.run(choice, out)
+    results = schema.read([out])
+    assert results.runs == {record.run_id: record}
+    assert record.environment["torch"] == torch.__version__
+    assert record.commit["source"]
+    found = {(c.op, c.competitor, c.pass_) for c in results.cells}
+    assert ("lightning", "fulmen auto", "total") in found
+    assert ("flash", "sdpa", "backward") in found
+    for cell in results.cells:
+        assert cell.status == "ok", cell.reason
+        assert len(cell.samples_ms) >= 5
+        assert cell.stats["n"] == len(cell.samples_ms)
+        assert cell.host_ms is not None
+        assert {"o", "dq", "dk", "dv"} <= set(cell.correctness) or cell.case.get("grad") is False
+        assert cell.memory["peak"]["bytes"] >= cell.memory["peak"]["floor"] > 0
+        assert cell.backend
+        assert f"--pass {cell.pass_}" in cell.command
+        assert cell.seed == record.environment["seed"]
+    softmax = [c for c in results.cells if c.suite == "quick" and "decay" in c.case and c.competitor == "sdpa"]
+    assert softmax
+    assert all(c.function == "causal softmax attention" and "ANOTHER-FUNCTION" in c.flags() for c in softmax)
+
+
+def test_the_command_of_a_cell_finds_that_cell_alone(out: Path) -> None:
+    runner.run(Choice(("quick",), **QUICK), out)
+    for cell in cells(out)[:2]:
+        words = cell.command.split()
+        choice = Choice(
+            (words[3],), words[words.index("--device") + 1], None, (words[words.index("--backend") + 1],),
+            (words[words.index("--baseline") + 1],), (words[words.index("--pass") + 1],),
+            (words[words.index("--shape") + 1],), 0.0, int(words[words.index("--seed") + 1]),
+        )  # fmt: skip
+        again = out.with_name(f"{cell.pass_}.jsonl")
+        runner.run(choice, again)
+        assert [c.config_hash for c in cells(again)] == [cell.config_hash]
+        assert {c.seed for c in cells(again)} == {cell.seed}
+
+
+def test_rounds_interleave_and_shuffle(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def spoil(competitor: competitors.Competitor, case: dict[str, Any]) -> None:
+        attend = competitor.attend
+
+        def spied(x: Any) -> Any:
+            order.append(competitor.name)
+            return attend(x)
+
+        competitor.attend = spied
+
+    spoiled(monkeypatch, spoil)
+    choice = Choice(("quick",), **QUICK | {"baselines": ("sdpa",), "passes": ("forward",), "seconds": 1.0})
+    runner.run(choice, out)
+    names = {c.competitor for c in cells(out)}
+    pairs = [order[i : i + 2] for i in range(len(order) - 40, len(order) - 2, 2)]
+    assert len(names) == 2
+    assert sum(set(pair) == names for pair in pairs) >= len(pairs) // 2
+
+
+# ---------------------------------------------------------------------------------------------------- statuses
+
+
+def test_a_wrong_kernel_is_a_row_without_a_time(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(competitor: competitors.Competitor, case: dict[str, Any]) -> None:
+        attend = competitor.attend
+        competitor.attend = lambda x: 1.01 * attend(x)
+        competitor.fully = None
+
+    spoiled(monkeypatch, spoil)
+    runner.run(Choice(("quick",), **QUICK), out)
+    for cell in cells(out):
+        assert cell.status == "failed"
+        assert cell.reason.startswith("o: ")
+        assert not cell.correctness["o"]["ok"]
+        assert not cell.samples_ms
+        assert not cell.stats
+
+
+def test_larger_n_are_skipped_after_running_out_of_memory(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(competitor: competitors.Competitor, case: dict[str, Any]) -> None:
+        attend = competitor.attend
+
+        def greedy(x: Any) -> Any:
+            if x.q.shape[2] == 48:
+                raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+            return attend(x)
+
+        competitor.attend = greedy
+
+    spoiled(monkeypatch, spoil)
+    shapes = tuple(f"B=1,H=2,N={n},D=16" for n in (32, 48, 64, 80))
+    choice = Choice(("lightning",), dtype="fp32", **QUICK | {"shapes": shapes, "passes": ("forward",)})
+    runner.run(choice, out)
+    found = {(c.case["N"], c.case["decay"]): (c.status, c.reason) for c in cells(out)}
+    assert [found[n, True][0] for n in (32, 48, 64, 80)] == ["ok", "oom", "skipped", "skipped"]
+    assert "7 GiB" in found[48, True][1]
+    assert "N=48" in found[80, False][1]
+
+
+def test_a_call_that_takes_too_long_is_a_timeout(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "set limit=0.001 warmup=1\nlightning B=1 H=4 N=512 D=64 vs eager"
+    monkeypatch.setattr(cases, "text_of", lambda suite: line)
+    runner.run(Choice(("quick",), device="cpu"), out)
+    assert {c.status for c in cells(out)} == {"timeout"}
+    assert "more than 0.001" in cells(out)[0].reason
+
+
+def test_what_a_backend_cannot_do_is_a_row_with_its_sentence(out: Path) -> None:
+    choice = Choice(
+        ("quick",), **QUICK | {"backends": ("none",), "baselines": ("sdpa-cudnn", "fla-chunk", "flash-attn")}
+    )
+    runner.run(choice, out)
+    assert {c.status for c in cells(out)} == {"unsupported"}
+    assert all(c.reason for c in cells(out))
+
+
+def test_absent_packages_are_reasons() -> None:
+    assert baselines.absent("no_such_package_anywhere", "that package") == "that package is not installed"
+    assert baselines.absent("torch", "torch") is None
+    case = {"B": 1, "H": 2, "H_KV": 2, "N": 8, "D": 16, "E": 16, "dtype": "bfloat16", "causal": True, "decay": True}
+    for name in baselines.names():
+        module = baselines.of(name)
+        assert module.refuses(case, torch.device("cpu")) is None or name != "sdpa"
+        assert isinstance(module.version(), str)
+
+
+# ---------------------------------------------------------------------------------------- interrupts and resuming
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    seen = 0
+
+    def spoil(competitor: competitors.Competitor, case: dict[str, Any]) -> None:
+        attend = competitor.attend
+
+        def interrupted(x: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == calls:
+                raise KeyboardInterrupt
+            return attend(x)
+
+        competitor.attend = interrupted
+
+    spoiled(monkeypatch, spoil)
+
+
+@pytest.mark.parametrize("calls", [3, 60])
+def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(
+    out: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    choice = Choice(("quick",), **QUICK)
+    with monkeypatch.context() as patch:
+        interrupting(patch, calls)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(choice, out)
+    before = cells(out)
+    assert "interrupted" in {c.status for c in before}
+    with pytest.raises(BadRun, match="--resume"):
+        runner.run(choice, out)
+    runner.run(choice, out, resume=True)
+    after = schema.read([out])
+    assert len(after.runs) == 1
+    assert {c.status for c in after.cells} == {"ok"}
+    kept = {c.config_hash: c.samples_ms for c in before if c.status == "ok"}
+    assert all(c.samples_ms == kept[c.config_hash] for c in after.cells if c.config_hash in kept)
+    size = out.stat().st_size
+    runner.run(choice, out, resume=True)
+    assert out.stat().st_size == size
+
+
+def test_a_line_cut_off_is_dropped_when_resuming(out: Path) -> None:
+    choice = Choice(("quick",), **QUICK | {"passes": ("forward",)})
+    runner.run(choice, out)
+    whole = out.read_text()
+    out.write_text(whole[:-200])
+    runner.run(choice, out, resume=True)
+    assert len(cells(out)) == len(whole.splitlines()) - 1
+
+
+def test_resuming_elsewhere_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = Choice(("quick",), **QUICK | {"passes": ("forward",)})
+    runner.run(choice, out)
+    monkeypatch.setattr(environment, "source_hash", lambda: "another")
+    with pytest.raises(BadRun, match="another source"):
+        runner.run(choice, out, resume=True)
+
+
+# ------------------------------------------------------------------------------------------------------ suites
+
+
+@pytest.mark.parametrize("suite", cases.names())
+def test_suites_are_well_formed(suite: str) -> None:
+    assert cases.description(suite)
+    for line in cases.read(suite):
+        assert competitors.complete(line, torch.device("cpu"))
+        assert competitors.names_in(line)
+        assert set(line.settings.passes) <= set(schema.PASSES)
+
+
+def test_a_new_backend_competes_without_an_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fulmen import dispatch
+
+    line = next(line for line in cases.read("lightning"))
+    kernel = dispatch.kernels("lightning")["eager"]._replace(name="brand_new")
+    monkeypatch.setitem(dispatch._kernels["lightning"], "brand_new", kernel)
+    names = competitors.names_in(line)
+    assert "brand_new" in names
+    assert "eager" not in names
+    assert "reference" not in names
+    assert competitors.names_in(line, ["triton"], ["none"]) == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("set speed=9", "settings are"),
+        ("flash B", "must be key=value"),
+        ("flash B=", "must be key=value"),
+    ],
+)
+def test_a_bad_suite_says_where(text: str, words: str) -> None:
+    with pytest.raises(BadSuite, match=f"suite x, line 1: .*{words}"):
+        list(cases.parse(text, "x"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"suites": ("nonsense",)}, "there are flash"),
+        ({"shapes": ("N",)}, "must be key=value"),
+        ({"shapes": ("N=zero",)}, "whole number"),
+        ({"shapes": ("H=3,H_KV=2",)}, "multiple of H_KV"),
+        ({"shapes": ("Q=3",)}, "a case says"),
+        ({"backends": ("warp",)}, "no backend 'warp'"),
+        ({"baselines": ("warp",)}, "no baseline 'warp'"),
+        ({"dtype": "fp7"}, "no such type"),
+        ({"device": "spoon"}, "must be cpu, cuda"),
+        ({"device": "mps"}, "runs on cpu and cuda"),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_is_measured(
+    out: Path, changes: dict[str, Any], words: str
+) -> None:
+    given: dict[str, Any] = {"suites": ("quick",)} | QUICK | changes
+    with pytest.raises((BadRun, BadSuite), match=words):
+        runner.run(Choice(**given), out)
+    assert not out.exists() or not cells(out)
+
+
+def test_a_shape_selects_or_makes_cases() -> None:
+    lines, keys = cases.read("lightning"), {"lightning": {"B", "H", "H_KV", "N", "D", "dtype", "decay"}}
+    assert {line.case["N"] for line in cases.select(lines, [{"N": 2048}], keys)} == {2048}
+    made = cases.select(lines, [{"N": 77}], keys)
+    assert {line.case["N"] for line in made} == {77}
+    assert len(made) == 4  # two head dims, with decay and without
+
+
+# -------------------------------------------------------------------------------------------------- on screen
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_screen_shows_verdicts(out: Path, terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=160, force_terminal=terminal)
+    choice = Choice(("quick",), **QUICK | {"passes": ("forward",), "baselines": ("sdpa-cudnn",)})
+    with live.Screen(console) as screen:
+        runner.run(choice, out, watcher=screen)
+        console.print(screen.render())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "fulmen eager" in text
+    assert "unsupported" in text
+    assert "ok" in text
+    assert "cells to measure" in text
+
+
+def test_times_are_short_and_plain() -> None:
+    assert [live.ms_words(x) for x in (0.01234, 1.2345, 12.345, 1234.5)] == ["0.0123", "1.23", "12.3", "1234"]
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(out: Path) -> None:
+    choice = Choice(("quick",), shapes=("B=2,H=4,N=256,D=64",), seconds=0.05, kernels=True)
+    runner.run(choice, out)
+    found = cells(out)
+    assert {c.status for c in found} <= {"ok", "unsupported", "withheld"}, [c.reason for c in found]
+    assert {c.cache for c in found} == {"cold", "hot"}
+    assert any(c.device_ms for c in found)
+    assert any(c.kernels for c in found)
+    triton = [c for c in found if c.backend == "triton"]
+    assert all(c.resources for c in triton)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import gc
+import time
+from statistics import median
+
+import numpy
+import pytest
+import torch
+
+from fulmen.bench import timing
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def timer() -> timing.Timer:
+    return timing.Timer(CPU)
+
+
+def test_a_sample_is_as_long_as_the_work(timer: timing.Timer) -> None:
+    short = min(timer.sample(lambda: time.sleep(0.004)).ms for _ in range(3))
+    assert 4 <= short < 60
+    assert timer.sample(lambda: "answer").result == "answer"
+
+
+def test_wall_times_come_in_order(timer: timing.Timer) -> None:
+    returned, stream, done = timer.wall(lambda: time.sleep(0.002))
+    assert 2 <= returned <= stream <= done
+
+
+def test_cold_overwrites_the_cache(timer: timing.Timer) -> None:
+    assert 1 << 20 <= timer.l2_bytes <= timing.CPU_CACHE_LIMIT
+    timer.cache.fill_(1)
+    timer.sample(lambda: None, cold=False)
+    assert timer.cache[0] == 1
+    timer.sample(lambda: None, cold=True)
+    assert not timer.cache.any()
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    rng = numpy.random.default_rng(0)
+    hits = 0
+    for _ in range(300):
+        low, high = timing.interval(rng.lognormal(0.0, 0.1, 40))
+        hits += low <= 1.0 <= high
+    assert 0.90 <= hits / 300 <= 0.99
+
+
+def test_summary_keeps_every_sample_and_counts_the_far_ones() -> None:
+    samples = [1.0 + i / 1e4 for i in range(40)] + [5.0]
+    s = timing.summary(samples, "samples")
+    assert s["n"] == 41
+    assert s["outliers"] == 1
+    assert s["median"] == median(samples)
+    assert s["min"] == 1.0
+    assert s["low"] <= s["median"] <= s["high"] < 1.01
+    assert s["p20"] < s["p80"]
+    assert s["stop"] == "samples"
+
+
+def test_one_sample_is_its_own_interval() -> None:
+    assert timing.summary([2.0], "time") | {"n": 1, "low": 2.0, "high": 2.0} == timing.summary([2.0], "time")
+
+
+def test_clocks_are_bound_when_the_module_is_imported(monkeypatch: pytest.MonkeyPatch, timer: timing.Timer) -> None:
+    assert timing.intact() is None
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
+    assert "time.perf_counter_ns was replaced" in str(timing.intact())
+    assert timer.sample(lambda: time.sleep(0.002)).ms >= 2  # measured all the same
+    timing.repair()
+    assert timing.intact() is None
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *_: 1e-9)
+    assert "elapsed_time was replaced" in str(timing.intact())
+    timing.repair()
+    monkeypatch.setattr(timing, "_now", lambda: 0)
+    assert "own clock" in str(timing.intact())
+    timing.repair()
+    assert timing.intact() is None
+
+
+def test_no_garbage_is_collected_while_timing() -> None:
+    with timing.no_garbage_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_cpu_has_no_graphs_and_no_kernels(timer: timing.Timer) -> None:
+    assert timing.graph_ms(timer, lambda: lambda: None) is None
+    assert timing.kernel_names(timer, lambda: None) == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    timer = timing.Timer(torch.device("cuda", 0))
+    a = torch.randn(2048, 2048, device="cuda")
+    ms = median(timer.sample(lambda: a @ a).ms for _ in range(10))
+    device = timing.graph_ms(timer, lambda: lambda: a @ a)
+    assert device is not None
+    assert 0.5 < device / ms < 1.5
+    assert timing.kernel_names(timer, lambda: a @ a)
+    assert timer.overhead_ms() < 0.05
+    returned, stream, done = timer.wall(lambda: torch.cuda._sleep(2_000_000))
+    assert returned < 0.5 < stream <= done
