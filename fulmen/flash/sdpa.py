@@ -217,17 +217,17 @@ def forward(spec: FlashSpec, x: Residuals, implementation: str | None = None) ->
     which, causal, q = implementation or _pinned(spec), bool(is_causal(spec)), x.q
     wants_lse = spec.wants_lse
     if which == "cpu":
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, x.k, x.v, 0.0, causal, scale=spec.scale)
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, x.k, x.v, 0.0, causal, scale=spec.scale)
         return ordered_like(q, o), lse.contiguous() if wants_lse else None
     q, k, v = loadable(q), loadable(x.k), loadable(x.v)
     if which == "cudnn":
-        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, wants_lse, 0.0, causal, False, scale=spec.scale
         )
     elif which == "flash":
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=spec.scale)
+        o, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=spec.scale)
     elif which == "efficient":
-        o, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        o, lse, *_ = aten._scaled_dot_product_efficient_attention.default(
             q, k, v, None, wants_lse, 0.0, causal, scale=spec.scale
         )
     else:
@@ -248,7 +248,7 @@ def backward(
     assert dlse is None, "supports() refuses calls whose lse has a gradient"
     which, causal, scale = implementation or _pinned(spec), bool(is_causal(spec)), spec.scale
     if which == "cpu":
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             do, x.q, x.k, x.v, o, lse, 0.0, causal, scale=scale
         )
         return ordered_like(x.q, dq), ordered_like(x.k, dk), ordered_like(x.v, dv), None
@@ -257,19 +257,19 @@ def backward(
         seed, offset = no_dropout(q.device, torch.int64)
         if q is not x.q:  # torch takes o to lie as q does, and finds its compiled graph by q's strides alone
             o, do = o.contiguous(), do.contiguous()
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             do, q, k, v, o, lse[..., None], seed, offset, None, None, None, spec.N_Q, spec.N_KV, 0.0, causal,
             scale=scale,
         )  # fmt: skip
     elif which == "flash":
         seed, offset = no_dropout(q.device, torch.uint64)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
             do, q, k, v, o, lse, None, None, spec.N_Q, spec.N_KV, 0.0, causal, seed, offset, scale=scale
         )
     elif which == "efficient":
         seed, offset = no_dropout(q.device, torch.int64)
         lse = torch.nn.functional.pad(lse, (0, -spec.N_Q % LSE_ALIGNMENT), value=math.inf)  # exp(s - inf) = 0
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward.default(
             rows_first(do), q, k, v, None, rows_first(o), lse, seed, offset, 0.0, [True, True, True, False], causal,
             scale=scale,
         )  # fmt: skip
