@@ -11,28 +11,25 @@ projections and the kernel nothing is copied.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from fulmen import dispatch
-from fulmen.boundary import check_offset_values, check_offsets, unwatched
-from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec, flash_attention
+from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec
+from fulmen.layers import calls, parallel_plan, weights
 from fulmen.layers import dropout as dropping
-from fulmen.layers import parallel_plan, weights
 from fulmen.layers.cache import KVCache
-from fulmen.layers.calls import check_backend, check_heads, check_size, zero_padding
-from fulmen.layers.ranks import RMSNorm, local
+from fulmen.layers.calls import check_backend, check_heads, check_size
+from fulmen.layers.ranks import RMSNorm
 from fulmen.layers.rotary import Rotary, apply_rotary
-from fulmen.layers.rows import Padding, Rows, check_mask, many_rows, one_row, packed_positions
+from fulmen.layers.rows import Padding, Rows, check_mask
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from typing_extensions import Self, Unpack
-
-USUAL_N = 4096  # the call whose backend `extra_repr` tells
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -54,7 +51,7 @@ class AttentionOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(weights.Whole):
     """Softmax attention of x (B, N, embed_dim) to itself, or to a context; the result has x's shape.
 
     embed_dim     size of a token's vector.
@@ -108,14 +105,13 @@ class GroupedQueryAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, self.qk_norm, self.dropout = head_dim, qk_norm, float(dropout)
         self.context_dim = embed_dim if context_dim is None else context_dim
-        self.rope = _rotary(rope, head_dim)
+        self.rope = calls.rotary(rope, head_dim)
         factor = 1.0 if self.rope is None else self.rope.softmax_factor
         scale = (head_dim**-0.5 if scale is None else scale) * factor
         self.options = dropping.Options(causal, window, softcap, scale, backend)
         _check_options(self, dtype)
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        weights.load_whole(self)
         if fused_qkv:
             self.qkv_proj = nn.Linear(embed_dim, q_size + 2 * kv_size, bias, **factory)
             weights.save_separately(self)
@@ -162,28 +158,33 @@ class GroupedQueryAttention(nn.Module):
         cu_seqlens  int32 (sequences + 1,): B is 1 and x holds packed sequences, which do not see each other.
         context     (B, N_KV, context_dim): k and v are made of it (cross-attention), with a mask or offsets of its own.
         """
-        self._check_call(x, positions, cache, mask, cu_seqlens, context)
-        padding = None
-        if mask is not None:
-            padding = Padding.of(mask)
-            x = padding.front(zero_padding(x, mask))
+        calls.check_call(self.embed_dim, x, positions, cache, KVCache, mask, cu_seqlens, self.options.causal)
+        x, padding = calls.tokens_first(x, mask)
         if context is None:
+            if context_mask is not None or context_cu_seqlens is not None:
+                raise ValueError("context_mask or context_cu_seqlens is given, and no context")
             rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
             q, k, v = self._project(x, x)
         else:
+            self._check_context(x, context, cache)
             context, rows = self._context(x, context, context_mask, padding, cu_seqlens, context_cu_seqlens)
             q, k, v = self._project(x, context)
-        if self.qk_norm is not None or self.rope is not None:
-            tables = None if self.rope is None else self._tables(self.rope, x, positions, cache, padding, cu_seqlens)
-            q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
+        rope, tables = self.rope, None
+        if rope is not None:
+            tables = calls.rotations(rope, x, positions, cache, padding, cu_seqlens)
+        q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
+        end = None
         if cache is not None:
-            k, v = cache.append(k, v, None if padding is None else padding.counts)
-            if cache.lengths is not None:
-                rows = Rows(_counts(x, padding), cache.lengths)
+            k, v, end = cache.offer(k, v, None if padding is None else padding.counts)
+            if end.lengths is not None:
+                rows = Rows(calls.counts_of(x, padding), end.lengths)
         elif padding is not None and context is None:
             rows = Rows(padding.counts, padding.counts)
-        y = self.o_proj(self._attend(q, k, v, rows).transpose(1, 2).flatten(2))
-        return y if padding is None or mask is None else zero_padding(padding.back(y), mask)
+        o = calls.attend(q, k, v, self.options, self.sinks, rows, self.dropout if self.training else 0.0)
+        y = self.o_proj(o.transpose(1, 2).flatten(2))
+        if cache is not None and end is not None:
+            cache.advance(end)
+        return y if padding is None else padding.back(y)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""
@@ -201,26 +202,12 @@ class GroupedQueryAttention(nn.Module):
     def _place(self, x: Tensor, norm: RMSNorm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """q or k (B, heads, N, head_dim), normed and turned."""
         if norm is not None and self.qk_norm == "before":
-            x = _normed(norm, x)
+            x = norm(x.transpose(1, 2)).transpose(1, 2)
         if tables is not None and self.rope is not None:
             x = apply_rotary(x, *tables, self.rope.interleaved)
         if norm is not None and self.qk_norm == "after":
-            x = _normed(norm, x)
+            x = norm(x.transpose(1, 2)).transpose(1, 2)
         return x
-
-    def _tables(
-        self, rope: Rotary, x: Tensor, positions: Tensor | None, cache: KVCache | None, padding: Padding | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """RoPE's cosines and sines for x's tokens."""
-        B, N = x.shape[:2]
-        if positions is not None:
-            return rope(positions if padding is None else padding.front(positions.expand(B, N)))
-        if cu_seqlens is not None:
-            return rope(packed_positions(cu_seqlens, N))
-        if cache is not None and cache.lengths is not None:
-            return rope(cache.lengths[:, None] + torch.arange(N, device=x.device))
-        return rope.span(0 if cache is None else cache.length, N, x.device)
 
     def _context(
         self, x: Tensor, context: Tensor, context_mask: Tensor | None, padding: Padding | None,
@@ -230,71 +217,22 @@ class GroupedQueryAttention(nn.Module):
         if cu_seqlens is not None or context_cu_seqlens is not None:
             if cu_seqlens is None or context_cu_seqlens is None or context_mask is not None:
                 raise ValueError("packed cross-attention needs cu_seqlens and context_cu_seqlens, and no context_mask")
-            _check_packed("context_cu_seqlens", context_cu_seqlens, context)
+            calls.check_packed("context_cu_seqlens", context_cu_seqlens, context)
             return context, Rows(None, None, cu_seqlens, context_cu_seqlens)
         if context_mask is None and padding is None:
             return context, None
-        full = torch.full((context.shape[0],), context.shape[1], dtype=torch.int64, device=context.device)
-        if context_mask is None:
-            return context, Rows(_counts(x, padding), full)
-        check_mask(context_mask, context, "context_mask")
-        tokens = Padding.of(context_mask)
-        return tokens.front(zero_padding(context, context_mask)), Rows(_counts(x, padding), tokens.counts)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows | None) -> Tensor:
-        """(B, H, N, head_dim), lying as (B, N, H, head_dim) in memory."""
-        options, sinks = self.options, None
-        if self.sinks is not None:
-            sinks = local(self.sinks)
-            sinks = sinks if sinks.dtype in (q.dtype, torch.float32) else sinks.float()
-        if self.dropout and self.training:
-            return dropping.attend(q, k, v, options, self.dropout, sinks, rows)
-        causal, window, softcap, scale, backend = options
-        if rows is None:
-            return flash_attention(
-                q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale, backend=backend
-            )
-        cu_seqlens_q, cu_seqlens_k = rows.offsets(q.shape[2], k.shape[2])
-        o = flash_attention(
-            one_row(q), one_row(k), one_row(v), causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, backend=backend,
-        )  # fmt: skip
-        return many_rows(o, q.shape[0])
-
-    def _check_call(
-        self, x: Tensor, positions: Tensor | None, cache: KVCache | None, mask: Tensor | None,
-        cu_seqlens: Tensor | None, context: Tensor | None,
-    ) -> None:  # fmt: skip
-        if x.ndim != 3 or x.shape[2] != self.embed_dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}, must be (B, N, embed_dim) with embed_dim={self.embed_dim}")
-        if positions is not None and tuple(positions.shape) not in ((x.shape[1],), tuple(x.shape[:2])):
-            raise ValueError(
-                f"positions has shape {tuple(positions.shape)}, must be (N,) or (B, N) of x {tuple(x.shape)}"
-            )
-        if mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError("mask and cu_seqlens are given together: packed sequences have no padding")
-            check_mask(mask, x)
-        if cu_seqlens is not None:
-            if cache is not None:
-                raise ValueError("cache and cu_seqlens are given together: a cache goes on with the rows of a batch")
-            _check_packed("cu_seqlens", cu_seqlens, x)
-        if cache is not None:
-            if not isinstance(cache, KVCache):
-                raise ValueError(f"cache is a {type(cache).__name__}, must be a KVCache")
-            if not self.options.causal:
-                raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
-        if context is not None:
-            self._check_context(x, context, cache)
+        queries, tokens = calls.counts_of(x, padding), None
+        if context_mask is not None:
+            check_mask(context_mask, context, "context_mask")
+            context, tokens = calls.tokens_first(context, context_mask)
+        return context, Rows(queries, calls.counts_of(context, tokens))
 
     def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | None) -> None:
         if self.fused_qkv:
             raise ValueError("context is given to a layer whose q, k and v are one product: use MultiHeadAttention")
-        if context.ndim != 3 or context.shape[0] != x.shape[0] or context.shape[2] != self.context_dim:
-            raise ValueError(
-                f"context has shape {tuple(context.shape)}, must be (B, N_KV, context_dim) with B={x.shape[0]}, "
-                f"context_dim={self.context_dim}"
-            )
+        calls.check_tokens("context", context, self.context_dim, "context_dim")
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(f"context has shape {tuple(context.shape)}, must have as many rows as x, B={x.shape[0]}")
         if self.options.causal or self.options.window is not None or self.rope is not None:
             raise ValueError(
                 "context is given to a layer with causal, window or rope: those say where tokens of one sequence stand"
@@ -303,11 +241,6 @@ class GroupedQueryAttention(nn.Module):
             raise ValueError("context and cache are given together: a context does not grow")
 
     # --------------------------------------------------------------------------------- weights and ranks
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, but if anything is wrong with the weights none is loaded."""
-        weights.refuse(self, state_dict, strict)
-        return super().load_state_dict(state_dict, strict, assign)
 
     @classmethod
     def from_hf(
@@ -319,9 +252,9 @@ class GroupedQueryAttention(nn.Module):
         config  the model's configuration, or its dict; `layer` is the number of the layer, where layers differ.
         prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
         """
-        arguments = weights.hf_arguments(config, layer)
-        made = cls._loaded(arguments, weights.tensors_of(module_or_state_dict, prefix), backend, device, dtype)
-        return made.train(getattr(module_or_state_dict, "training", True))
+        make = functools.partial(cls._with, **weights.hf_arguments(config, layer), backend=backend)
+        tensors = weights.tensors_of(module_or_state_dict, prefix)
+        return calls.loaded(make, tensors, module_or_state_dict, device, dtype)
 
     @classmethod
     def from_torch(
@@ -331,21 +264,8 @@ class GroupedQueryAttention(nn.Module):
     ) -> Self:  # fmt: skip
         """The layer of a `torch.nn.MultiheadAttention`, or of its state_dict, which does not tell `num_heads`."""
         arguments, tensors = weights.from_multihead_attention(module_or_state_dict, num_heads)
-        made = cls._loaded({**arguments, "causal": causal}, tensors, backend, device, dtype)
-        return made.train(getattr(module_or_state_dict, "training", True))
-
-    @classmethod
-    def _loaded(
-        cls, arguments: dict[str, Any], tensors: dict[str, Tensor], backend: str, device: Any, dtype: Any
-    ) -> Self:
-        like = tensors.get("o_proj.weight")
-        device = (None if like is None else like.device) if device is None else device
-        dtype = (None if like is None else like.dtype) if dtype is None else dtype
-        layer = cls._with(**arguments, backend=backend, device="meta", dtype=dtype)
-        weights.check(layer, tensors)
-        layer.to_empty(device=device or "cpu")
-        layer.load_state_dict(tensors)
-        return layer
+        make = functools.partial(cls._with, **arguments, causal=causal, backend=backend)
+        return calls.loaded(make, tensors, module_or_state_dict, device, dtype)
 
     @classmethod
     def _with(cls, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> Self:
@@ -370,24 +290,16 @@ class GroupedQueryAttention(nn.Module):
         parts += [f"dropout={self.dropout}"] if self.dropout else []
         return ", ".join([*parts, f"backend={self.backend_chosen()}"])
 
-    def backend_chosen(self, B: int = 1, N: int = USUAL_N, needs_grad: bool = True) -> str:
+    def backend_chosen(self, B: int = 1, N: int = calls.USUAL_N, needs_grad: bool = True) -> str:
         """The backend of a call with x (B, N, embed_dim), in words; `fulmen.explain` tells the others' reasons."""
         o, weight = self.options, self.o_proj.weight
         if self.dropout and self.training:
             return f"{o.backend!r}, with dropout"
-        if weight.device.type == "meta":
-            return repr(o.backend)
         spec = FlashSpec(
             B, self.num_heads, self.num_kv_heads, N, N, self.head_dim, self.head_dim, weight.dtype, weight.device,
             o.scale, *o.limits, softcap=o.softcap, has_sinks=self.sinks is not None, needs_grad=needs_grad,
         )  # fmt: skip
-        try:
-            name = dispatch.pick("flash", spec, o.backend).name
-        except NotImplementedError:
-            return f"{o.backend!r} (cannot serve it)"
-        detail = dispatch.details("flash", spec).get(name)
-        what = name if detail is None else f"{name}, {detail}"
-        return f"{o.backend!r} ({what}, at N={N})" if o.backend == "auto" else f"{o.backend!r}"
+        return calls.backend_chosen("flash", spec, o.backend, N)
 
 
 class MultiHeadAttention(GroupedQueryAttention):
@@ -457,16 +369,6 @@ def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_di
     return embed_dim // num_heads
 
 
-def _rotary(rope: Rotary | Mapping[str, Any] | None, head_dim: int) -> Rotary | None:
-    if isinstance(rope, Mapping):
-        rope = Rotary(**{"dim": head_dim, **rope})
-    if rope is not None and not isinstance(rope, Rotary):
-        raise ValueError(f"rope is a {type(rope).__name__}, must be None, a Rotary or a dict of its arguments")
-    if rope is not None and rope.dim > head_dim:
-        raise ValueError(f"rope turns dim={rope.dim} elements, and a head has head_dim={head_dim}")
-    return rope
-
-
 def _check_options(layer: GroupedQueryAttention, dtype: torch.dtype | None) -> None:
     """What `flash_attention` would say of any call of the layer, said now."""
     o = layer.options
@@ -476,20 +378,3 @@ def _check_options(layer: GroupedQueryAttention, dtype: torch.dtype | None) -> N
     heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
     q, k, v = (torch.empty(1, h, 1, layer.head_dim, dtype=dtype, device="meta") for h in heads)
     checked_spec(q, k, v, causal=o.causal, window=o.window, softcap=o.softcap, scale=o.scale)
-
-
-def _check_packed(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
-    check_offsets(name, cu_seqlens, x)
-    if unwatched(cu_seqlens):
-        check_offset_values(name, cu_seqlens, x.shape[1])
-
-
-def _counts(x: Tensor, padding: Padding | None) -> Tensor:
-    if padding is not None:
-        return padding.counts
-    return torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
-
-
-def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    """x (B, heads, N, head_dim), normed where it lies; autocast would return fp32."""
-    return norm(x.transpose(1, 2)).transpose(1, 2).to(x.dtype)

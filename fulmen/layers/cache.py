@@ -17,9 +17,17 @@ have. So nothing synchronises.
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class End(NamedTuple):
+    """Up to where a cache's tokens count."""
+
+    length: int
+    lengths: Tensor | None
 
 
 class TokenCache:
@@ -55,8 +63,7 @@ class TokenCache:
 
     def reorder(self, indices: Tensor) -> None:
         """Row i becomes what row indices[i] was, as beam search asks; there may be more or fewer rows than before."""
-        if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"indices is {indices.dtype} {tuple(indices.shape)}, must be int64 or int32 (rows,)")
+        _check_indices(indices)
         if not self._held:
             return
         with _not_inference():
@@ -71,8 +78,15 @@ class TokenCache:
             else:
                 self._held = tuple(_room(t, self.max_length) for t in moved)
 
-    def _extend(self, new: tuple[Tensor, ...], counts: Tensor | None) -> tuple[Tensor, ...]:
-        """Appends new (B, N, ...); returns all tokens, of the whole memory where rows differ in length."""
+    def advance(self, end: End) -> None:
+        """The tokens last offered are in the cache now."""
+        self.length, self.lengths = end
+
+    def _offer(self, new: tuple[Tensor, ...], counts: Tensor | None) -> tuple[tuple[Tensor, ...], End]:
+        """Writes new (B, N, ...) after the cache's tokens, where nobody looks before `advance` is called with the end.
+
+        Returns all tokens, of the whole memory where rows differ in length, and the end.
+        """
         N = new[0].shape[1]
         end = self.length + N
         self._check(new, end)
@@ -82,10 +96,9 @@ class TokenCache:
             if end > self.capacity or not self._held:
                 self._grow(new, end)
             self._write(new)
-        if counts is not None or self.lengths is not None:
-            self.lengths = _counted_on(self.length, self.lengths, N, counts)
-        self.length = end
-        return self._held if self.lengths is not None else tuple(t[:, :end] for t in self._held)
+        if counts is None and self.lengths is None:
+            return tuple(t[:, :end] for t in self._held), End(end, None)
+        return self._held, End(end, _counted_on(self.length, self.lengths, N, counts))
 
     def _check(self, new: tuple[Tensor, ...], end: int) -> None:
         if self.max_length is not None:
@@ -148,8 +161,14 @@ class KVCache(TokenCache):
         counts  int64 (B,): only the first counts[b] of row b's N tokens are tokens. From then on rows differ in length,
                 `lengths` tells how many tokens of what is returned count, and all the cache's memory is returned.
         """
-        k, v = self._extend((k.transpose(1, 2), v.transpose(1, 2)), counts)
-        return k.transpose(1, 2), v.transpose(1, 2)
+        k, v, end = self.offer(k, v, counts)
+        self.advance(end)
+        return k, v
+
+    def offer(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, End]:
+        """As `append`, but the cache is as it was until `advance(end)`: a call that fails in between leaves it so."""
+        (k, v), end = self._offer((k.transpose(1, 2), v.transpose(1, 2)), counts)
+        return k.transpose(1, 2), v.transpose(1, 2), end
 
 
 class LatentCache(TokenCache):
@@ -157,8 +176,14 @@ class LatentCache(TokenCache):
 
     def append(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """latent (B, N, R), k_rope (B, N, P): the next tokens. Returns all of both; `counts` as in `KVCache`."""
-        latent, k_rope = self._extend((latent, k_rope), counts)
+        latent, k_rope, end = self.offer(latent, k_rope, counts)
+        self.advance(end)
         return latent, k_rope
+
+    def offer(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, End]:
+        """As `KVCache.offer`."""
+        (latent, k_rope), end = self._offer((latent, k_rope), counts)
+        return latent, k_rope, end
 
 
 class StateCache:
@@ -180,6 +205,7 @@ class StateCache:
 
     def reorder(self, indices: Tensor) -> None:
         """Row i becomes what row indices[i] was."""
+        _check_indices(indices)
         if self.state is not None:
             self.state = self.state.index_select(0, indices)
         if self.lengths is not None:
@@ -200,6 +226,11 @@ def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | No
         return lengths + (N if counts is None else counts)
     assert counts is not None, "rows that were and stay alike are not counted"
     return counts + length
+
+
+def _check_indices(indices: Tensor) -> None:
+    if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"indices is {indices.dtype} {tuple(indices.shape)}, must be int64 or int32 (rows,)")
 
 
 def _room(x: Tensor, size: int) -> Tensor:

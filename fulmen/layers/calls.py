@@ -1,4 +1,4 @@
-"""What latent and lightning attention check, count and load alike."""
+"""What layers of all kinds check, count, attend and load alike."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_offsets, unwatched
+from fulmen.flash.op import flash_attention
+from fulmen.layers import dropout as dropping
 from fulmen.layers import weights
-from fulmen.layers.cache import LatentCache, StateCache
+from fulmen.layers.cache import StateCache, TokenCache
+from fulmen.layers.ranks import local
 from fulmen.layers.rotary import Rotary
-from fulmen.layers.rows import Padding, check_mask, packed_positions
+from fulmen.layers.rows import Padding, Rows, check_mask, many_rows, one_row, packed_positions
 
 USUAL_N = 4096  # the call whose backend `extra_repr` tells
 
@@ -40,8 +43,8 @@ def check_backend(op: str, backend: str) -> str:
     return backend
 
 
-def backend_chosen(op: str, spec: Any, backend: str) -> str:
-    """For `extra_repr`: the backend asked for, and the one that serves `spec`."""
+def backend_chosen(op: str, spec: Any, backend: str, N: int = USUAL_N) -> str:
+    """For `extra_repr`: the backend asked for, and the one that serves `spec`, of N tokens."""
     if spec.device.type == "meta":
         return repr(backend)
     try:
@@ -50,15 +53,17 @@ def backend_chosen(op: str, spec: Any, backend: str) -> str:
         return f"{backend!r} (cannot serve it)"
     detail = dispatch.details(op, spec).get(name)
     what = name if detail is None else f"{name}, {detail}"
-    return f"{backend!r} ({what}, at N={USUAL_N})" if backend == "auto" else repr(backend)
+    return f"{backend!r} ({what}, at N={N})" if backend == "auto" else repr(backend)
 
 
-def rotary(rope: Rotary | Mapping[str, Any] | None, dim: int, **usual: Any) -> Rotary | None:
-    """`rope` as layers take it: a Rotary, None, or a dict of its arguments, `dim` and `usual` unless it has them."""
+def rotary(rope: Rotary | Mapping[str, Any] | None, head_dim: int, **usual: Any) -> Rotary | None:
+    """`rope` as layers take it: a Rotary, None, or a dict of its arguments, with `usual` for those it lacks."""
     if isinstance(rope, Mapping):
-        rope = Rotary(**{"dim": dim, **usual, **rope})
+        rope = Rotary(**{"dim": head_dim, **usual, **rope})
     if rope is not None and not isinstance(rope, Rotary):
         raise ValueError(f"rope is a {type(rope).__name__}, must be None, a Rotary or a dict of its arguments")
+    if rope is not None and rope.dim > head_dim:
+        raise ValueError(f"rope turns dim={rope.dim} elements, and a head has head_dim={head_dim}")
     return rope
 
 
@@ -69,15 +74,14 @@ def check_call(
     embed_dim: int,
     x: Tensor,
     positions: Tensor | None,
-    cache: LatentCache | StateCache | None,
-    kind: type[LatentCache] | type[StateCache],
+    cache: TokenCache | StateCache | None,
+    kind: type[TokenCache] | type[StateCache],
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    causal: bool = True,
 ) -> None:
     """One clear error for each wrong argument of a layer's call."""
-    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != embed_dim:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a tensor (B, N, embed_dim={embed_dim}); got {got}")
+    check_tokens("x", x, embed_dim, "embed_dim")
     B, N = x.shape[:2]
     if mask is not None:
         check_mask(mask, x)
@@ -86,26 +90,57 @@ def check_call(
             raise ValueError("mask and cu_seqlens are given together: packed sequences have no padding")
         if cache is not None:
             raise ValueError("cache and cu_seqlens are given together: a cache goes on with the rows of a batch")
-        check_offsets("cu_seqlens", cu_seqlens, x)
-        if unwatched(cu_seqlens):
-            check_offset_values("cu_seqlens", cu_seqlens, N)
-    if cache is not None and not isinstance(cache, kind):
-        raise ValueError(f"cache is a {type(cache).__name__}, must be a {kind.__name__}")
+        check_packed("cu_seqlens", cu_seqlens, x)
+    if cache is not None:
+        if not isinstance(cache, kind):
+            raise ValueError(f"cache is a {type(cache).__name__}, must be a {kind.__name__}")
+        if not causal:
+            raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
     if positions is not None:
         if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
             kind_of = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
             raise ValueError(f"positions is {kind_of}, must be an int64 tensor")
-        if positions.shape not in ((N,), (B, N)):
+        if tuple(positions.shape) not in ((N,), (B, N)):
             raise ValueError(
                 f"positions has shape {tuple(positions.shape)}, must be (N,) or (B, N) of x {tuple(x.shape)}"
             )
+        if positions.device != x.device:
+            raise ValueError(f"positions is on {positions.device}, must be on {x.device}, where x is")
+
+
+def check_tokens(name: str, x: Tensor, size: int, what: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}, must be a tensor (B, N, {what})")
+    if x.ndim != 3 or x.shape[2] != size:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, must be (B, N, {what}) with {what}={size}")
+
+
+def check_packed(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
+    check_offsets(name, cu_seqlens, x)
+    if unwatched(cu_seqlens):
+        check_offset_values(name, cu_seqlens, x.shape[1])
+
+
+def tokens_first(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Padding | None]:
+    """x with each row's tokens at the front, and what puts them back."""
+    if mask is None:
+        return x, None
+    padding = Padding.of(mask)
+    return padding.front(x), padding
+
+
+def counts_of(x: Tensor, padding: Padding | None) -> Tensor:
+    """int64 (B,): tokens in each row of x (B, N, ...)."""
+    if padding is not None:
+        return padding.counts
+    return torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
 
 
 def rotations(
     rope: Rotary,
     x: Tensor,
     positions: Tensor | None,
-    cache: LatentCache | StateCache | None,
+    cache: TokenCache | StateCache | None,
     padding: Padding | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -123,10 +158,32 @@ def rotations(
     return rope.span(0 if cache is None else cache.length, N, x.device)
 
 
-def zero_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """x (B, N, ...) with zeros, whatever was there, where the mask is False."""
-    keep = mask.view(*mask.shape, *[1] * (x.ndim - 2))
-    return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: dropping.Options, sinks: Tensor | None, rows: Rows | None, dropout: float
+) -> Tensor:
+    """Softmax attention (B, H, N, E), lying as (B, N, H, E) in memory; `sinks` are those of a layer's parameter."""
+    sinks = sinks_of(sinks, q.dtype)
+    if dropout:
+        return dropping.attend(q, k, v, options, dropout, sinks, rows)
+    causal, window, softcap, scale, backend = options
+    if rows is None:
+        return flash_attention(
+            q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale, backend=backend
+        )
+    cu_seqlens_q, cu_seqlens_k = rows.offsets(q.shape[2], k.shape[2])
+    o = flash_attention(
+        one_row(q), one_row(k), one_row(v), causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, backend=backend,
+    )  # fmt: skip
+    return many_rows(o, q.shape[0], q.shape[2])
+
+
+def sinks_of(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """This rank's heads', in a dtype `flash_attention` takes."""
+    if parameter is None:
+        return None
+    sinks = local(parameter)
+    return sinks if sinks.dtype in (dtype, torch.float32) else sinks.float()
 
 
 # --------------------------------------------------------------------------------------------- weights
@@ -137,16 +194,19 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def loaded(
     make: Callable[..., Layer],
     tensors: Mapping[str, Tensor],
+    source: object,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
-    like: str,
+    like: str = "o_proj.weight",
 ) -> Layer:
-    """A layer with these weights, or one error and no layer; where and in the dtype of tensors[like], unless told."""
+    """A layer with these weights, or one error and no layer; where and in the dtype of tensors[like], unless told.
+
+    source  what they are of: if it is a module in evaluation the layer is, too.
+    """
     first = tensors.get(like)
     device = (None if first is None else first.device) if device is None else device
     layer = make(device="meta", dtype=first.dtype if dtype is None and first is not None else dtype)
     weights.check(layer, tensors)
     layer.to_empty(device=device or "cpu")
-    layer.reset_parameters()  # type: ignore[operator]  # what is no parameter, too
     layer.load_state_dict(tensors)
-    return layer
+    return layer.train(getattr(source, "training", True))

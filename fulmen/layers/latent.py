@@ -28,28 +28,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec, flash_attention
+from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec
 from fulmen.layers import dropout as dropping
 from fulmen.layers import weights
-from fulmen.layers.cache import LatentCache
+from fulmen.layers.cache import End, LatentCache
 from fulmen.layers.calls import (
     USUAL_N,
+    attend,
     backend_chosen,
     check_backend,
     check_call,
     check_heads,
     check_size,
+    counts_of,
     loaded,
     rotary,
     rotations,
-    zero_padding,
+    sinks_of,
+    tokens_first,
 )
 from fulmen.layers.ranks import Heads, HeadwiseNorm, Replicated, RMSNorm, local, replace_parameters, summed_gradient
 from fulmen.layers.rotary import Rotary, apply_rotary, config_value
-from fulmen.layers.rows import Padding, Rows, many_rows, one_row
+from fulmen.layers.rows import Rows
 
 
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(weights.Whole):
     """Multi-head latent attention: x (B, N, embed_dim) to (B, N, embed_dim).
 
     embed_dim   size of a token's vector.
@@ -69,7 +72,6 @@ class MultiHeadLatentAttention(nn.Module):
     """
 
     mesh: DeviceMesh | None = None  # the ranks that share the heads, if they do
-    fused_qkv = False
 
     def __init__(
         self,
@@ -103,13 +105,17 @@ class MultiHeadLatentAttention(nn.Module):
         check_size("value_dim", value_dim, MAX_HEAD_DIM)
         if absorb not in (True, False, "auto"):
             raise ValueError(f"absorb={absorb!r}: must be True, False or 'auto'")
+        if absorb is True and dropout:
+            raise ValueError(
+                f"dropout={dropout} with absorb=True: the absorbed way drops no weights; use 'auto' or False"
+            )
         if causal not in (True, False):
             raise ValueError(f"causal={causal!r}: must be False or True; a layer's queries stand at the last keys")
         dropping.refuse(check_backend("flash", backend), dropout)
         self.embed_dim, self.num_heads, self.q_rank, self.kv_rank = embed_dim, num_heads, q_rank, kv_rank
         self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
         self.absorb, self.dropout = absorb, float(dropout)
-        turn = rotary({} if rope is None else rope, rope_dim, interleaved=True)
+        turn = rotary({} if rope is None else rope, nope_dim + rope_dim, dim=rope_dim, interleaved=True)
         if turn is None or turn.dim != rope_dim:
             raise ValueError(f"rope turns dim={turn and turn.dim} elements, must be rope_dim={rope_dim}")
         self.rope = turn
@@ -119,7 +125,6 @@ class MultiHeadLatentAttention(nn.Module):
         checked_spec(like, like, like, causal=causal, window=window, softcap=softcap, scale=scale)
         self._build(bias, norm_eps, {"device": device, "dtype": dtype})
         self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None
-        weights.load_whole(self)
         self.rope._frequencies_on(self.o_proj.weight.device)
 
     def _build(self, bias: bool, eps: float, factory: dict[str, Any]) -> None:
@@ -178,14 +183,11 @@ class MultiHeadLatentAttention(nn.Module):
         mask        bool (B, N), True for a token: padding is not seen, and its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, which do not see each other.
         """
-        check_call(self.embed_dim, x, positions, cache, LatentCache, mask, cu_seqlens)
-        if cache is not None and not self.options.causal:
-            raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
-        padding, rows = None, None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
-        if mask is not None:
-            padding = Padding.of(mask)
+        check_call(self.embed_dim, x, positions, cache, LatentCache, mask, cu_seqlens, self.options.causal)
+        x, padding = tokens_first(x, mask)
+        rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
+        if padding is not None:
             rows = Rows(padding.counts, padding.counts)
-            x = padding.front(zero_padding(x, mask))
         cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens)
         q_nope, q_rope = self._queries(x).split([self.nope_dim, self.rope_dim], dim=3)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_rank, self.rope_dim], dim=2)
@@ -193,11 +195,12 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2)
         k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
         if cache is None:
-            o = self._expanded(q_nope, q_rope, latent, k_rope, rows)
+            y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
         else:
-            o = self._continued(q_nope, q_rope, latent, k_rope, rows, cache)
-        y = self.o_proj(o.flatten(2))
-        return y if padding is None or mask is None else zero_padding(padding.back(y), mask)
+            o, end = self._continued(q_nope, q_rope, latent, k_rope, rows, cache)
+            y = self.o_proj(o.flatten(2))
+            cache.advance(end)
+        return y if padding is None else padding.back(y)
 
     def _queries(self, x: Tensor) -> Tensor:
         """(B, N, H, nope_dim + rope_dim), of this rank's heads."""
@@ -212,18 +215,16 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _continued(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None, cache: LatentCache
-    ) -> Tensor:
-        """o (B, N, H, value_dim) of tokens that come after the cache's; either way of the two."""
-        B, N = q_nope.shape[:2]
-        counts, prompt = None if rows is None else rows.q_counts, cache.length == 0
-        all_latent, all_k_rope = cache.append(latent, k_rope, counts)
-        if prompt and not self._absorbs(N, N):  # nothing but itself to see
-            return self._expanded(q_nope, q_rope, latent, k_rope, rows)
-        if cache.lengths is not None:
-            full = torch.full((B,), N, dtype=torch.int64, device=latent.device)
-            rows = Rows(full if counts is None else counts, cache.lengths)
+    ) -> tuple[Tensor, End]:
+        """o (B, N, H, value_dim) of tokens that come after the cache's, either way of the two, and the cache's end."""
+        N, counts = q_nope.shape[1], None if rows is None else rows.q_counts
+        all_latent, all_k_rope, end = cache.offer(latent, k_rope, counts)
+        if cache.length == 0 and not self._absorbs(N, N):  # nothing but itself to see
+            return self._expanded(q_nope, q_rope, latent, k_rope, rows), end
+        if end.lengths is not None:
+            rows = Rows(counts_of(latent, None) if counts is None else counts, end.lengths)
         way = self._absorbed if self._absorbs(N, all_latent.shape[1]) else self._expanded
-        return way(q_nope, q_rope, all_latent, all_k_rope, rows)
+        return way(q_nope, q_rope, all_latent, all_k_rope, rows), end
 
     def _absorbs(self, N: int, keys: int) -> bool:
         """Whether N queries and so many keys take fewer multiplications the absorbed way."""
@@ -234,31 +235,13 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None) -> Tensor:
         """o (B, N, H, value_dim), with keys and values of every head."""
-        B, N, H = q_nope.shape[:3]
+        H = q_nope.shape[2]
         up = self.kv_b_proj(latent).unflatten(2, (H, self.nope_dim + self.value_dim))
         k_nope, v = up.split([self.nope_dim, self.value_dim], dim=3)
         k_rope = summed_gradient(k_rope, self.mesh)[:, :, None].expand(-1, -1, H, -1)
         q, k = torch.cat([q_nope, q_rope], 3).transpose(1, 2), torch.cat([k_nope, k_rope], 3).transpose(1, 2)
-        v, sinks, (causal, window, softcap, scale, backend) = v.transpose(1, 2), self._sinks(q.dtype), self.options
-        if self.dropout and self.training:
-            return dropping.attend(q, k, v, self.options, self.dropout, sinks, rows).transpose(1, 2)
-        if rows is None:
-            return flash_attention(
-                q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale, backend=backend
-            ).transpose(1, 2)
-        cu_seqlens_q, cu_seqlens_k = rows.offsets(N, k.shape[2])
-        o = flash_attention(
-            one_row(q), one_row(k), one_row(v), causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, backend=backend,
-        )  # fmt: skip
-        return many_rows(o, B).transpose(1, 2)
-
-    def _sinks(self, dtype: torch.dtype) -> Tensor | None:
-        """This rank's heads', in a dtype `flash_attention` takes."""
-        if self.sinks is None:
-            return None
-        sinks = local(self.sinks)
-        return sinks if sinks.dtype in (dtype, torch.float32) else sinks.float()
+        dropout = self.dropout if self.training else 0.0
+        return attend(q, k, v.transpose(1, 2), self.options, self.sinks, rows, dropout).transpose(1, 2)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None) -> Tensor:
         """o (B, N, H, value_dim), all heads reading the latents."""
@@ -274,7 +257,7 @@ class MultiHeadLatentAttention(nn.Module):
         seen = dropping.visible(q_latent, latent[:, None], self.options, rows)
         if seen is not None:
             s = s.masked_fill(~(seen | ~seen.any(-1, keepdim=True)), -torch.inf)  # padding sees all: its y is zeroed
-        sinks = self._sinks(q_latent.dtype)
+        sinks = sinks_of(self.sinks, q_latent.dtype)
         if sinks is not None:
             s = torch.cat([s, sinks.to(s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], 3)
         p = torch.softmax(s, dim=3)[..., : latent.shape[1]].to(latent.dtype)
@@ -311,7 +294,7 @@ class MultiHeadLatentAttention(nn.Module):
             dropout=config_value(config, "attention_dropout", 0.0) or 0.0,
             backend=backend,
         )
-        return loaded(make, tensors, device, dtype, like="o_proj.weight")
+        return loaded(make, tensors, module_or_state_dict, device, dtype)
 
     def tp_plan(self) -> dict[str, ParallelStyle]:
         """For `parallelize_module`: heads shared out to the ranks, the projections to the latents on every rank.

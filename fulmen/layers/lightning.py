@@ -38,7 +38,7 @@ from fulmen.layers.calls import (
     loaded,
     rotary,
     rotations,
-    zero_padding,
+    tokens_first,
 )
 from fulmen.layers.ranks import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm
 from fulmen.layers.rotary import Rotary, apply_rotary, config_value
@@ -72,7 +72,7 @@ PRESETS = {
 AS_PRESET: Any = "preset"
 
 
-class LightningAttention(nn.Module):
+class LightningAttention(weights.Whole):
     """Causal linear attention with per-head decay: x (B, N, embed_dim) to (B, N, embed_dim).
 
     embed_dim     size of a token's vector.
@@ -92,7 +92,6 @@ class LightningAttention(nn.Module):
     """
 
     decay: Tensor | None
-    fused_qkv = False  # a state_dict has qkv_proj as it is
 
     def __init__(
         self,
@@ -129,7 +128,7 @@ class LightningAttention(nn.Module):
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide embed_dim={embed_dim}, or head_dim must be given")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads or num_heads
-        self.head_dim = check_size("head_dim", head_dim or embed_dim // num_heads, MAX_HEAD_DIM)
+        self.head_dim = check_size("head_dim", embed_dim // num_heads if head_dim is None else head_dim, MAX_HEAD_DIM)
         self.value_dim = check_size("value_dim", self.head_dim if value_dim is None else value_dim, MAX_HEAD_DIM)
         self.layer, self.num_layers, self.preset = layer, num_layers, preset
         self.backend = check_backend("lightning", backend)
@@ -140,7 +139,7 @@ class LightningAttention(nn.Module):
         self._build(chosen, bias, norm_eps, {"device": device, "dtype": dtype})
         self._slopes = self._numbers(chosen.decay)
         self.register_buffer("decay", self._decay(device), persistent=False)
-        weights.load_whole(self)
+        self.register_load_state_dict_post_hook(_refilled)
 
     def _build(self, chosen: Choices, bias: bool, eps: float, factory: dict[str, Any]) -> None:
         outputs = self.num_heads * self.value_dim
@@ -150,9 +149,7 @@ class LightningAttention(nn.Module):
             raise ValueError(f"qk_norm={self.qk_norm!r}: must be None, 'before' or 'after' (RoPE)")
         self.q_norm = RMSNorm(self.head_dim, eps=eps, **factory) if self.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=eps, **factory) if self.qk_norm else None
-        self.rope = rotary(chosen.rope, self.head_dim // 2)
-        if self.rope is not None and self.rope.dim > self.head_dim:
-            raise ValueError(f"rope turns dim={self.rope.dim} elements, and a head has head_dim={self.head_dim}")
+        self.rope = rotary(chosen.rope, self.head_dim, dim=self.head_dim // 2)
         self.norm = None
         if chosen.output_norm is not None:
             if chosen.output_norm < 1 or outputs % chosen.output_norm:
@@ -189,20 +186,20 @@ class LightningAttention(nn.Module):
         return None if self._slopes is None else torch.tensor(self._slopes, dtype=torch.float32, device=device)
 
     def reset_parameters(self) -> None:
-        """Fresh weights, and the slopes, which `to_empty` leaves without values."""
+        """Draws every parameter anew, as after `to_empty` of a layer built on the meta device."""
         for part in (self.qkv_proj, self.q_norm, self.k_norm, self.norm, self.output_gate, self.out_proj):
             if part is not None:
                 part.reset_parameters()
-        self._refill()
 
-    def _refill(self) -> None:
+    def _refill(self, device: torch.device) -> None:
         if self.decay is not None:
-            self.decay = self._decay(self.decay.device)
+            self.decay = self._decay(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LightningAttention:
+        """`.to(bfloat16)` means the weights, and `to_empty` leaves a buffer without values."""
         super()._apply(fn, recurse)
-        if self.decay is not None and self.decay.dtype != torch.float32:  # .to(bfloat16) means the weights
-            self._refill()
+        if self.decay is not None:
+            self._refill(self.decay.device)
         return self
 
     def extra_repr(self) -> str:
@@ -235,10 +232,7 @@ class LightningAttention(nn.Module):
         cu_seqlens  int32: B is 1 and N holds packed sequences, each with a state of its own.
         """
         check_call(self.embed_dim, x, positions, cache, StateCache, mask, cu_seqlens)
-        padding = None
-        if mask is not None:
-            padding = Padding.of(mask)
-            x = padding.front(zero_padding(x, mask))
+        x, padding = tokens_first(x, mask)
         q, k, v = self._project(x)
         if self.rope is not None:
             cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens)
@@ -251,7 +245,7 @@ class LightningAttention(nn.Module):
         if self.output_gate is not None:
             o = o * torch.sigmoid(self.output_gate(x))
         y = self.out_proj(o)
-        return y if padding is None or mask is None else zero_padding(padding.back(y), mask)
+        return y if padding is None else padding.back(y)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads."""
@@ -298,12 +292,12 @@ class LightningAttention(nn.Module):
         options["cu_seqlens"] = nn.functional.pad(ends, (1, 0)).to(torch.int32)
         q, k, v = one_row(q), one_row(k), one_row(v)
         if cache is None:
-            return many_rows(lightning_attention(q, k, v, self.decay, **options), B)
+            return many_rows(lightning_attention(q, k, v, self.decay, **options), B, N)
         if state is not None:
             options["initial_state"] = torch.stack([state, torch.zeros_like(state)], 1).flatten(0, 1)
         o, states = lightning_attention_with_state(q, k, v, self.decay, **options)
         cache.update(states.unflatten(0, (B, 2))[:, 0].contiguous(), N, padding.counts)
-        return many_rows(o, B)
+        return many_rows(o, B, N)
 
     # ------------------------------------------------------------------------------- weights and ranks
 
@@ -331,7 +325,7 @@ class LightningAttention(nn.Module):
         tensors = {name: x for name, x in tensors.items() if name not in MINIMAX_BUFFERS}
         place = {"layer": layer, "num_layers": config_value(config, "num_hidden_layers")}
         make = functools.partial(cls, **options, **place, backend=backend)
-        return loaded(make, tensors, device, dtype, like="out_proj.weight")
+        return loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
 
     def tp_plan(self) -> dict[str, ParallelStyle]:
         """For `parallelize_module`: heads shared out to the ranks; a norm over all heads sums its squares over ranks.
@@ -347,7 +341,7 @@ class LightningAttention(nn.Module):
                 here = layer.num_heads // mesh.size()
                 begin = mesh.get_local_rank() * here
                 layer._slopes = layer._slopes[begin : begin + here]
-                layer._refill()
+                layer._refill(layer.out_proj.weight.device)
 
         plan: dict[str, ParallelStyle] = {"": Heads(self.num_kv_heads, "num_kv_heads", take)}
         plan |= {"qkv_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
@@ -358,6 +352,13 @@ class LightningAttention(nn.Module):
         if self.q_norm is not None:
             plan |= {"q_norm": HeadwiseNorm(by_heads=True), "k_norm": HeadwiseNorm(by_heads=True)}
         return plan
+
+
+def _refilled(layer: nn.Module, keys: Any) -> None:
+    """After a load by assignment into a layer built on the meta device: slopes are no weights that come with it."""
+    assert isinstance(layer, LightningAttention)
+    if layer.decay is not None and layer.decay.is_meta:
+        layer._refill(layer.out_proj.weight.device)
 
 
 MINIMAX_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")

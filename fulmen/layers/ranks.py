@@ -41,7 +41,7 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, for a weight in another dtype than x's (autocast) and for one shared by the heads of several ranks.
+    """torch's, in x's dtype also under autocast, and for one shared by the heads of several ranks.
 
     mesh  the ranks over which x is sharded by heads, if it is; set by `HeadwiseNorm`.
     """
@@ -49,8 +49,8 @@ class RMSNorm(nn.RMSNorm):
     mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = summed_gradient(local(self.weight), self.mesh)
-        return nn.functional.rms_norm(x, tuple(self.normalized_shape), weight.to(x.dtype), self.eps)
+        weight = summed_gradient(local(self.weight), self.mesh).to(x.dtype)
+        return nn.functional.rms_norm(x, tuple(self.normalized_shape), weight, self.eps).to(x.dtype)
 
 
 class HeadsNorm(nn.Module):

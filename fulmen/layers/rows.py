@@ -21,25 +21,29 @@ from torch import Tensor
 class Padding(NamedTuple):
     """Which tokens of a batch there are."""
 
+    mask: Tensor  # bool (B, N): True for a token
     order: Tensor  # int64 (B, N): the column that comes to each place
     places: Tensor  # int64 (B, N): the place each column goes to
     counts: Tensor  # int64 (B,): tokens in each row
 
     @classmethod
     def of(cls, mask: Tensor) -> Padding:
-        """mask: bool (B, N), True for a token."""
         counts = mask.sum(1)
         places = torch.where(mask, mask.cumsum(1), counts[:, None] + (~mask).cumsum(1)) - 1
         columns = torch.arange(mask.shape[1], device=mask.device).expand_as(places)
-        return cls(torch.zeros_like(places).scatter(1, places, columns), places, counts)
+        return cls(mask, torch.zeros_like(places).scatter(1, places, columns), places, counts)
 
     def front(self, x: Tensor) -> Tensor:
-        """x (B, N, ...) with each row's tokens first, in their order."""
-        return _taken(x, self.order)
+        """x (B, N, ...) with each row's tokens first, in their order, and zeros, whatever was there, for padding."""
+        return _taken(self._zeroed(x), self.order)
 
     def back(self, y: Tensor) -> Tensor:
-        """y (B, N, ...) where the tokens were."""
-        return _taken(y, self.places)
+        """y (B, N, ...) where the tokens were, and zeros where padding was."""
+        return self._zeroed(_taken(y, self.places))
+
+    def _zeroed(self, x: Tensor) -> Tensor:
+        keep = self.mask.view(*self.mask.shape, *[1] * (x.ndim - 2))
+        return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
@@ -113,9 +117,9 @@ def one_row(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)[None]
 
 
-def many_rows(x: Tensor, B: int) -> Tensor:
+def many_rows(x: Tensor, B: int, N: int) -> Tensor:
     """(1, H, B * N, E) to (B, H, N, E), a view."""
-    return x[0].unflatten(1, (B, x.shape[2] // max(B, 1))).transpose(0, 1)
+    return x[0].unflatten(1, (B, N)).transpose(0, 1)
 
 
 def check_mask(mask: Tensor, x: Tensor, name: str = "mask") -> None:

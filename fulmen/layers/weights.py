@@ -33,9 +33,17 @@ def save_separately(layer: GroupedQueryAttention) -> None:
     layer.register_load_state_dict_pre_hook(_join)
 
 
-def load_whole(layer: nn.Module) -> None:
-    """Makes load_state_dict of a model look at the shapes of all the layer's weights before it copies any."""
-    layer.register_load_state_dict_pre_hook(_look_first)
+class Whole(nn.Module):
+    """A layer that takes all weights it is given or, if any is wrong, none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(_look_first)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, but if anything is wrong with the weights none is loaded."""
+        refuse(self, state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 def _split(layer: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -47,13 +55,27 @@ def _split(layer: Any, state_dict: dict[str, Any], prefix: str, local_metadata: 
                 state_dict[f"{prefix}{part}.{kind}"] = x
 
 
-def _join(layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    for kind in ("weight", "bias"):
-        names = [f"{prefix}{part}.{kind}" for part in PARTS]
-        if all(name in state_dict for name in names):
-            parts = [state_dict.pop(name) for name in names]
-            own = getattr(layer.qkv_proj, kind)
-            state_dict[f"{prefix}qkv_proj.{kind}"] = parallel_plan.join_rows(parts, own)
+def _join(
+    layer: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
+    unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """What is missing of q, k and v is told by its name, and stays as it is."""
+    sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+    for kind, own in layer.qkv_proj.named_parameters(recurse=False):
+        fused, names = f"{prefix}qkv_proj.{kind}", [f"{prefix}{part}.{kind}" for part in PARTS]
+        if fused in state_dict:
+            continue
+        lacking = [name for name in names if name not in state_dict]
+        missing += lacking
+        given = {name: state_dict.pop(name) for name in names if name not in lacking}
+        if lacking and given and own.is_meta:
+            errors.append(f"{', '.join(lacking)}: a fused projection without memory needs q, k and v")
+            given = {}
+        if not given:
+            state_dict[fused] = own
+            continue
+        parts = dict(zip(names, parallel_plan.split_rows(own.detach(), sizes), strict=True)) | given
+        state_dict[fused] = parallel_plan.join_rows(list(parts.values()), own)
 
 
 def _look_first(layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

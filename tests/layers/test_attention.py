@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from fulmen.layers import (
     GroupedQueryAttention,
     KVCache,
+    LightningAttention,
     MultiHeadAttention,
+    MultiHeadLatentAttention,
     MultiHeadSelfAttention,
     MultiQueryAttention,
     Rotary,
@@ -346,12 +348,26 @@ def test_checkpointing(reentrant):
         torch.testing.assert_close(a, b, **EXACT)
 
 
-def test_empty_inputs():
-    layer = make("grouped", causal=True, rope={})
+@pytest.mark.parametrize("kind", ["grouped", "latent", "lightning"])
+def test_empty_inputs(kind):
+    if kind == "grouped":
+        layer = make("grouped", causal=True, rope={})
+    elif kind == "latent":
+        layer = MultiHeadLatentAttention(24, 4, kv_rank=8, dtype=torch.float64)
+    else:
+        layer = LightningAttention(24, 4, dtype=torch.float64)
     for shape in ((0, 5, 24), (2, 0, 24)):
         x = torch.empty(shape, dtype=torch.float64)
         assert layer(x).shape == shape
         assert layer(x, mask=torch.ones(shape[:2], dtype=torch.bool)).shape == shape
+
+
+def test_positions_of_padding_have_no_effect():
+    """Hugging Face's position_ids are mask.cumsum(1) - 1, so -1 before the first token."""
+    layer, x = make("grouped", causal=True, rope={"max_positions": 6}), torch.randn(2, 6, 24, dtype=torch.float64)
+    mask = torch.tensor([[False, False, True, True, True, True], [True] * 6])
+    positions = mask.long().cumsum(1) - 1
+    torch.testing.assert_close(layer(x, positions, mask=mask), layer(x, mask=mask), **EXACT)
 
 
 def test_layers_may_share_a_rotary():

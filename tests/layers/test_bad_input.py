@@ -10,6 +10,7 @@ from fulmen.layers import (
     KVCache,
     LatentCache,
     MultiHeadAttention,
+    MultiHeadLatentAttention,
     MultiHeadSelfAttention,
     MultiQueryAttention,
     Rotary,
@@ -75,6 +76,8 @@ CONSTRUCTION = {
 }
 
 CALLS = {
+    "x of a list": (lambda: gqa()([1.0]), ["x is a list", "must be a tensor"]),
+    "positions elsewhere": (lambda: gqa(rope={})(X, torch.arange(6).to("meta")), ["positions is on meta", "cpu"]),
     "x of rank 2": (lambda: gqa()(X[0]), ["x has shape (6, 24)", "embed_dim=24"]),
     "x of another size": (lambda: gqa()(X[..., :23]), ["x has shape (2, 6, 23)", "embed_dim=24"]),
     "mask and cu_seqlens": (
@@ -124,6 +127,7 @@ CALLS = {
         ["the cache holds torch.float32", "given torch.float64"],
     ),
     "cache: crop": (lambda: filled(KVCache()).crop(7), ["length=7", "6 tokens"]),
+    "cache: reorder of a state": (lambda: StateCache().reorder(torch.tensor([0.0])), ["indices is torch.float32"]),
     "cache: reorder": (lambda: filled(KVCache()).reorder(torch.tensor([0.0])), ["indices is torch.float32"]),
     "context of a fused layer": (
         lambda: MultiHeadSelfAttention(24, 4)(X, context=X),
@@ -136,6 +140,7 @@ CALLS = {
         ["context has shape (2, 6, 24)", "context_dim=5"],
     ),
     "context of another batch": (lambda: gqa()(X, context=X[:1]), ["context has shape (1, 6, 24)", "B=2"]),
+    "context_mask alone": (lambda: gqa()(X, context_mask=MASK), ["context_mask", "no context"]),
     "context_mask": (lambda: gqa()(X, context=X, context_mask=MASK[:, :2]), ["context_mask has shape (2, 2)"]),
     "packed context": (lambda: gqa()(X[:1], cu_seqlens=OFFSETS, context=X[:1]), ["needs cu_seqlens and context_cu"]),
     "apply_rotary": (lambda: apply_rotary(torch.zeros(1, 1, 6, 4), *Rotary(8)(torch.arange(6))), ["8", "D=4"]),
@@ -160,6 +165,27 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
             assert cache.length == 6
         layer(X[:, :3], cache=cache)
     assert cache.length == 9
+
+
+@pytest.mark.parametrize("max_length", [None, 20])
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+@torch.no_grad()
+def test_a_refused_kernel_leaves_the_cache_as_it_was(kind, max_length):
+    """SDPA takes no rows of different lengths, which is found out after their keys were written."""
+    if kind == "grouped":
+        layer, cache = gqa(causal=True, backend="sdpa", rope={}), KVCache(max_length)
+    else:
+        sizes = {"kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "value_dim": 10}
+        layer, cache = MultiHeadLatentAttention(24, 4, backend="sdpa", absorb=False, **sizes), LatentCache(max_length)
+    want = layer(X)
+    layer(X[:, :3], cache=cache)
+    for _ in range(3):
+        with pytest.raises(NotImplementedError, match="SDPA takes no packed sequences"):
+            layer(X[:, 3:] + 1.0, cache=cache, mask=MASK[:, 3:])
+        assert cache.length == 3
+        assert cache.lengths is None
+    layer.options = layer.options._replace(backend="auto")
+    torch.testing.assert_close(layer(X[:, 3:], cache=cache), want[:, 3:])
 
 
 def test_what_a_named_backend_cannot_do_raises_its_reason():

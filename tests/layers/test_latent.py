@@ -107,6 +107,12 @@ def test_deepseek_own_names_and_prefix():
     close(layer(tokens()), theirs(tokens()))
 
 
+def test_a_module_in_evaluation_makes_a_layer_in_evaluation():
+    module, config, _ = deepseek()
+    assert not MultiHeadLatentAttention.from_hf(module.eval(), config).training
+    assert MultiHeadLatentAttention.from_hf(module.train(), config).training
+
+
 def test_wrong_weights_are_refused_whole():
     module, config, _ = deepseek()
     state = module.state_dict()
@@ -325,6 +331,7 @@ def test_on_a_gpu():
         ({"rope": Rotary(16)}, r"rope turns dim=16 elements, must be rope_dim=8"),
         ({"rope": "yes"}, r"rope is a str"),
         ({"absorb": "sometimes"}, r"absorb='sometimes'"),
+        ({"absorb": True, "dropout": 0.1}, r"dropout=0.1 with absorb=True"),
         ({"backend": "cuda"}, r"backend='cuda'"),
         ({"window": 5}, r"window=5"),
         ({"softcap": -1.0}, r"softcap=-1.0"),
@@ -342,7 +349,8 @@ def test_bad_heads():
 
 
 CALLS = [
-    ({"x": torch.zeros(2, 21, 47)}, r"x must be a tensor \(B, N, embed_dim=48\)"),
+    ({"x": torch.zeros(2, 21, 47)}, r"x has shape \(2, 21, 47\), must be \(B, N, embed_dim\) with embed_dim=48"),
+    ({"x": [1.0]}, r"x is a list, must be a tensor"),
     ({"mask": torch.ones(2, 21)}, r"mask is torch.float32"),
     ({"mask": MASK}, r"mask has shape"),
     ({"cu_seqlens": torch.tensor([0, 21], dtype=torch.int32)}, r"B must be 1"),

@@ -374,6 +374,7 @@ def test_on_a_gpu():
         ({"head_dim": None, "num_heads": 5}, r"num_heads=5 must divide embed_dim=48"),
         ({"num_kv_heads": 3}, r"num_kv_heads=3 must divide num_heads=4"),
         ({"head_dim": 300}, r"head_dim=300"),
+        ({"head_dim": 0}, r"head_dim=0"),
         ({"value_dim": 0}, r"value_dim=0"),
         ({"activation": "tanh"}, r"activation='tanh'"),
         ({"scale": 0.0}, r"scale=0.0"),
@@ -398,7 +399,7 @@ def test_bad_construction(options, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"x": torch.zeros(2, 48)}, r"x must be a tensor"),
+        ({"x": torch.zeros(2, 48)}, r"x has shape \(2, 48\)"),
         ({"mask": torch.ones(2, 20, dtype=torch.bool)}, r"mask has shape"),
         ({"mask": MASK[:2], "cu_seqlens": torch.tensor([0, 21], dtype=torch.int32)}, r"mask and cu_seqlens"),
         ({"cache": StateCache(), "cu_seqlens": torch.tensor([0, 21], dtype=torch.int32)}, r"cache and cu_seqlens"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +16,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 from fulmen.layers import (
     GroupedQueryAttention,
     KVCache,
+    LightningAttention,
     MultiHeadAttention,
+    MultiHeadLatentAttention,
     MultiHeadSelfAttention,
     MultiQueryAttention,
 )
@@ -197,26 +202,34 @@ def test_models_of_layers_save_and_load():
         assert torch.equal(p, q)
 
 
-def wrong_weights(state: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
-    lacking = {k: v for k, v in state.items() if k != "v_proj.weight"}
+KINDS = {
+    "fused": lambda: MultiHeadSelfAttention(24, 4),
+    "separate": lambda: MultiHeadAttention(24, 4),
+    "latent": lambda: MultiHeadLatentAttention(24, 4, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=6),
+    "lightning": lambda: LightningAttention(24, 4, layer=1, num_layers=3),
+}
+
+
+def wrong_weights(
+    state: dict[str, torch.Tensor], lost: str = "v_proj.weight"
+) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
+    last, good = list(state)[-1], tuple(list(state.values())[-1].shape)
+    bad = (*good[:-1], good[-1] + 1)
     return {
-        "missing": (lacking, "missing v_proj.weight"),
+        "missing": ({k: v for k, v in state.items() if k != lost}, f"missing {lost}"),
         "unexpected": ({**state, "rotary.inv_freq": torch.zeros(3)}, "unexpected rotary.inv_freq"),
-        "shape": (
-            {**state, "o_proj.weight": torch.zeros(24, 25)},
-            "o_proj.weight has shape (24, 25), must be (24, 24)",
-        ),
+        "shape": ({**state, last: torch.zeros(bad)}, f"{last} has shape {bad}, must be {good}"),
     }
 
 
 @pytest.mark.parametrize(
     ("fault", "nested"), [("missing", False), ("unexpected", False), ("shape", False), ("shape", True)]
 )
-@pytest.mark.parametrize("cls", [MultiHeadSelfAttention, MultiHeadAttention])
-def test_wrong_weights_leave_a_layer_as_it_was(nested, cls, fault):
-    layer = cls(24, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_weights_leave_a_layer_as_it_was(nested, kind, fault):
+    layer = KINDS[kind]()
     state = {name: torch.randn_like(x) for name, x in layer.state_dict().items()}
-    bad, message = wrong_weights(state)[fault]
+    bad, message = wrong_weights(state, list(state)[-2])[fault]
     before = {name: x.clone() for name, x in layer.state_dict().items()}
     module = nn.ModuleDict({"attention": layer}) if nested else layer
     bad = {f"attention.{name}": x for name, x in bad.items()} if nested else bad
@@ -238,6 +251,52 @@ def test_loading_without_strictness_takes_what_fits():
     assert torch.equal(layer.q_proj.weight, state["q_proj.weight"])
     with pytest.raises(RuntimeError, match="took none"):
         layer.load_state_dict({"q_proj.weight": torch.zeros(1)}, strict=False)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_fused_layer_takes_what_fits_and_tells_what_is_missing_by_its_name(nested):
+    layer = MultiHeadSelfAttention(24, 4, bias=True)
+    before = {name: x.clone() for name, x in layer.state_dict().items()}
+    module, prefix = (nn.ModuleDict({"a": layer}), "a.") if nested else (layer, "")
+    given = {f"{prefix}{name}": torch.randn_like(x) for name, x in before.items() if name[:2] in ("k_", "o_")}
+    result = module.load_state_dict(given, strict=False)
+    assert not result.unexpected_keys
+    missing = {f"{part}_proj.{kind}" for part in "qv" for kind in ("weight", "bias")}
+    assert {name.removeprefix(prefix) for name in result.missing_keys} == missing
+    for name, x in layer.state_dict().items():
+        assert torch.equal(x, before[name] if name in missing else given[prefix + name])
+    with pytest.raises(RuntimeError, match=r"(?i)missing.*q_proj\.weight"):
+        module.load_state_dict(given)
+    assert set(module.load_state_dict({}, strict=False).missing_keys) == {prefix + name for name in before}
+    with torch.device("meta"):
+        born = MultiHeadSelfAttention(24, 4)
+    with pytest.raises(RuntimeError, match="a fused projection without memory needs q, k and v"):
+        born.load_state_dict({"q_proj.weight": torch.zeros(24, 24)}, strict=False, assign=True)
+
+
+@pytest.mark.parametrize("way", ["to_empty", "assign", "assign, nested"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_built_without_memory_are_loaded(kind, way):
+    theirs, x = KINDS[kind](), torch.randn(2, 5, 24)
+    with torch.device("meta"):
+        ours = KINDS[kind]()
+    if way == "to_empty":
+        ours.to_empty(device="cpu").load_state_dict(theirs.state_dict())
+    elif way == "assign":
+        ours.load_state_dict(theirs.state_dict(), assign=True)
+    else:
+        nn.ModuleList([ours]).load_state_dict(nn.ModuleList([theirs]).state_dict(), assign=True)
+    assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_load_for_themselves(kind):
+    layer, x = KINDS[kind](), torch.randn(2, 5, 24)
+    want, other = layer(x), KINDS[kind]()
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        twin.load_state_dict(other.state_dict())
+        assert torch.equal(twin(x), other(x))
+        assert torch.equal(layer(x), want)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
