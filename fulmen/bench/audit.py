@@ -42,7 +42,10 @@ def number(value: object) -> float | None:
     """A finite number, or None for anything else: results may come from anybody."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number too large for a float
+        return None
 
 
 def flag(cell: schema.Cell, name: str, why: str) -> None:

@@ -33,9 +33,10 @@ def bench() -> None:
 @click.option("--kernels", is_flag=True, help="Record which kernels ran; the profiler slows what comes after.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
 @click.option("--resume", is_flag=True, help="Go on with the file --out.")
+@click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes, and stop.")
 @click.option("--base", metavar="GITREF", help="Measure the kernels of that commit in turns with these.")
 def run(
-    suites: tuple[str, ...], out: Path | None, resume: bool, base: str | None, **options: Any,
+    suites: tuple[str, ...], out: Path | None, resume: bool, base: str | None, dry_run: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure SUITES (quick, if none is named); see `fulmen bench list`."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its remarks would tear the table
@@ -47,6 +48,9 @@ def run(
     choice = runner.Choice(suites or ("quick",), **options)
     out = out or runner.default_out(choice.suites)
     console = Console()
+    if dry_run:
+        _preview(choice, console)
+        return
     try:
         with live.Screen(console) as screen:
             if base is None:
@@ -63,6 +67,22 @@ def run(
         _show_comparison(out.with_suffix(".base.jsonl"), out, console)
     else:
         console.print(f"a report: fulmen bench report {out} --out report")
+
+
+def _preview(choice: Any, console: Any) -> None:
+    from fulmen.bench import environment, runner
+    from fulmen.bench.cases import BadSuite
+
+    try:
+        device = environment.device_of(choice.device)
+        found = runner.preview(choice, device)
+    except (runner.BadRun, BadSuite, ValueError) as error:
+        fail(error)
+    for suite, lines, cells, refused, _ in found:
+        no = f", {refused} that nobody here can (`fulmen bench list` says why)" if refused else ""
+        console.print(f"{suite}: {lines} cases, {cells} cells to measure{no}", soft_wrap=True)
+    seconds = sum(row[-1] for row in found) + (runner.COMPILING if device.type == "cuda" else 0)
+    console.print(f"on {device} at most about {max(1, round(seconds / 60))} min, unless single calls take seconds")
 
 
 def _against(ref: str, choice: Any, out: Path, resume: bool, screen: Any) -> None:
@@ -137,7 +157,7 @@ def report(results: tuple[Path, ...], out: Path) -> None:
     try:
         for path in write(schema.read(results), out):
             click.echo(path)
-    except schema.BadResults as error:
+    except (schema.BadResults, OSError) as error:
         fail(error)
 
 

@@ -44,19 +44,23 @@ class Competitor:
 
 
 def names_in(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = ()) -> list[str]:
-    """The names after "vs", in order, with "*" and "-name" worked out; `backends` and `rivals` replace its own."""
+    """The names after "vs", ours first, with "*" and "-name" worked out; `backends` and `rivals` replace its own."""
+    mine, others = sides(line, backends, rivals)
+    return list(dict.fromkeys([*mine, *others]))
+
+
+def sides(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Our backends and other people's kernels; of one name ("sdpa") "*" means the backend."""
     known = [name for name in dispatch.kernels(line.op) if name != "reference"] if line.op in dispatch.OPS else []
-    given, gone = [], set()
+    gone = {word[1:] for word in line.competitors if word.startswith("-")}
+    ours: list[str] = []
+    theirs: list[str] = []
     for word in line.competitors:
         if word == "*":
-            given += known
-        elif word.startswith("-"):
-            gone.add(word[1:])
-        else:
-            given.append(word)
-    given = [name for name in given if name not in gone]
-    ours = [n for n in given if n not in baselines.names()]
-    theirs = [n for n in given if n in baselines.names()]
+            ours += known
+        elif not word.startswith("-"):
+            (theirs if word in baselines.names() else ours).append(word)
+    ours, theirs = ([n for n in side if n not in gone] for side in (ours, theirs))
     if backends:
         ours = [n for n in backends if n != "none"]
     if rivals:
@@ -68,7 +72,7 @@ def names_in(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = (
     for name in ours:
         if name not in every:
             raise BadSuite(f"{line.op} has no backend {name!r}; there are {', '.join(every)}")
-    return list(dict.fromkeys([*ours, *theirs]))
+    return list(dict.fromkeys(ours)), list(dict.fromkeys(theirs))
 
 
 def ours(line: Line, case: dict[str, Any], device: torch.device, backend: str) -> Competitor:
@@ -112,11 +116,9 @@ def theirs(line: Line, case: dict[str, Any], device: torch.device, name: str) ->
 
 def of(line: Line, device: torch.device, backends: Sequence[str] = (), rivals: Sequence[str] = ()) -> list[Competitor]:
     case = complete(line, device)
-    found = []
-    for name in names_in(line, backends, rivals):
-        make = theirs if name in baselines.names() else ours
-        found.append(make(line, case, device, name))
-    return found
+    mine, others = sides(line, backends, rivals)
+    made = [ours(line, case, device, name) for name in mine]
+    return made + [theirs(line, case, device, name) for name in others]
 
 
 def complete(line: Line, device: torch.device) -> dict[str, Any]:

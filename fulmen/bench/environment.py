@@ -92,14 +92,17 @@ class Nvml:
         return [word for bit, word in reasons.items() if bits & bit]
 
     def other_processes(self) -> int | None:
-        """How many others compute on this GPU."""
+        """How many others compute on this GPU; one of them is us, by whatever number a container knows us."""
         found = self.ask("nvmlDeviceGetComputeRunningProcesses")
-        return None if found is None else sum(p.pid != os.getpid() for p in found)
+        return None if found is None else max(0, len(found) - 1)
 
     def facts(self) -> dict[str, Any]:
         if self.nvml is None:
             return {}
-        driver = self.nvml.nvmlSystemGetDriverVersion()
+        try:
+            driver = self.nvml.nvmlSystemGetDriverVersion()
+        except Exception:
+            driver = "unknown"
         found = {
             "driver": driver.decode() if isinstance(driver, bytes) else str(driver),
             "clock_sm_max_mhz": self.max_mhz("NVML_CLOCK_SM"),

@@ -79,7 +79,7 @@ def several(given: Any, count: int) -> tuple[Any, ...]:
 # -------------------------------------------------------------------------------------------------- a task
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     """A competitor's pass, at one state of the cache: what becomes a cell."""
 
@@ -250,7 +250,7 @@ class Group:
                 cell.status, cell.reason = "timeout", str(error)
             elif out_of_memory(error):
                 cell.status, cell.reason = "oom", first_line(error)
-            elif isinstance(error, NotImplementedError):
+            elif isinstance(error, NotImplementedError) or "No available kernel" in str(error):  # torch's SDPA
                 cell.status, cell.reason = "unsupported", first_line(error)
             else:
                 cell.status = "failed"
@@ -309,8 +309,14 @@ class Group:
         found: dict[str, dict[str, Any]] = {}
         key = (competitor.name, competitor.op, self.grad, *_facts(self.plan.case))
         if key not in self.passed:
-            for attend, problems in self.smalls(competitor):
-                found |= gate(problems, attend, self.grad)
+            before = set(self.passed)
+            try:
+                for attend, problems in self.smalls(competitor):
+                    found |= gate(problems, attend, self.grad)
+            except BaseException:  # what it was noted for on the way does not count
+                for noted in set(self.passed) - before:
+                    del self.passed[noted]
+                raise
             self.passed[key] = found
         return dict(self.passed[key])
 
@@ -355,7 +361,7 @@ class Group:
         i = self.round % 2
         with timing.no_garbage_collection():
             for task in self.rng.sample(self.tasks, len(self.tasks)):
-                if not task.stop:
+                if not task.stop and task in self.tasks:
                     self._sample(task, i)
         self.round += 1
         if all(task.stop for task in self.tasks):
@@ -375,6 +381,8 @@ class Group:
         """One more exchange and one more call of everyone, checked; then what is learnt in passes of its own."""
         self._exchange()
         for task in list(self.tasks):
+            if task not in self.tasks:
+                continue
             try:
                 result = self._call(task, 0).result
                 task.check(0, result)
@@ -387,13 +395,18 @@ class Group:
     def _give_up(self, task: Task, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             raise error
-        self._fail([task.cell], error)
-        task.drop()
-        self.tasks.remove(task)
+        for other in [t for t in self.tasks if t.competitor is task.competitor and t.cell.pass_ == task.cell.pass_]:
+            if other is task or isinstance(error, Wrong):  # what is wrong cold is wrong hot
+                self._fail([other.cell], error)
+                other.drop()
+                self.tasks.remove(other)
 
     def _call(self, task: Task, i: int) -> timing.Sample:
+        cold, work = task.cell.cache == "cold", task.work(i)
         with task.competitor.pinned():
-            sample = self.machine.timer.sample(task.work(i), cold=task.cell.cache == "cold", spacer_ms=task.spacer_ms)
+            if not cold:  # others were in the cache since: the call before is one of its own
+                work()
+            sample = self.machine.timer.sample(work, cold=cold, spacer_ms=task.spacer_ms)
         patched = timing.intact()
         if patched:
             timing.repair()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ def precompile(
     count = min(workers or min(os.cpu_count() or 1, WORKERS), len(buckets))
     if count < 2:
         return 0
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(count, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))  # Ctrl-C: no traces
     try:
         return sum(pool.map(compile_some, buckets.values(), [hw] * len(buckets)))
     except (OSError, RuntimeError):  # no processes to be had: the run compiles for itself

@@ -3,6 +3,7 @@ many of its warps can run at once. No GPU is needed: a binary can be made for on
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -57,6 +58,7 @@ def compiled(launch: Any, arch: int) -> Any:
     return triton.compile(source, target=target, options=options.__dict__)
 
 
+@functools.lru_cache(maxsize=512)
 def counts(binary: bytes) -> tuple[int, int]:
     """(registers a thread, bytes of stack a thread: what was spilled), by the cuobjdump that Triton carries."""
     import triton

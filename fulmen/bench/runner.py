@@ -17,6 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fulmen import hardware
 from fulmen.bench import adapters, cases, competitors, environment, schema
 from fulmen.bench.group import Group, Machine, Plan
@@ -107,6 +109,25 @@ def plans_of(
     return found
 
 
+PREPARING = 0.5  # seconds of a cell's gate, warm-up and replay; and of a case, the results in fp64
+COMPILING = 45.0
+
+
+def preview(choice: Choice, device: torch.device) -> list[tuple[str, int, int, int, float]]:
+    """By suite: cases, cells to measure, cells nobody can measure here, and the seconds that takes at the most."""
+    found = []
+    for suite in choice.suites:
+        lines, cells, refused, seconds = lines_of(replace(choice, suites=(suite,))), 0, 0, 0.0
+        for line in lines:
+            passes = len(line.settings.passes)
+            who = competitors.of(line, device, choice.backends, choice.baselines)
+            able = passes * sum(c.refusal is None for c in who)
+            cells, refused = cells + able, refused + passes * len(who) - able
+            seconds += able * (line.settings.seconds + PREPARING) + 2 * PREPARING
+        found.append((suite, len(lines), cells, refused, seconds))
+    return found
+
+
 def is_small(op: str, case: dict[str, Any], machine: Machine) -> bool:
     """Whether everything a call touches fits the GPU's L2, so that a hot cache is a question worth asking."""
     if machine.device.type != "cuda":
@@ -134,9 +155,12 @@ class Journal:
 def open_journal(path: Path, run: schema.Run, resume: bool) -> tuple[Journal, schema.Run]:
     """A new file with `run` in it, or an old one with the run it holds and what is finished of it."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         journal = Journal(path)
-        journal.write(run)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            journal.write(run)
+        except OSError as error:
+            raise BadRun(f"{path}: cannot be written: {error.strerror}") from None
         return journal, run
     if not resume:
         raise BadRun(f"{path} exists: --resume goes on with it, another --out leaves it alone")
@@ -201,7 +225,9 @@ def run(
         raise BadRun(str(error)) from None
     if out.exists() and not resume:
         raise BadRun(f"{out} exists: --resume goes on with it, another --out leaves it alone")
-    lines_of(choice)  # a wrong name is worth saying before a minute has gone by
+    for line in lines_of(choice):  # a wrong name is worth saying before a minute has gone by, and a file is there
+        competitors.complete(line, device)
+        competitors.names_in(line, choice.backends, choice.baselines)
     watcher.say("asking the device what it can do")
     machine = Machine.of(device)
     machine.burn_in()

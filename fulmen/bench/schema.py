@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,13 +103,23 @@ def dumps(record: Run | Cell) -> str:
     values = dataclasses.asdict(record)
     if isinstance(record, Cell):
         values["config_hash"] = record.config_hash
+    values = {k: _finite(v) if isinstance(v, dict) else v for k, v in values.items()}  # samples must be numbers
     return json.dumps(values, sort_keys=True, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null, so that one odd number does not cost the whole run."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse(line: str, where: str) -> Run | Cell:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
         raise BadResults(f"{where}: not JSON ({error}); was the file cut off?") from None
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else type(values).__name__
@@ -150,9 +161,9 @@ class Results:
     cells: list[Cell]
 
 
-def records(path: Path) -> Iterator[Run | Cell]:
+def records(path: str | Path) -> Iterator[Run | Cell]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadResults(f"{path}: cannot be read: {error}") from None
     for number, line in enumerate(text.splitlines(), 1):
@@ -160,7 +171,7 @@ def records(path: Path) -> Iterator[Run | Cell]:
             yield parse(line, f"{path}:{number}")
 
 
-def read(paths: Iterable[Path]) -> Results:
+def read(paths: Iterable[str | Path]) -> Results:
     """All runs and cells of some files; a cell measured again replaces the earlier one of its run."""
     runs: dict[str, Run] = {}
     cells: dict[tuple[str, str], Cell] = {}

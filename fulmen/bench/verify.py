@@ -157,7 +157,10 @@ def verify_and_time(
     """
     seed = secrets.randbits(31) if seed is None else seed
     takes_odd = "odd" in inspect.signature(inputs).parameters
-    names = [p for p in inspect.signature(fn).parameters if p not in ("args", "kwargs")]
+    try:
+        names = [p for p in inspect.signature(fn).parameters if p not in ("args", "kwargs")]
+    except (ValueError, TypeError):  # built in: nobody says what its parameters are called
+        names = []
     first = tuple(inputs(seed))
     if len(names) != len(first):
         names = [f"x{i}" for i in range(len(first))]

@@ -31,7 +31,7 @@ def test_every_result_and_gradient_is_compared(adapter, fully: bool) -> None:
         assert 0 < row["error"] <= row["bound"] < 1e-4
 
 
-def test_the_timed_shape_is_compared_in_its_last_heads(adapter) -> None:
+def test_the_timed_shape_is_compared_in_one_head(adapter) -> None:
     problem = adapter.problem(adapter.complete(CASE), CPU, 3)
     assert set(gate.evaluate(problem, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
     assert problem.pick("o", problem.leaves["q"]).shape == (1, 2, 40, 16)
@@ -39,10 +39,31 @@ def test_the_timed_shape_is_compared_in_its_last_heads(adapter) -> None:
 
     def wrong_there(x) -> Tensor:
         o = adapter.attend("eager")(x)
-        return torch.cat([o[:, :-1], 1.001 * o[:, -1:]], dim=1)
+        there = problem.pick("o", torch.arange(8).view(2, 4, 1, 1)).flatten()
+        o.view(8, -1).data[there[-1]] *= 1.001
+        return o
 
     with pytest.raises(gate.Wrong, match=r"^o: "):
         gate.evaluate(problem, wrong_there)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_of_the_other_heads_none_may_be_missing(adapter, seed: int) -> None:
+    problem = adapter.problem(adapter.complete(CASE), CPU, seed)
+    there = int(problem.pick("o", torch.arange(8).view(2, 4, 1, 1)).flatten()[0])
+
+    def missing(x) -> Tensor:
+        o = adapter.attend("eager")(x)
+        o.view(8, -1).data[(there + 4) % 8] = 0.0  # the same head of the other batch
+        return o
+
+    with pytest.raises(gate.Wrong, match=r"^o: nothing but zeros in batch"):
+        gate.evaluate(problem, missing)
+
+
+def test_which_head_is_compared_depends_on_the_seed(adapter) -> None:
+    picked = [adapter.problem(adapter.complete(CASE), CPU, seed).pick for seed in range(12)]
+    assert len({int(pick("k", torch.arange(4).view(2, 2, 1, 1))) for pick in picked}) > 1
 
 
 def test_long_sequences_are_checked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,3 +79,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_numbers_that_are_none_are_not_written() -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         schema.dumps(cell(samples_ms=[float("nan")]))
+    assert '"bound": null' in schema.dumps(cell(correctness={"o": {"bound": float("inf")}}))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_json_that_python_refuses_is_an_error_in_words(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(schema.BadResults, match="not JSON"):
+        schema.read([str(path)])

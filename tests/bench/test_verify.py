@@ -73,3 +73,17 @@ def test_it_is_exported() -> None:
     assert "verify_and_time(my_kernel, plain, inputs)" in (verify.__doc__ or "")
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         fulmen.bench.nonsense  # noqa: B018
+
+
+def test_a_built_in_function_has_no_signature_and_is_measured() -> None:
+    def one(seed: int) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(seed + i)) for i in range(3))
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.mT / 8**0.5, -1) @ v
+
+    fn = torch.nn.functional.scaled_dot_product_attention
+    assert (
+        verify_and_time(fn, plain, one, seconds=0.01, samples=(5, 5)).cells[0].competitor
+        == "scaled_dot_product_attention"
+    )

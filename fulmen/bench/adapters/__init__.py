@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import random
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
 def small_case(case: dict[str, Any]) -> dict[str, Any]:
     """The shape of the gate: an odd length, few heads, as many of them to a head of k and v as in the case."""
     return case | {"B": 2, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2, "N": min(ODD_TOKENS, case["N"] | 1)}
+
+
+def head_of(seed: int, batches: int, heads: int) -> tuple[int, int]:
+    """The batch and the head of k and v whose results of a timed shape are compared: nobody knows which."""
+    at = random.Random(seed).randrange(batches * heads)
+    return at // heads, at % heads
 
 
 def size_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
