@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("scipy")
-
 from fulmen.bench import audit, floors, schema
 
 SOFTMAX, LINEAR = "causal softmax attention", "causal linear attention with decay"

@@ -11,8 +11,6 @@ from click.testing import CliRunner
 from fulmen.__main__ import main
 from fulmen.bench import environment, schema
 
-pytest.importorskip("scipy")
-
 TINY = ["--device", "cpu", "--shape", "B=1,H=2,N=32,D=16", "--backend", "eager", "--baseline", "none", "--seconds", "0"]
 
 

@@ -92,7 +92,8 @@ def test_interval_of_the_median_covers_the_truth() -> None:
 
 
 def test_p_is_that_of_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
+    from scipy import stats
+
     for i in range(50):
         a, b = noise(2 * i, n=10 + i), noise(2 * i + 1, middle=0.1405, n=60 - i)
         if i % 2:

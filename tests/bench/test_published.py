@@ -7,10 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("scipy")
-pytest.importorskip("tomllib")
-
 from rich.console import Console
 
 from fulmen.bench import published, published_tables, schema

@@ -14,8 +14,6 @@ from fulmen.bench import baselines, cases, competitors, environment, live, runne
 from fulmen.bench.cases import BadSuite, Line
 from fulmen.bench.runner import BadRun, Choice
 
-pytest.importorskip("scipy")
-
 TINY = ("B=1,H=2,N=32,D=16",)
 QUICK: dict[str, Any] = {
     "device": "cpu",
