@@ -133,7 +133,7 @@ def list_() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = Table("name", "computes", "here", title=f"competitors on {device}")
     for op in adapters.ops():
-        for name, reason in dispatch.report(op, device):
+        for name, reason in dispatch.report(adapters.backends_of(op), device):
             table.add_row(f"fulmen {name}", op, "yes" if reason is None else f"[yellow]no[/]: {escape(reason)}")
     for name in baselines.names():
         module = baselines.of(name)

@@ -51,7 +51,8 @@ def names_in(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = (
 
 def sides(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Our backends and other people's kernels; of one name ("sdpa") "*" means the backend."""
-    known = [name for name in dispatch.kernels(line.op) if name != "reference"] if line.op in dispatch.OPS else []
+    op = adapters.backends_of(line.op)
+    known = [name for name in dispatch.kernels(op) if name != "reference"] if op in dispatch.OPS else []
     gone = {word[1:] for word in line.competitors if word.startswith("-")}
     ours: list[str] = []
     theirs: list[str] = []
@@ -68,7 +69,7 @@ def sides(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = ()) 
         for name in theirs:
             if name not in baselines.names():
                 raise BadSuite(f"no baseline {name!r}; there are {', '.join(baselines.names())}")
-    every = [*dispatch.kernels(line.op), *dispatch._missing[line.op], "auto"] if line.op in dispatch.OPS else ours
+    every = [*dispatch.kernels(op), *dispatch._missing[op], "auto"] if op in dispatch.OPS else ours
     for name in ours:
         if name not in every:
             raise BadSuite(f"{line.op} has no backend {name!r}; there are {', '.join(every)}")

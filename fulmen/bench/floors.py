@@ -155,6 +155,12 @@ def projection_sizes(
     return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), (H * E, out or hidden)]
 
 
+def latent_sizes(hidden: int, H: int, D: int, E: int, rank: int) -> list[tuple[int, int]]:
+    """(in, out) of the projections of latent attention, whose latents both have size `rank` and whose RoPE turns D - E
+    elements: of q down and up, of k and v down (with what RoPE turns of k) and up, and of the output."""
+    return [(hidden, rank), (rank, H * D), (hidden, rank + D - E), (rank, 2 * H * E), (H * E, hidden)]
+
+
 def layer(pass_: str, attention: Work, tokens: int, sizes: list[tuple[int, int]], dtype: str) -> Work:
     """A layer: its attention, and projections of which the last makes the output and the others read the input.
 
@@ -284,15 +290,24 @@ def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work
         )
     if not op.startswith("layer"):
         return attention
-    sizes = case.get("projections")
-    if sizes is None:
-        hidden = _int(case, "hidden", "model") or shape.H * shape.D
-        sizes = projection_sizes(hidden, shape.H, shape.H_KV, shape.D, shape.E, _int(case, "out"))
-    if not _are_sizes(sizes):
+    sizes = projections_of(case)
+    if not sizes:
         return attention
-    return layer(
-        pass_, attention, shape.total or shape.B * shape.N_Q, [(int(a), int(b)) for a, b in sizes], shape.dtype
-    )
+    return layer(pass_, attention, shape.total or shape.B * shape.N_Q, sizes, shape.dtype)
+
+
+def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(in, out) of a layer's projections, as the case says or implies; none where it says too little."""
+    given = case.get("projections")
+    if given is not None:
+        return [(a, b) for a, b in given] if _are_sizes(given) else []
+    H, D = _int(case, "H"), _int(case, "D")
+    if not H or not D:
+        return []
+    E, hidden, rank = _int(case, "E") or D, _int(case, "hidden", "model"), _int(case, "rank")
+    if rank:
+        return latent_sizes(hidden or H * E, H, D, E, rank)
+    return projection_sizes(hidden or H * D, H, _int(case, "H_KV") or H, D, E, _int(case, "out"))
 
 
 def _are_sizes(sizes: object) -> bool:

@@ -91,6 +91,7 @@ class Task:
     clocks: list[float] = field(default_factory=list)
     graphs: list[dict[str, Tensor]] = field(default_factory=list)
     spacer_ms: float = 0.1
+    tries: int = timing.TRIES
     spent: float = 0.0
     stop: str = ""
     enqueue_ms: float = 0.0
@@ -380,17 +381,19 @@ class Group:
     def _close(self) -> None:
         """One more exchange and one more call of everyone, checked; then what is learnt in passes of its own."""
         self._exchange()
-        for task in list(self.tasks):
-            if task not in self.tasks:
-                continue
-            try:
-                result = self._call(task, 0).result
-                task.check(0, result)
-                del result
-                self._afterwards(task)
-            except BaseException as error:
-                self._give_up(task, error)
+        self._each(lambda task: task.check(0, self._call(task, 0).result))
+        for task in self.tasks:  # what autograd keeps for a leaf belongs to the stream of its first forward still alive
+            task.drop()
+        self._each(self._afterwards)
         self.closed = True
+
+    def _each(self, what: Callable[[Task], None]) -> None:
+        for task in list(self.tasks):
+            if task in self.tasks:
+                try:
+                    what(task)
+                except BaseException as error:
+                    self._give_up(task, error)
 
     def _give_up(self, task: Task, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
@@ -406,7 +409,10 @@ class Group:
         with task.competitor.pinned():
             if not cold:  # others were in the cache since: the call before is one of its own
                 work()
-            sample = self.machine.timer.sample(work, cold=cold, spacer_ms=task.spacer_ms)
+            sample = self.machine.timer.sample(work, cold=cold, spacer_ms=task.spacer_ms, tries=task.tries)
+        task.spacer_ms = max(task.spacer_ms, sample.spacer_ms)
+        if sample.late:  # however long it waited: it synchronises, so waiting is no use
+            task.tries = 1
         patched = timing.intact()
         if patched:
             timing.repair()
@@ -452,8 +458,7 @@ class Group:
                 if min(task.samples) < REPLAYED_MS:
                     task.cell.device_ms = timing.graph_ms(timer, prepare, cold=task.cell.cache == "cold")
                 if self.kernels and task.cell.cache == "cold":
-                    task.cell.kernels = timing.kernel_names(timer, task.work(0))
-        task.drop()
+                    task.cell.kernels = timing.kernel_names(timer, prepare())
 
     # -------------------------------------------------------------------------------------------- finish
 

@@ -7,6 +7,7 @@ is bound here, when this module is imported, which is before any competitor is: 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -34,6 +35,8 @@ _synchronize = torch.cuda.synchronize
 OUTLIER = 3.5  # modified z-score
 CPU_CACHE_LIMIT = 64 << 20  # no more than this is overwritten: a server's L3 is shared by cores we do not have
 SLOW_CLOCK_NS = 2_000_000
+TRIES = 4
+LONGEST_SPACER_MS = 4.0
 Work = Callable[[], Any]
 
 
@@ -56,9 +59,13 @@ def repair() -> None:
 
 
 class Sample(NamedTuple):
+    """spacer_ms: the one it took; late: the host was not done when the spacer was, so the device may have waited."""
+
     ms: float
     clock_mhz: float | None
     result: Any
+    spacer_ms: float = 0.0
+    late: bool = False
 
 
 class Timer:
@@ -90,24 +97,39 @@ class Timer:
         if self.cuda:
             _synchronize(self.device)
 
-    def sample(self, work: Work, *, cold: bool = True, spacer_ms: float = 0.1) -> Sample:
-        """One call. `spacer_ms`: how long the host may take to queue it without being seen in the time."""
+    def sample(self, work: Work, *, cold: bool = True, spacer_ms: float = 0.1, tries: int = TRIES) -> Sample:
+        """One call. `spacer_ms`: how long the host may take to queue it without being seen in the time.
+
+        If the host took longer (a busy machine, a page fault), the device may have waited for it between two kernels,
+        and the time says nothing of the device: the call is repeated behind a longer spacer, `tries` times in all.
+        """
         if not self.cuda:
             if cold:
                 self.cache.zero_()
             begin = _now()
             result = work()
             return Sample((_now() - begin) * 1e-6, None, result)
+        sample = self._sample(work, cold, spacer_ms)
+        for _ in range(tries - 1):
+            if not sample.late:
+                break
+            spacer_ms = min(2 * spacer_ms, LONGEST_SPACER_MS)
+            sample = self._sample(work, cold, spacer_ms)
+        return sample
+
+    def _sample(self, work: Work, cold: bool, spacer_ms: float) -> Sample:
         start, end = _Event(enable_timing=True), _Event(enable_timing=True)
         if cold:
             self.cache.zero_()
+        begin = _now()
         torch.cuda._sleep(int(spacer_ms * self.cycles_per_ms))
         start.record()
         result = work()
         end.record()
+        late = (_now() - begin) * 1e-6 > spacer_ms
         clock = self._clock()  # while the device works
         end.synchronize()
-        return Sample(start.elapsed_time(end), clock, result)
+        return Sample(start.elapsed_time(end), clock, result, spacer_ms, late)
 
     def _clock(self) -> float | None:
         """The SM clock; where a driver takes long to tell, every eighth time only."""
@@ -174,27 +196,36 @@ def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, c
     if not timer.cuda:
         return None
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(timer.device)
+    pool = torch.cuda.graph_pool_handle()
     try:
         stream.wait_stream(torch.cuda.current_stream(timer.device))
         with torch.cuda.stream(stream):
             work = prepare()
             work()
             stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool, stream):
             result = work()
         first = timer.sample(graph.replay, cold=cold).ms
         count = max(3, min(20, int(1e3 * seconds / max(first, 1e-3))))
         times = [timer.sample(graph.replay, cold=cold).ms for _ in range(count)]
         del result
         return median(times)
-    except torch.OutOfMemoryError:
-        return None
-    except RuntimeError:  # not capturable: it synchronises, or allocates outside
+    except RuntimeError:  # no memory; or not capturable: it synchronises, or allocates outside
+        _abandon(timer.device, pool)
         return None
     finally:
         _synchronize(timer.device)
         torch.cuda.current_stream(timer.device).wait_stream(stream)
         del graph
+
+
+def _abandon(device: torch.device, pool: Any) -> None:
+    """Ends a capture that failed. torch's own end gives up before it tells the allocator, which from then on takes a
+    capture to be under way and returns no memory to the device: every later case would run out of it."""
+    torch.cuda.synchronize(device)
+    with contextlib.suppress(RuntimeError, AttributeError):  # no capture was under way
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        torch._C._cuda_releasePool(device.index or 0, pool)
 
 
 def kernel_names(timer: Timer, work: Work) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch
-from fulmen.bench import adapters, gate
+from fulmen.bench import adapters, baselines, gate
 
 CPU = torch.device("cpu")
 CASE = {"B": 2, "H": 4, "H_KV": 2, "N": 40, "D": 16, "dtype": "float32"}
@@ -157,3 +157,52 @@ def test_every_op_has_an_adapter() -> None:
         assert None not in case.values()
         assert dataclasses.is_dataclass(gate.Problem)
         assert adapter.floors(case | {"dtype": "float32"})["output"] == 4 * 8 * 1024 * 64
+
+
+LAYERS = [
+    {"layer": "mhsa"}, {"layer": "mha"}, {"layer": "gqa", "H": 8, "H_KV": 2}, {"layer": "mqa"},
+    {"layer": "mla", "D": 48, "E": 32, "rank": 32},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=lambda o: o["layer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_pass_with_every_parameter(options: dict, dtype: str) -> None:
+    adapter = adapters.of("layer")
+    case = adapter.complete({"B": 1, "N": 64, "H": 4, "D": 32, "dtype": dtype} | options)
+    problems = [adapter.small(case, CPU, 1), adapter.small(case, CPU, 2), adapter.problem(case, CPU, 3)]
+    for attend in (adapter.attend("auto"), adapter.attend("eager"), baselines.of("sdpa-layer").attend):
+        found = gate.gate(problems, attend)
+        assert set(found) == {"o", "dx", *(f"d{name}" for name, _ in problems[0].x.layer.named_parameters())}
+
+
+def test_a_layer_that_forgets_a_parameter_is_red() -> None:
+    """What the report this suite comes from timed: the projections before the kernel get no gradient."""
+    adapter = adapters.of("layer")
+    problem = adapter.small(adapter.complete({"N": 64, "H": 4, "D": 32, "dtype": "float32"}), CPU, 1)
+
+    def detached(p):
+        with torch.no_grad():
+            q, k, v = p.layer._project(p.x, p.x)
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return p.layer.o_proj(o.transpose(1, 2).flatten(2))
+
+    with pytest.raises(gate.Wrong, match=r"^dx: no gradient comes back to x"):
+        gate.gate([problem], detached)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layer": "mlp"}, "must be one of mhsa"),
+        ({"layer": "mha", "rank": 8}, "the others none"),
+        ({"layer": "mla"}, "mla has a rank"),
+        ({"layer": "mla", "rank": 8}, "must be less than D"),
+        ({"layer": "gqa"}, "H_KV=None must be given"),
+        ({"layer": "mqa", "H_KV": 2}, "H_KV=2 must be 1"),
+        ({"E": 32}, "E=32 must be D=64"),
+    ],
+)
+def test_layers_that_cannot_be(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        adapters.of("layer").complete(options)

@@ -102,3 +102,28 @@ def test_on_a_gpu() -> None:
     assert timer.overhead_ms() < 0.05
     returned, stream, done = timer.wall(lambda: torch.cuda._sleep(2_000_000))
     assert returned < 0.5 < stream <= done
+
+
+@pytest.mark.gpu
+def test_a_host_that_is_late_gets_a_longer_spacer() -> None:
+    timer = timing.Timer(torch.device("cuda", 0))
+    slow = timer.sample(lambda: time.sleep(0.002), spacer_ms=1.0)
+    assert not slow.late
+    assert slow.spacer_ms > 2
+    assert slow.ms < 1, "the device waited for the host"
+    waits = timer.sample(lambda: torch.cuda.synchronize(), spacer_ms=0.1, tries=2)
+    assert waits.late
+    assert waits.spacer_ms == 0.2
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_allocator_in_order() -> None:
+    timer = timing.Timer(torch.device("cuda", 0))
+    x = torch.ones(1 << 20, device="cuda")
+    assert timing.graph_ms(timer, lambda: lambda: x.sum().item()) is None
+    block = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    before = torch.cuda.memory_reserved()
+    del block
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before - (1 << 30)
+    assert timing.graph_ms(timer, lambda: lambda: x + 1) is not None

@@ -11,6 +11,7 @@
     launches(case, hw, backend, pass_, fully)
                                          the Triton launches of a call, to compile them and ask what they take
     floors(case)                         bytes of inputs, output and gradients
+    BACKENDS_OF                          the operation whose backends it takes, where that is another
 
 A new operation is a file here and one in `suites/`.
 """
@@ -37,6 +38,11 @@ def ops() -> list[str]:
 
     names = (f.name for f in resources.files("fulmen.bench.adapters").iterdir())
     return sorted(n.removesuffix(".py") for n in names if n.endswith(".py") and not n.startswith("_"))
+
+
+def backends_of(op: str) -> str:
+    """The operation of the registry whose backends serve it."""
+    return getattr(of(op), "BACKENDS_OF", op) if op in ops() else op
 
 
 def dtype_of(case: dict[str, Any]) -> torch.dtype:

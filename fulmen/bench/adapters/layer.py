@@ -1,0 +1,179 @@
+"""Whole attention layers as the benchmark sees them; see the package.
+
+The call is layer(x), its inputs x and every parameter. At the timed shape all results are compared whole, with the
+eager layer in fp64, whose memory is bounded; at the gate's small shape with the reference.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fulmen import hardware
+from fulmen.bench import floors as least
+from fulmen.bench.adapters import dtype_of, flash, normal, size_of, small_case
+from fulmen.bench.gate import Problem
+from fulmen.layers import (
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    MultiHeadSelfAttention,
+    MultiQueryAttention,
+)
+from fulmen.testing import GRADIENT_FACTOR, Expected
+
+BACKENDS_OF = "flash"
+KEYS: dict[str, Any] = {
+    "layer": "mhsa", "B": 1, "N": 1024, "H": 8, "H_KV": None, "D": 64, "E": None, "hidden": None, "rank": 0,
+    "dtype": "auto", "causal": True,
+}  # fmt: skip
+WORDS = {
+    "mhsa": "multi-head self-attention layer (fused projections)",
+    "mha": "multi-head attention layer (separate projections)",
+    "gqa": "grouped-query attention layer",
+    "mqa": "multi-query attention layer",
+    "mla": "multi-head latent attention layer",
+}
+SMALL_RANK = 64
+
+
+def complete(case: dict[str, Any]) -> dict[str, Any]:
+    """mla: D = E + what RoPE turns, `rank` is the size of both latents; others: H * D = hidden unless given."""
+    done = KEYS | case
+    kind, H = done["layer"], done["H"]
+    if kind not in WORDS:
+        raise ValueError(f"layer={kind}: must be one of {', '.join(WORDS)}")
+    if bool(done["rank"]) != (kind == "mla"):
+        raise ValueError(f"layer={kind} with rank={done['rank']}: mla has a rank, and the others none")
+    if kind == "mla" and not (done["E"] and done["E"] < done["D"]):
+        raise ValueError(f"layer=mla: E={done['E']} must be less than D={done['D']}, by as much as RoPE turns")
+    if kind != "mla" and done["E"] not in (None, done["D"]):
+        raise ValueError(f"layer={kind}: E={done['E']} must be D={done['D']}")
+    usual = {"mqa": 1, "gqa": None}.get(kind, H)
+    H_KV = done["H_KV"] or usual
+    if H_KV is None or (usual is not None and usual != H_KV):
+        raise ValueError(f"layer={kind}: H_KV={done['H_KV']} must be {'given' if usual is None else usual}")
+    E = done["E"] or done["D"]
+    return done | {"H_KV": H_KV, "E": E, "hidden": done["hidden"] or H * E}
+
+
+def function(case: dict[str, Any]) -> str:
+    return f"{WORDS[case['layer']]}, {flash.function(case)}"
+
+
+# ------------------------------------------------------------------------------------------------- the layer
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    layer: nn.Module
+    twins: dict[str, nn.Module]  # the same parameters, other backends
+
+    def on(self, backend: str) -> nn.Module:
+        if backend not in self.twins:
+            self.twins[backend] = twin = copy.copy(self.layer)
+            twin.options = self.layer.options._replace(backend=backend)  # type: ignore[operator, union-attr]
+        return self.twins[backend]
+
+
+def made(case: dict[str, Any], device: torch.device, dtype: torch.dtype, backend: str) -> nn.Module:
+    hidden, H, D, E = (case[key] for key in ("hidden", "H", "D", "E"))
+    options: dict[str, Any] = {"causal": case["causal"], "backend": backend, "device": device, "dtype": dtype}
+    kind, rank = case["layer"], case["rank"]
+    if kind == "mla":
+        sizes = {"q_rank": rank, "kv_rank": rank, "nope_dim": E, "rope_dim": D - E, "value_dim": E}
+        return MultiHeadLatentAttention(hidden, H, **sizes, **options)
+    options["head_dim"] = D
+    if kind == "gqa":
+        return GroupedQueryAttention(hidden, H, case["H_KV"], **options)
+    return {"mhsa": MultiHeadSelfAttention, "mha": MultiHeadAttention, "mqa": MultiQueryAttention}[kind](
+        hidden, H, **options
+    )
+
+
+def filled(layer: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Every parameter drawn: matrices so that a product keeps the size of what it multiplies, scales around 1."""
+    with torch.no_grad():
+        for p in layer.parameters():
+            drawn = normal(tuple(p.shape), torch.float32, generator)
+            p.copy_(drawn * p.shape[1] ** -0.5 if p.ndim == 2 else 1 + drawn / 4)
+    return layer
+
+
+def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
+    return drawn(case, device, seed, "eager")
+
+
+def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
+    case = small_case(case) | {"hidden": None}
+    if case["layer"] == "mqa":
+        case |= {"H": case["H"] // case["H_KV"], "H_KV": 1}
+    case["rank"] = min(case["rank"], SMALL_RANK)
+    return drawn(complete(case), device, seed, "reference")
+
+
+def drawn(case: dict[str, Any], device: torch.device, seed: int, exactly: str) -> Problem:
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype, shape = dtype_of(case), (case["B"], case["N"], case["hidden"])
+    x = normal(shape, dtype, generator).requires_grad_()
+    do = normal(shape, dtype, generator)
+    layer = filled(made(case, device, dtype, "eager"), generator)
+    parameters = dict(layer.named_parameters())
+
+    def results(at: Tensor, of: nn.Module) -> dict[str, Tensor]:
+        at = at.detach().requires_grad_()
+        y = of(at)
+        leaves = {"x": at, **dict(of.named_parameters())}
+        grads = torch.autograd.grad(y, list(leaves.values()), do.to(y.dtype))
+        return {"o": y.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+
+    def expected() -> dict[str, Expected]:
+        low = results(x, layer)
+        exact_layer = made(case, device, torch.float64, exactly)
+        with torch.no_grad():
+            for name, p in exact_layer.named_parameters():
+                p.copy_(parameters[name])
+        exact = results(x.double(), exact_layer)
+        gradients = {name: {"factor": GRADIENT_FACTOR} if name != "o" else {} for name in low}
+        return {name: Expected(low[name], exact[name], **gradients[name]) for name in low}
+
+    return Problem(Inputs(x, layer, {}), {"x": x, **parameters}, {"o": do}, expected)
+
+
+# ------------------------------------------------------------------------------------------ who competes
+
+
+def attend(backend: str) -> Callable[[Inputs], Tensor]:
+    return lambda p: p.on(backend)(p.x)
+
+
+def attend_fully(backend: str) -> None:
+    return None
+
+
+def of_flash(case: dict[str, Any]) -> dict[str, Any]:
+    """The call of `flash_attention` within."""
+    return {key: case[key] for key in flash.KEYS} | {"grad": case.get("grad", True)}
+
+
+def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
+    return flash.refuses(of_flash(case), device, backend)
+
+
+def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
+    return flash.chosen(of_flash(case), device, backend)
+
+
+def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
+    return flash.launches(of_flash(complete(case | {"hidden": None})), hw, backend.partition(" ")[0], pass_, fully)
+
+
+def floors(case: dict[str, Any]) -> dict[str, int]:
+    weights = [(a, b) for a, b in least.projections_of(case)]
+    x = (case["B"], case["N"], case["hidden"])
+    given = size_of(dtype_of(case), x, *weights)
+    return {"inputs": given, "output": size_of(dtype_of(case), x), "gradients": given}

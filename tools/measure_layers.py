@@ -1,0 +1,185 @@
+"""What a layer costs beyond its projections and its attention kernel, and the report of the suite `layers`.
+
+    PYTHONPATH=. python3 tools/measure_layers.py --out results/h200/layers-parts.jsonl               (on the GPU)
+    python tools/measure_layers.py --render results/h200/layers.jsonl results/h200/layers-parts.jsonl > .../layers.md
+
+The parts: every projection as one nn.Linear product on an input of its own, and `flash_attention` of q, k, v that lie
+as projections leave them; forward and gradients of all of it, one after the other on the stream, timed as one call in
+turns with the layer (cold L2, host hidden, 40 rounds). What the layer takes longer is norms, RoPE, joining q and k,
+and sums of gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROUNDS = 40
+PASSES = ("forward", "backward", "total")
+
+
+def parts_of(case: dict[str, Any], device: Any) -> tuple[Callable[[], list[Any]], list[Any], list[Any]]:
+    """(the forward of all parts, what asks for gradients, what comes back to the results)"""
+    import torch
+    from torch.nn import functional as F
+
+    import fulmen
+    from fulmen.bench import floors
+    from fulmen.bench.adapters import dtype_of
+
+    def random_(*shape: int) -> Any:
+        return torch.randn(shape, device=device, dtype=dtype_of(case))
+
+    B, N, H, H_KV, D, E = (case[key] for key in ("B", "N", "H", "H_KV", "D", "E"))
+    sizes = floors.projections_of(case)
+    if case["layer"] == "mhsa":  # one product
+        sizes = [(sizes[0][0], sum(out for _, out in sizes[:3])), sizes[3]]
+    pairs = [(random_(B, N, a).requires_grad_(), (random_(b, a) * a**-0.5).requires_grad_()) for a, b in sizes]
+    q, k, v = (random_(B, N, h, d).requires_grad_() for h, d in ((H, D), (H_KV, D), (H_KV, E)))
+    douts = [random_(B, N, b) for _, b in sizes] + [random_(B, N, H, E).transpose(1, 2)]
+
+    def forward() -> list[Any]:
+        made = [F.linear(x, w) for x, w in pairs]
+        o = fulmen.flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=case["causal"])
+        return [*made, o]
+
+    return forward, [t for pair in pairs for t in pair] + [q, k, v], douts
+
+
+def calls(forward: Callable[[], list[Any]], leaves: list[Any], douts: list[Any]) -> dict[str, Callable[[], Any]]:
+    import torch
+
+    outs = forward()
+    return {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(outs, leaves, douts, retain_graph=True),
+        "total": lambda: torch.autograd.grad(forward(), leaves, douts),
+    }
+
+
+def measure(out: Path) -> None:
+    import torch
+
+    from fulmen.bench import cases, competitors, environment
+    from fulmen.bench.adapters import layer
+    from fulmen.bench.group import Machine
+
+    device = environment.device_of("cuda")
+    machine = Machine.of(device)
+    machine.burn_in()
+    with out.open("w", encoding="utf-8") as file:
+        about = environment.facts(device, machine.nvml, machine.timer)
+        file.write(json.dumps({"environment": about, "commit": environment.commit(), "rounds": ROUNDS}) + "\n")
+        for line in cases.read("layers"):
+            case = competitors.complete(line, device)
+            problem = layer.problem(case, device, 1)
+            run = layer.attend("auto")
+            whole = calls(lambda p=problem, f=run: [f(p.x)], list(problem.leaves.values()), [problem.douts["o"]])
+            entries = {"layer": whole, "parts": calls(*parts_of(case, device))}
+            tasks = [(who, name, call) for who, each in entries.items() for name, call in each.items()]
+            times: dict[tuple[str, str], list[float]] = {(who, name): [] for who, name, _ in tasks}
+            for round_ in range(ROUNDS + 3):
+                for who, name, call in random.sample(tasks, len(tasks)):
+                    sample = machine.timer.sample(call, spacer_ms=1.0)
+                    if round_ >= 3:
+                        times[who, name].append(sample.ms)
+            row = {"case": case, "samples_ms": {f"{who} {name}": x for (who, name), x in times.items()}}
+            file.write(json.dumps(row) + "\n")
+            shares = [median(times["layer", p]) / median(times["parts", p]) - 1 for p in PASSES]
+            print(describe(case), *(f"{name} {x:+.1%}" for name, x in zip(PASSES, shares, strict=True)), flush=True)
+            del problem, whole, entries, tasks
+            torch.cuda.empty_cache()
+
+
+# -------------------------------------------------------------------------------------------------- report
+
+
+def describe(case: dict[str, Any]) -> str:
+    more = [f"H_KV={case['H_KV']}"] if case["layer"] == "gqa" else []
+    more += [f"rank={case['rank']}"] if case["rank"] else []
+    size = f"D={case['D']}" if case["D"] == case["E"] else f"D={case['D']}/{case['E']}"
+    return " ".join([f"{case['layer']} B={case['B']} N={case['N']} H={case['H']}", *more, size])
+
+
+def geometric_mean(x: list[float]) -> float:
+    return math.exp(sum(map(math.log, x)) / len(x))
+
+
+def render(results: Path, parts: Path | None, write: Callable[[str], Any] = sys.stdout.write) -> None:
+    from fulmen.bench import schema
+
+    read = schema.read([results])
+    run = list(read.runs.values())[-1]
+    table: dict[str, dict[tuple[str, str], float]] = {}
+    chosen: dict[str, str] = {}
+    for cell in read.cells:
+        if cell.status == "ok" and cell.cache == "cold":
+            at = describe(cell.case)
+            table.setdefault(at, {})[cell.competitor, cell.pass_] = cell.stats["median"]
+            if cell.competitor == "fulmen auto":
+                chosen[at] = cell.backend
+    names = {
+        "fulmen eager": "eager",
+        "fulmen triton": "triton",
+        "fulmen auto": "auto",
+        "sdpa-layer": "nn.Linear + SDPA",
+    }
+    known = run.environment
+    write(
+        f"# Attention layers on one {known['device']}\n\nMade by `tools/measure_layers.py --render` from "
+        f"`{results.name}`: torch {known['torch']}, {run.time}, bf16, causal, milliseconds, cold L2, every parameter's gradient proved "
+        "right before the first time was taken. The shapes and the rows are those of the report this suite comes from "
+        '(its "PyTorch" is `eager`, its "Flash" the best kernel, `auto`); "nn.Linear + SDPA" is the same layer written '
+        "without us, SDPA pinned to cuDNN. mla: both latents have size rank, D is with what RoPE turns.\n\n"
+        f"| layer | pass | {' | '.join(names.values())} | auto x eager | auto x SDPA | auto took |\n"
+        f"|{'---|' * (len(names) + 5)}\n"
+    )
+    gains: dict[str, list[float]] = {p: [] for p in PASSES}
+    against: list[float] = []
+    for at, cells in table.items():
+        for p in PASSES:
+            times = [cells.get((who, p)) for who in names]
+            words = ["-" if t is None else f"{t:.3f}" for t in times]
+            auto, eager, plain = cells["fulmen auto", p], cells["fulmen eager", p], cells["sdpa-layer", p]
+            gains[p].append(eager / auto)
+            against += [plain / auto] if p == "total" else []
+            write(f"| {at} | {p} | {' | '.join(words)} | {eager / auto:.2f} | {plain / auto:.3f} | {chosen[at]} |\n")
+    write("\n`auto` over `eager`, geometric mean and least: ")
+    write(", ".join(f"{p} {geometric_mean(x):.2f} and {min(x):.2f}" for p, x in gains.items()) + ".\n")
+    write(f"`auto` over nn.Linear + SDPA on cuDNN, total: geometric mean {geometric_mean(against):.3f}, ")
+    write(f"least {min(against):.3f}.\n")
+    if parts is not None:
+        write_parts(parts, write)
+
+
+def write_parts(parts: Path, write: Callable[[str], Any]) -> None:
+    write(
+        f"\n## Beyond projections and attention kernel\n\nFrom `{parts.name}`: the layer (`auto`) over its parts, see "
+    )
+    write("`tools/measure_layers.py`.\n\n| layer | parts, total ms | layer, total ms | forward | backward | total |\n")
+    write("|---|---|---|---|---|---|\n")
+    for text in parts.read_text().splitlines()[1:]:
+        row = json.loads(text)
+        times = {name: median(x) for name, x in row["samples_ms"].items()}
+        shares = " | ".join(f"{times[f'layer {p}'] / times[f'parts {p}'] - 1:+.1%}" for p in PASSES)
+        write(f"| {describe(row['case'])} | {times['parts total']:.3f} | {times['layer total']:.3f} | {shares} |\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--render", type=Path, nargs="+")
+    given = parser.parse_args()
+    if given.out:
+        measure(given.out)
+    elif given.render:
+        render(given.render[0], given.render[1] if len(given.render) > 1 else None)
+    else:
+        parser.error("--out or --render")
