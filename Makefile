@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(if $(TRITON),$(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)")
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[bench,dev]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[bench,cuda,dev]"
 	@touch $@
 
 setup: $(STAMP)  ## make or update .venv

@@ -78,24 +78,27 @@ def kernels(op: str) -> dict[str, Kernel]:
 
 def reasons(op: str, spec: Any) -> dict[str, str | None]:
     """For each backend of `op`: None if it serves `spec`, else why not. Fastest first."""
-    found = kernels(op)
-    ranked = sorted(found.values(), key=lambda kernel: kernel.rank(spec))
-    return {kernel.name: kernel.supports(spec) for kernel in ranked} | _missing[op]
+    return {kernel.name: kernel.supports(spec) for kernel in ranked(op, spec)} | _missing[op]
+
+
+def ranked(op: str, spec: Any) -> list[Kernel]:
+    return sorted(kernels(op).values(), key=lambda kernel: kernel.rank(spec))
 
 
 @functools.lru_cache(maxsize=4096)
 def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
     """The backend that serves `spec`; one asked for by name works or raises, it never falls back."""
+    if backend == "auto":  # those behind the first that serves are not asked: to answer, one may have to compile
+        for kernel in ranked(op, spec):
+            if kernel.backward is not None and kernel.supports(spec) is None:
+                return kernel
+    elif backend in kernels(op) and kernels(op)[backend].supports(spec) is None:
+        return kernels(op)[backend]
     why = reasons(op, spec)
     if backend != "auto":
         if backend not in why:
             raise ValueError(f"backend={backend!r}: {op} has {', '.join(sorted(why))}, or 'auto'")
-        if why[backend] is not None:
-            raise NotImplementedError(f"backend={backend!r} cannot serve this call: {why[backend]}\n{table(why)}")
-        return kernels(op)[backend]
-    for name, reason in why.items():
-        if reason is None and kernels(op)[name].backward is not None:
-            return kernels(op)[name]
+        raise NotImplementedError(f"backend={backend!r} cannot serve this call: {why[backend]}\n{table(why)}")
     raise NotImplementedError(f"no {op} backend can serve this call:\n{table(why)}")
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import fulmen
-from fulmen import dispatch, hardware
+from fulmen import cuda, dispatch, hardware
 
 
 def examine(console: Console | None = None) -> None:
@@ -38,6 +38,7 @@ def _versions() -> Table:
     table.add_row("torch", torch.__version__)
     table.add_row("cuda (torch's)", torch.version.cuda or "none: a CPU build")
     table.add_row("triton", _triton_version())
+    table.add_row("native kernels", escape(cuda.describe()))
     table.add_row("fulmen", fulmen.__version__)
     return table
 

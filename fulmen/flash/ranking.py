@@ -53,8 +53,9 @@ def first(spec: FlashSpec) -> str:
     return max(rows, key=lambda r: r.keys).first if rows else "sdpa"
 
 
-ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference")  # after the first
-CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn")  # Triton's interpreter: only if asked for by name
+ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # after the first; cuda is not measured yet
+# Triton's interpreter: only if asked for by name
+CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")
 
 
 def rank(name: str, spec: FlashSpec) -> float:

@@ -216,10 +216,10 @@ def flash_backward(
 def _kernel(spec: FlashSpec, backend: str) -> dispatch.Kernel:
     if backend != "auto":
         return dispatch.pick("flash", spec, backend)
+    for kernel in dispatch.ranked("flash", spec):
+        if kernel.name != "sdpa" and kernel.backward is not None and kernel.supports(spec) is None:
+            return kernel
     why = dispatch.reasons("flash", spec) | {"sdpa": "is what fulmen replaces here"}
-    for name, reason in why.items():
-        if reason is None and dispatch.kernels("flash")[name].backward is not None:
-            return dispatch.kernels("flash")[name]
     raise NotImplementedError(f"fulmen serves torch SDPA and has no backend for this call:\n{dispatch.table(why)}")
 
 

@@ -130,6 +130,14 @@ GPU_CASES = {
     "D=48": case(B=1, H=2, N_Q=63, D=48),
     "D=80": case(B=1, H=2, N_Q=113, D=80, causal=True),
     "D=88 E=40": case(B=1, H=2, N_Q=300, D=88, E=40),
+    "short D=64": case(B=1, H=1, N_Q=128, D=64),
+    "short D=64, few": case(B=2, H=2, N_Q=77, N_KV=200, D=64, causal=True),
+    "short D=64, some": case(B=4, H=8, N_Q=128, D=64),
+    "short D=64, many": case(B=32, H=8, H_KV=4, N_Q=256, D=64, causal=True, layout="bnhd"),
+    "short D=128": case(B=1, H=2, N_Q=100, N_KV=300, D=128, causal=TOP_LEFT),
+    "short D=128, some": case(B=2, H=8, N_Q=250, D=128, layout="fused"),
+    "short D=128, many": case(B=16, H=8, H_KV=1, N_Q=512, D=128, causal=True),
+    "short, masked rows": case(B=2, H=2, N_Q=300, N_KV=100, D=64, causal=True),
     "heads 8/2": case(B=2, H=8, H_KV=2, N_Q=700, D=128, causal=True),
     "heads 16/1": case(B=1, H=16, H_KV=1, N_Q=300, D=64, layout="bnhd"),
     "N=1": case(B=2, H=2, N_Q=1, D=64),
@@ -163,7 +171,18 @@ GPU_CASES = {
 GPU_RUNS = [("bf16", name) for name in GPU_CASES] + [
     (dtype, name)
     for dtype in ("fp16", "fp32")
-    for name in ("D=64 causal", "D=128", "D=192 E=128", "D=256 causal", "D=80", "heads 8/2", "everything", "packed")
+    for name in (
+        "short D=64",
+        "short D=64, many",
+        "D=64 causal",
+        "D=128",
+        "D=192 E=128",
+        "D=256 causal",
+        "D=80",
+        "heads 8/2",
+        "everything",
+        "packed",
+    )
 ]
 
 

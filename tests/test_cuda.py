@@ -1,0 +1,192 @@
+"""Compiling native kernels, without a GPU: the cache, many processes at once, and compilers that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulmen import cuda, hardware
+from fulmen.flash import cuda as flash
+from fulmen.flash.op import FlashSpec
+
+ROOT = Path(__file__).parents[1]
+SMALL = cuda.Variant("flash/cuda_small.cu", "flash_small_forward_kernel", "80", (
+    ("HEAD_DIM", 64), ("WARPS_M", 4), ("WARPS_N", 1), ("BLOCK_N", 64), ("STAGES", 2), ("BLOCKS_PER_SM", 1), ("BF16", 1),
+    ("CAUSAL", 0),
+))  # fmt: skip
+CACHED = (cuda._made, cuda._loaded, cuda.nvrtc)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FULMEN_CACHE_DIR", str(tmp_path / "cache"))
+    forget()
+    yield tmp_path / "cache"
+    forget()
+
+
+def forget():
+    for function in CACHED:
+        function.cache_clear()
+
+
+def elf(code: bytes) -> bool:
+    return code.startswith(b"\x7fELF")
+
+
+def test_compiled_once_and_kept(folder, monkeypatch):
+    started = time.perf_counter()
+    code = cuda.cubin(SMALL)
+    assert elf(code)
+    assert time.perf_counter() - started < 20
+    (file,) = folder.iterdir()
+    forget()
+    monkeypatch.setattr(cuda, "compile_now", None)  # must not be called
+    started = time.perf_counter()
+    assert cuda.cubin(SMALL) == code
+    assert time.perf_counter() - started < 0.05
+    assert list(folder.iterdir()) == [file]
+
+
+def test_what_the_name_depends_on(monkeypatch):
+    text = (cuda.PACKAGE / SMALL.source).read_text()
+    macros = (*SMALL.macros[:-1], ("CAUSAL", 1))
+    names = {
+        cuda.cache_file(SMALL, text).name,
+        cuda.cache_file(SMALL, text + " ").name,
+        cuda.cache_file(SMALL._replace(arch="90a"), text).name,
+        cuda.cache_file(SMALL._replace(macros=macros), text).name,
+    }
+    module, _ = cuda.nvrtc()
+    monkeypatch.setattr(cuda, "nvrtc", lambda: (module, (1, 2)))
+    names.add(cuda.cache_file(SMALL, text).name)
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", "half"])
+def test_a_damaged_file_is_made_again(folder, damage):
+    code = cuda.cubin(SMALL)
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:1000] if damage == "half" else damage)
+    forget()
+    assert cuda.cubin(SMALL) == code
+    forget()
+    assert cuda.read(file) == code
+
+
+def test_a_folder_that_cannot_be_written(folder, monkeypatch):
+    folder.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="not kept"):
+        assert elf(cuda.cubin(SMALL))
+
+
+def test_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("FULMEN_CACHE_DIR", "/a/b")
+    assert cuda.cache_folder() == Path("/a/b")
+    monkeypatch.delenv("FULMEN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cuda.cache_folder() == Path("/x/fulmen")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cuda.cache_folder() == tmp_path / ".cache" / "fulmen"
+
+
+def test_many_processes_at_once(folder):
+    program = f"from fulmen import cuda; import hashlib; print(hashlib.sha256(cuda.cubin(cuda.{SMALL!r})).hexdigest())"
+    run = [sys.executable, "-W", "error", "-c", program]
+    processes = [subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    results = [(p.communicate()[0], p.returncode) for p in processes]
+    assert {code for _, code in results} == {0}
+    assert len({text for text, _ in results}) == 1
+    assert len(list(folder.iterdir())) == 1  # no temporary file is left
+
+
+def test_many_threads_at_once():
+    results: list[bytes] = []
+    threads = [threading.Thread(target=lambda: results.append(cuda.cubin(SMALL))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len(set(results)) == 1
+
+
+# ------------------------------------------------------------------------------------- what can go wrong
+
+
+def reason(monkeypatch, arch: int = 90) -> str | None:
+    """What the backend says about an ordinary call on a GPU of `arch`."""
+    monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90]._replace(arch=arch))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return flash.supports(FlashSpec(1, 1, 1, 128, 128, 64, 64, torch.bfloat16, torch.device("cuda", 0), 0.125))
+
+
+def test_nothing_wrong(monkeypatch):
+    assert reason(monkeypatch) is None
+
+
+def test_no_bindings(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert "pip install 'fulmen[cuda]'" in (reason(monkeypatch) or "")
+    assert "pip install 'fulmen[cuda]'" in cuda.describe()
+
+
+def test_no_library(monkeypatch):
+    from cuda.bindings import nvrtc
+
+    def missing():
+        raise RuntimeError("no libnvrtc.so.13\nlooked here and there")
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
+    why = reason(monkeypatch) or ""
+    assert "NVRTC cannot be loaded (no libnvrtc.so.13): pip install" in why
+    assert "\n" not in why
+
+
+def test_an_architecture_the_compiler_does_not_know(monkeypatch):
+    why = reason(monkeypatch, arch=999)
+    assert why is not None
+    assert why.startswith("NVRTC")
+    assert "cuda_small.cu" in why
+
+
+def test_a_source_that_does_not_compile(monkeypatch, tmp_path):
+    (tmp_path / "flash").mkdir()
+    (tmp_path / "flash" / "cuda_small.cu").write_text('extern "C" __global__ void f() { wrongly(); }\n')
+    monkeypatch.setattr(cuda, "PACKAGE", tmp_path)
+    why = reason(monkeypatch) or ""
+    assert "cannot compile flash/cuda_small.cu" in why
+    assert "wrongly" in why
+    with pytest.raises(cuda.Unavailable, match="wrongly"):
+        cuda.cubin(SMALL)
+
+
+def test_without_a_driver(monkeypatch):
+    """Where torch says there is a GPU and the driver does not: a sentence as well."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    answer = cuda._loaded.__wrapped__
+    monkeypatch.setattr(torch.cuda, "device", lambda index: threading.Lock())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"query": lambda self: True})())
+    assert "driver" in str(answer(SMALL, 0, 1000)).lower()
+
+
+def test_doctor_tells():
+    env = os.environ | {"COLUMNS": "200"}
+    run = subprocess.run([sys.executable, "-m", "fulmen", "doctor"], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert run.returncode == 0
+    assert "NVRTC" in run.stdout
+
+
+def test_importing_fulmen_compiles_nothing():
+    program = "import sys, fulmen; assert not any(m.split('.')[0] == 'cuda' for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=ROOT)
