@@ -1,0 +1,37 @@
+"""Attention beyond one device: sequences and heads shared out to ranks, on torch.distributed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fulmen.parallel.lightning import lightning_attention, lightning_attention_with_state
+    from fulmen.parallel.shards import shard, unshard
+
+# public name -> module that holds it; loaded at first use
+_HOMES = {
+    "lightning_attention": "lightning",
+    "lightning_attention_with_state": "lightning",
+    "shard": "shards",
+    "unshard": "shards",
+}
+
+__all__ = [
+    "lightning_attention",
+    "lightning_attention_with_state",
+    "shard",
+    "unshard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fulmen.parallel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fulmen.parallel.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,132 @@
+"""Ranks that work on one sequence: who they are, whether they call alike, and errors that say which rank is missing.
+
+A rank that calls with other shapes than the rest would be waited for, or would read numbers that are not meant for it.
+So shapes and options that are new are compared once, through the store the group was made with, which is no collective
+and sees none of the data; every rank raises the same error. Calls whose like came before cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+Group = ProcessGroup | DeviceMesh
+
+
+class Ranks(NamedTuple):
+    """A process group, this process's place in it, and its size."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+
+
+def ranks_of(group: Group) -> Ranks:
+    """One clear error for what is no group of ranks that this process is in."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a mesh of dims {group.mesh_dim_names or group.shape}, must have one: mesh['cp']"
+            )
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(f"group is a {type(group).__name__}, must be a process group or a one-dimensional DeviceMesh")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group does not hold this process")
+    return Ranks(group, rank, dist.get_world_size(group))
+
+
+class _History:
+    """What the ranks of a group have agreed on, and how often they have compared."""
+
+    def __init__(self) -> None:
+        self.agreed: set[Any] = set()
+        self.compared = 0
+
+
+_histories: WeakKeyDictionary[ProcessGroup, _History] = WeakKeyDictionary()
+
+
+def agree(what: str, ranks: Ranks, facts: dict[str, Any]) -> None:
+    """Raises on every rank if they do not all call `what` with the same `facts`; see the top of the file."""
+    if ranks.size == 1:
+        return
+    history = _histories.setdefault(ranks.group, _History())
+    key = (what, *facts.items())
+    if key in history.agreed:
+        return
+    store, turn = _get_process_group_store(ranks.group), history.compared
+    history.compared += 1
+    names = [f"fulmen/{turn}/{rank}" for rank in range(ranks.size)]
+    store.set(names[ranks.rank], "\n".join([what, *(f"{name}={value}" for name, value in facts.items())]))
+    limit = timeout_of(ranks.group)
+    try:
+        store.wait(names, limit)
+    except RuntimeError as error:
+        late = [rank for rank, name in enumerate(names) if not store.check([name])]
+        raise RuntimeError(
+            f"{what} on rank {ranks.rank}: rank {', '.join(map(str, late))} of {ranks.size} did not come to compare "
+            f"shapes within {limit.total_seconds():g} s: it died, or calls something else"
+        ) from error
+    told = [text.decode().split("\n") for text in store.multi_get(names)]
+    if turn:
+        store.delete_key(f"fulmen/{turn - 1}/{ranks.rank}")  # everyone has read it: all are here
+    if any(other != told[0] for other in told):
+        raise ValueError(_difference(what, told))
+    history.agreed.add(key)
+
+
+def _difference(what: str, told: list[list[str]]) -> str:
+    rows = max(len(lines) for lines in told)
+    for row in range(rows):
+        seen: dict[str, list[int]] = {}
+        for rank, lines in enumerate(told):
+            seen.setdefault(lines[row] if row < len(lines) else "nothing more", []).append(rank)
+        if len(seen) > 1:
+            parts = (f"{fact} on rank {_brief(ranks)}" for fact, ranks in seen.items())
+            return f"{what}: ranks do not call alike: {'; '.join(parts)}"
+    return f"{what}: ranks do not call alike"
+
+
+def _brief(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks if len(ranks) <= 8 else [*ranks[:8], "..."]))
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """How long the group's collectives wait for a rank."""
+    device = group._device_types[0]
+    return group._get_backend(device).options._timeout
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+
+
+def all_gather(own: Tensor, ranks: Ranks) -> tuple[Tensor, dist.Work | None]:
+    """Starts to gather the ranks' tensors, contiguous and of the same shape: (ranks, *shape), and what to wait for."""
+    if ranks.size == 1:
+        return own[None], None
+    every = own.new_empty(ranks.size, *own.shape)
+    work = _all_gather(every.view(-1), own.view(-1), group=ranks.group, async_op=True)
+    return every, work
+
+
+@contextlib.contextmanager
+def communicating(what: str, ranks: Ranks) -> Iterator[None]:
+    """What the transport reports, as one error that says where and why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} on rank {ranks.rank} of {ranks.size}: communication failed; a rank died, did not make the same "
+            f"call (or its backward) within {timeout_of(ranks.group).total_seconds():g} s, or has other shapes: {error}"
+        ) from error

@@ -1,0 +1,37 @@
+"""One group of processes for each number of ranks, kept from test to test."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("fulmen_test_ranks", Path(__file__).parent / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+
+@pytest.fixture(scope="session")
+def _pools():
+    pools = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def on_ranks(_pools):
+    """on_ranks(4, "check_lightning", "values", ...) calls that function on 4 ranks; any error on any of them fails."""
+
+    def run(size: int, module: str, function: str, **arguments) -> None:
+        device = arguments.pop("device", "cpu")
+        pool = _pools.get((size, device)) or ranks.Pool(size, device)
+        _pools[size, device] = pool
+        wrong = pool.run(module, function, **arguments)
+        if any(wrong):
+            _pools.pop((size, device)).close()
+            told = dict.fromkeys(text for text in wrong if text)
+            pytest.fail("\n".join(f"rank {wrong.index(text)}: {text}" for text in told), pytrace=False)
+
+    return run

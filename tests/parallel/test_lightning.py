@@ -1,0 +1,57 @@
+"""Lightning attention over ranks is that of one process; what runs on the ranks is `check_lightning.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+CHECKS = "check_lightning"
+RANKS = [2, 4, 8]
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("cut", ["even", "uneven", "empty", "first"])
+def test_values_and_gradients(on_ranks, size, cut):
+    on_ranks(size, CHECKS, "values", cut=cut, B=2, H=5, N=160, D=16, E=24, decay="mixed", initial_state=True)
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("lengths", [[3, 100, 41, 16], [160], [1] * 160, [80, 0, 80, 0], [0, 7, 0, 0, 121, 32]])
+def test_packed_sequences_cross_ranks(on_ranks, size, lengths):
+    for cut in ("even", "uneven", "empty"):
+        options = {"H": 4, "H_KV": 2, "D": 8, "E": 16, "decay": "mixed", "initial_state": True, "scale": 0.5}
+        on_ranks(size, CHECKS, "values", cut=cut, lengths=lengths, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": None, "H_KV": 1},
+        {"decay": "weak", "layout": "bnhd"},
+        {"decay": "strong", "layout": "fused"},
+        {"decay": "mixed", "use": ["o"]},
+        {"decay": "mixed", "use": ["state"], "initial_state": True},
+        {"decay": "mixed", "dtype": "bfloat16", "initial_state": True},
+        {"decay": "weak", "dtype": "float16", "H_KV": 2},
+        {"decay": "weak", "dtype": "float64"},
+    ],
+)
+def test_options(on_ranks, options):
+    on_ranks(4, CHECKS, "values", **{"H": 4, "N": 64, "D": 16, **options})
+
+
+def test_longer_than_a_piece(on_ranks):
+    on_ranks(2, CHECKS, "values", H=2, N=5000, D=8, decay="mixed")
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_traffic_is_one_all_gather_of_states_each_way(on_ranks, size):
+    for N in (16, 256):
+        on_ranks(size, CHECKS, "traffic", N=N)
+
+
+def test_far_ranks_are_skipped(on_ranks):
+    on_ranks(8, CHECKS, "far_ranks_are_skipped")
+
+
+def test_parts(on_ranks):
+    on_ranks(4, CHECKS, "parts")
