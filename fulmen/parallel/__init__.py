@@ -7,20 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fulmen.parallel.lightning import lightning_attention, lightning_attention_with_state
+    from fulmen.parallel.ring import ring_attention
     from fulmen.parallel.shards import shard, unshard
+    from fulmen.parallel.ulysses import ulysses_attention
 
 # public name -> module that holds it; loaded at first use
 _HOMES = {
     "lightning_attention": "lightning",
     "lightning_attention_with_state": "lightning",
+    "ring_attention": "ring",
     "shard": "shards",
+    "ulysses_attention": "ulysses",
     "unshard": "shards",
 }
 
 __all__ = [
     "lightning_attention",
     "lightning_attention_with_state",
+    "ring_attention",
     "shard",
+    "ulysses_attention",
     "unshard",
 ]
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -108,18 +109,6 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
-
-
-def all_gather(own: Tensor, ranks: Ranks) -> tuple[Tensor, dist.Work | None]:
-    """Starts to gather the ranks' tensors, contiguous and of the same shape: (ranks, *shape), and what to wait for."""
-    if ranks.size == 1:
-        return own[None], None
-    every = own.new_empty(ranks.size, *own.shape)
-    work = _all_gather(every.view(-1), own.view(-1), group=ranks.group, async_op=True)
-    return every, work
-
-
 @contextlib.contextmanager
 def communicating(what: str, ranks: Ranks) -> Iterator[None]:
     """What the transport reports, as one error that says where and why."""
@@ -130,3 +119,94 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
             f"{what} on rank {ranks.rank} of {ranks.size}: communication failed; a rank died, did not make the same "
             f"call (or its backward) within {timeout_of(ranks.group).total_seconds():g} s, or has other shapes: {error}"
         ) from error
+
+
+# ------------------------------------------------------------------------------------------------ transport
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+
+
+def through_host(ranks: Ranks, device: torch.device) -> bool:
+    """gloo moves host memory: what lies on a GPU is copied there and back."""
+    return device.type != "cpu" and ranks.group._get_backend(device).name() == "gloo"
+
+
+class Pending:
+    """Tensors that are on their way: `wait` returns those that come in."""
+
+    def __init__(self, what: str, ranks: Ranks, works: list[Any], coming: list[Tensor], keep: list[Tensor]) -> None:
+        self.what, self.ranks, self.works, self.coming = what, ranks, works, coming
+        self.keep = keep  # what is sent must live until it has been
+        self.device: torch.device | None = None
+
+    def wait(self) -> list[Tensor]:
+        with communicating(self.what, self.ranks):
+            for work in self.works:
+                work.wait()
+        self.works, self.keep = [], []
+        return self.coming if self.device is None else [x.to(self.device) for x in self.coming]
+
+
+def all_gather(what: str, own: Tensor, ranks: Ranks) -> Pending:
+    """Gathers the ranks' tensors, contiguous and of one shape, into one of shape (ranks, *shape)."""
+    if ranks.size == 1:
+        return Pending(what, ranks, [], [own[None]], [])
+    staged = through_host(ranks, own.device)
+    mine = own.cpu() if staged else own
+    every = mine.new_empty(ranks.size, *mine.shape)
+    with communicating(what, ranks):
+        work = _all_gather(every.view(-1), mine.view(-1), group=ranks.group, async_op=True)
+    pending = Pending(what, ranks, [work], [every], [mine])
+    pending.device = own.device if staged else None
+    return pending
+
+
+class Send(NamedTuple):
+    """A flat tensor for a rank; `tag` tells kinds of messages between the same two apart."""
+
+    x: Tensor
+    rank: int
+    tag: int
+
+
+class Receive(NamedTuple):
+    """So many elements from a rank."""
+
+    size: int
+    rank: int
+    tag: int
+
+
+def exchange(what: str, ranks: Ranks, sends: list[Send], receives: list[Receive], like: Tensor) -> Pending:
+    """All at once, in the background; of `like`'s dtype and device."""
+    staged = through_host(ranks, like.device)
+    where = torch.device("cpu") if staged else like.device
+    going = [x.cpu() if staged else x for x, _, _ in sends]
+    coming = [torch.empty(size, dtype=like.dtype, device=where) for size, _, _ in receives]
+    steps = [
+        *(
+            dist.P2POp(dist.isend, x, group=ranks.group, group_peer=m.rank, tag=m.tag)
+            for x, m in zip(going, sends, strict=True)
+        ),
+        *(
+            dist.P2POp(dist.irecv, x, group=ranks.group, group_peer=m.rank, tag=m.tag)
+            for x, m in zip(coming, receives, strict=True)
+        ),
+    ]
+    with communicating(what, ranks):
+        works = dist.batch_isend_irecv(steps) if steps else []
+    pending = Pending(what, ranks, works, coming, going)
+    pending.device = like.device if staged else None
+    return pending
+
+
+def all_to_all(what: str, x: Tensor, out_sizes: list[int], in_sizes: list[int], ranks: Ranks) -> Tensor:
+    """x (rows, ...): its first in_sizes[0] rows go to rank 0, and so on; out_sizes[j] rows come from rank j."""
+    if ranks.size == 1:
+        return x
+    staged = through_host(ranks, x.device)
+    given = (x.cpu() if staged else x).contiguous()
+    out = given.new_empty(sum(out_sizes), *given.shape[1:])
+    with communicating(what, ranks):
+        dist.all_to_all_single(out, given, out_sizes, in_sizes, group=ranks.group)
+    return out.to(x.device) if staged else out

@@ -25,7 +25,7 @@ from fulmen import dispatch
 from fulmen.boundary import check_offset_values
 from fulmen.lightning.op import Residuals, _check, _check_values, spec_of
 from fulmen.parallel import states
-from fulmen.parallel.groups import Group, Ranks, agree, all_gather, communicating, ranks_of
+from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
 
 WHAT = "fulmen.parallel.lightning_attention"
@@ -242,18 +242,6 @@ def _of_whole(
 # ------------------------------------------------------------------------------------------ forward and backward
 
 
-def _gather(own: Tensor, call: Call) -> tuple[Tensor, Any]:
-    """Starts the all-gather of states, (ranks, B, H, D, E)."""
-    with communicating(WHAT, call.ranks):
-        return all_gather(own, call.ranks)
-
-
-def _wait(work: Any, call: Call) -> None:
-    if work is not None:
-        with communicating(WHAT, call.ranks):
-            work.wait()
-
-
 def _leaving(x: Residuals, own: Tensor | None, decay: states.Decay, call: Call) -> Tensor:
     """What this rank's last sequence adds to the state, if any rank behind goes on with it."""
     if not call.part.behind:
@@ -274,13 +262,13 @@ class _Lightning(torch.autograd.Function):
         x = Residuals(q, k, v, slopes, None, None)
         part, decay = call.part, states.Decay.of(x.decay, x.q)
         initial = _of_local(initial_state, part.begins, call)
-        every, work = _gather(_leaving(x, initial, decay, call), call)
+        travelling = all_gather(WHAT, _leaving(x, initial, decay, call), call.ranks)
         local = _local(x, initial, call)
         o, left = q.new_empty(*q.shape[:3], v.shape[3]), states.zero_states(0, q, v.shape[3])
         if part.own:
             spec = _spec(local, call, True)
             o, left = dispatch.pick("lightning", spec, call.backend).forward(spec, local)
-        _wait(work, call)
+        every = travelling.wait()[0]
         entered = states.combined(every, part.before, decay)
         if entered is not None:
             n = part.bounds[1]
@@ -305,7 +293,7 @@ class _Lightning(torch.autograd.Function):
         elif do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
             do = do.contiguous()
         dleft = _of_local(dfinal, part.ends, call)
-        every, work = _gather(_entering_gradient(x, do, dleft, decay, call), call)
+        travelling = all_gather(WHAT, _entering_gradient(x, do, dleft, decay, call), call.ranks)
         dq, dk, dv, dinitial = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v), None
         if part.own:
             local = _local(x, initial, call)
@@ -313,7 +301,7 @@ class _Lightning(torch.autograd.Function):
             kernel = dispatch.pick("lightning", spec, call.backend)
             assert kernel.backward is not None, "_check_backend refuses those that have none"
             dq, dk, dv, dinitial = kernel.backward(spec, local, do, None if dleft is None else dleft.contiguous())
-        _wait(work, call)
+        every = travelling.wait()[0]
         G = states.combined(every, part.behind, decay)
         if G is not None:
             begin, N = part.bounds[-2], x.q.shape[2]

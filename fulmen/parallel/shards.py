@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.parallel.groups import Group, Ranks, agree, all_gather, communicating, ranks_of
+from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of
 
 KINDS = ("contiguous", "zigzag")
 
@@ -132,10 +132,7 @@ class _Unshard(torch.autograd.Function):
         longest = max(cut.lengths)
         own = first.new_zeros(longest, *first.shape[1:])
         own[: first.shape[0]] = first
-        with communicating("unshard", ranks):
-            every, work = all_gather(own, ranks)
-            if work is not None:
-                work.wait()
+        every = all_gather("unshard", own, ranks).wait()[0]
         out = every.new_empty(cut.total, *own.shape[1:])
         for rank, part in enumerate(every):
             at = 0
