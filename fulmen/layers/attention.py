@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from typing_extensions import Self, Unpack
 
+    from fulmen.parallel.context import ContextParallel
+
 
 class AttentionOptions(TypedDict, total=False):
     """The arguments all layers here share; `GroupedQueryAttention` says what they mean."""
@@ -71,6 +73,8 @@ class GroupedQueryAttention(weights.Whole):
     fused_qkv     whether q, k and v are one product; state_dict has three tensors all the same.
     backend       `flash_attention`'s: "auto", or a name, which works or raises.
     """
+
+    cp: ContextParallel | None = None  # the ranks that share x's tokens, if they do
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ class GroupedQueryAttention(weights.Whole):
         cu_seqlens  int32 (sequences + 1,): B is 1 and x holds packed sequences, which do not see each other.
         context     (B, N_KV, context_dim): k and v are made of it (cross-attention), with a mask or offsets of its own.
         """
-        calls.check_call(self.embed_dim, x, positions, cache, KVCache, mask, cu_seqlens, self.options.causal)
+        calls.check_call(self.embed_dim, x, positions, cache, KVCache, mask, cu_seqlens, self.options.causal, self.cp)
         x, padding = calls.tokens_first(x, mask)
         if context is None:
             if context_mask is not None or context_cu_seqlens is not None:
@@ -171,7 +175,7 @@ class GroupedQueryAttention(weights.Whole):
             q, k, v = self._project(x, context)
         rope, tables = self.rope, None
         if rope is not None:
-            tables = calls.rotations(rope, x, positions, cache, padding, cu_seqlens)
+            tables = calls.rotations(rope, x, positions, cache, padding, cu_seqlens, self.cp)
         q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
         end = None
         if cache is not None:
@@ -180,7 +184,7 @@ class GroupedQueryAttention(weights.Whole):
                 rows = Rows(calls.counts_of(x, padding), end.lengths)
         elif padding is not None and context is None:
             rows = Rows(padding.counts, padding.counts)
-        o = calls.attend(q, k, v, self.options, self.sinks, rows, self.dropout if self.training else 0.0)
+        o = calls.attend(q, k, v, self.options, self.sinks, rows, self.dropout if self.training else 0.0, self.cp)
         y = self.o_proj(o.transpose(1, 2).flatten(2))
         if cache is not None and end is not None:
             cache.advance(end)
@@ -239,6 +243,8 @@ class GroupedQueryAttention(weights.Whole):
             )
         if cache is not None:
             raise ValueError("context and cache are given together: a context does not grow")
+        if self.cp is not None:
+            raise ValueError("context is given to a layer whose tokens are cut over ranks: cross-attention is not")
 
     # --------------------------------------------------------------------------------- weights and ranks
 
@@ -279,6 +285,10 @@ class GroupedQueryAttention(weights.Whole):
         fewer than ranks, computed by every rank that needs them.
         """
         return parallel_plan.plan(self)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises if its heads cannot be shared out to so many."""
+        parallel_plan.check_ranks(self, ranks)
 
     def extra_repr(self) -> str:
         o = self.options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from fulmen.layers.cache import StateCache, TokenCache
 from fulmen.layers.ranks import local
 from fulmen.layers.rotary import Rotary
 from fulmen.layers.rows import Padding, Rows, check_mask, many_rows, one_row, packed_positions
+
+if TYPE_CHECKING:
+    from fulmen.parallel.context import ContextParallel
 
 USUAL_N = 4096  # the call whose backend `extra_repr` tells
 
@@ -79,13 +82,16 @@ def check_call(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     causal: bool = True,
+    cp: ContextParallel | None = None,
 ) -> None:
-    """One clear error for each wrong argument of a layer's call."""
+    """One clear error for each wrong argument of a layer's call; over ranks cu_seqlens is left to the operation."""
     check_tokens("x", x, embed_dim, "embed_dim")
     B, N = x.shape[:2]
+    if cp is not None:
+        cp.refuse(x, mask, cache, cu_seqlens)
     if mask is not None:
         check_mask(mask, x)
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and cp is None:
         if mask is not None:
             raise ValueError("mask and cu_seqlens are given together: packed sequences have no padding")
         if cache is not None:
@@ -143,6 +149,7 @@ def rotations(
     cache: TokenCache | StateCache | None,
     padding: Padding | None,
     cu_seqlens: Tensor | None,
+    cp: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of x's tokens, which `padding` has brought to the front already.
 
@@ -151,6 +158,8 @@ def rotations(
     B, N = x.shape[:2]
     if positions is not None:
         return rope(positions if padding is None else padding.front(positions.expand(B, N)))
+    if cp is not None:
+        return cp.rotations(rope, x, cu_seqlens)
     if cu_seqlens is not None:
         return rope(packed_positions(cu_seqlens, N))
     if cache is not None and cache.lengths is not None:
@@ -159,10 +168,13 @@ def rotations(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: dropping.Options, sinks: Tensor | None, rows: Rows | None, dropout: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, options: dropping.Options, sinks: Tensor | None, rows: Rows | None, dropout: float,
+    cp: ContextParallel | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention (B, H, N, E), lying as (B, N, H, E) in memory; `sinks` are those of a layer's parameter."""
     sinks = sinks_of(sinks, q.dtype)
+    if cp is not None:
+        return cp.attend(q, k, v, options, sinks, None if rows is None else rows.cu_seqlens_q)
     if dropout:
         return dropping.attend(q, k, v, options, dropout, sinks, rows)
     causal, window, softcap, scale, backend = options

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +47,21 @@ from fulmen.layers.calls import (
     sinks_of,
     tokens_first,
 )
-from fulmen.layers.ranks import Heads, HeadwiseNorm, Replicated, RMSNorm, local, replace_parameters, summed_gradient
+from fulmen.layers.ranks import (
+    Heads,
+    HeadwiseNorm,
+    Replicated,
+    RMSNorm,
+    check_shares,
+    local,
+    replace_parameters,
+    summed_gradient,
+)
 from fulmen.layers.rotary import Rotary, apply_rotary, config_value
 from fulmen.layers.rows import Rows
+
+if TYPE_CHECKING:
+    from fulmen.parallel.context import ContextParallel
 
 
 class MultiHeadLatentAttention(weights.Whole):
@@ -72,6 +84,7 @@ class MultiHeadLatentAttention(weights.Whole):
     """
 
     mesh: DeviceMesh | None = None  # the ranks that share the heads, if they do
+    cp: ContextParallel | None = None  # the ranks that share x's tokens, if they do
 
     def __init__(
         self,
@@ -183,12 +196,12 @@ class MultiHeadLatentAttention(weights.Whole):
         mask        bool (B, N), True for a token: padding is not seen, and its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, which do not see each other.
         """
-        check_call(self.embed_dim, x, positions, cache, LatentCache, mask, cu_seqlens, self.options.causal)
+        check_call(self.embed_dim, x, positions, cache, LatentCache, mask, cu_seqlens, self.options.causal, self.cp)
         x, padding = tokens_first(x, mask)
         rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
         if padding is not None:
             rows = Rows(padding.counts, padding.counts)
-        cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens)
+        cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens, self.cp)
         q_nope, q_rope = self._queries(x).split([self.nope_dim, self.rope_dim], dim=3)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_rank, self.rope_dim], dim=2)
         latent = self.kv_a_layernorm(latent)
@@ -241,7 +254,7 @@ class MultiHeadLatentAttention(weights.Whole):
         k_rope = summed_gradient(k_rope, self.mesh)[:, :, None].expand(-1, -1, H, -1)
         q, k = torch.cat([q_nope, q_rope], 3).transpose(1, 2), torch.cat([k_nope, k_rope], 3).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
-        return attend(q, k, v.transpose(1, 2), self.options, self.sinks, rows, dropout).transpose(1, 2)
+        return attend(q, k, v.transpose(1, 2), self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None) -> Tensor:
         """o (B, N, H, value_dim), all heads reading the latents."""
@@ -295,6 +308,10 @@ class MultiHeadLatentAttention(weights.Whole):
             backend=backend,
         )
         return loaded(make, tensors, module_or_state_dict, device, dtype)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises if its heads cannot be shared out to so many."""
+        check_shares(self.num_heads, "num_heads", ranks)
 
     def tp_plan(self) -> dict[str, ParallelStyle]:
         """For `parallelize_module`: heads shared out to the ranks, the projections to the latents on every rank.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,13 @@ from fulmen.layers.calls import (
     rotations,
     tokens_first,
 )
-from fulmen.layers.ranks import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm
+from fulmen.layers.ranks import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm, check_shares
 from fulmen.layers.rotary import Rotary, apply_rotary, config_value
 from fulmen.layers.rows import Padding, many_rows, one_row
 from fulmen.lightning.op import MAX_HEAD_DIM, LightningSpec, lightning_attention, lightning_attention_with_state
+
+if TYPE_CHECKING:
+    from fulmen.parallel.context import ContextParallel
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -92,6 +95,7 @@ class LightningAttention(weights.Whole):
     """
 
     decay: Tensor | None
+    cp: ContextParallel | None = None  # the ranks that share x's tokens, if they do
 
     def __init__(
         self,
@@ -231,11 +235,11 @@ class LightningAttention(weights.Whole):
         mask        bool (B, N), True for a token: padding is not seen and does not decay the state; its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, each with a state of its own.
         """
-        check_call(self.embed_dim, x, positions, cache, StateCache, mask, cu_seqlens)
+        check_call(self.embed_dim, x, positions, cache, StateCache, mask, cu_seqlens, cp=self.cp)
         x, padding = tokens_first(x, mask)
         q, k, v = self._project(x)
         if self.rope is not None:
-            cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens)
+            cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens, self.cp)
             q, k = (apply_rotary(t, cos, sin, self.rope.interleaved) for t in (q, k))
         if self.qk_norm == "after":
             q, k = self._normed(q, k)
@@ -272,6 +276,8 @@ class LightningAttention(weights.Whole):
         cu_seqlens: Tensor | None,
     ) -> Tensor:
         """o (B, H, N, E); the cache goes on."""
+        if self.cp is not None:
+            return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, cu_seqlens)
         options: dict[str, Any] = {"scale": self.scale, "backend": self.backend}
         state = None if cache is None else cache.state
         B, N = q.shape[0], q.shape[2]
@@ -327,6 +333,12 @@ class LightningAttention(weights.Whole):
         make = functools.partial(cls, **options, **place, backend=backend)
         return loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raises if its heads cannot be shared out to so many."""
+        check_shares(self.num_kv_heads, "num_kv_heads", ranks)
+        if self.norm is not None:
+            self.norm.check_ranks(ranks)
+
     def tp_plan(self) -> dict[str, ParallelStyle]:
         """For `parallelize_module`: heads shared out to the ranks; a norm over all heads sums its squares over ranks.
 
@@ -335,8 +347,7 @@ class LightningAttention(weights.Whole):
 
         def take(layer: nn.Module, mesh: DeviceMesh) -> None:
             assert isinstance(layer, LightningAttention)
-            if layer.norm is not None:
-                layer.norm.check_ranks(mesh.size())  # before anything is changed
+            layer.check_ranks(mesh.size())  # before anything is changed
             if layer._slopes is not None:
                 here = layer.num_heads // mesh.size()
                 begin = mesh.get_local_rank() * here

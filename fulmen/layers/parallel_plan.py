@@ -40,17 +40,21 @@ def plan(layer: GroupedQueryAttention) -> dict[str, ParallelStyle]:
     return styles
 
 
+def check_ranks(layer: GroupedQueryAttention, ranks: int) -> None:
+    heads, kv_heads = layer.num_heads, layer.num_kv_heads
+    if heads % ranks:
+        raise ValueError(f"num_heads={heads} cannot be shared out evenly to {ranks} ranks")
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(f"num_kv_heads={kv_heads} and {ranks} ranks: one must divide the other")
+    if layer.fused_qkv and kv_heads % ranks:
+        raise ValueError(f"num_kv_heads={kv_heads} with fused_qkv cannot be shared out evenly to {ranks} ranks")
+
+
 class Layer(ParallelStyle):
     """Of the layer itself: checks the heads, and shares out the sinks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks, heads, kv_heads = device_mesh.size(), int(module.num_heads), int(module.num_kv_heads)  # type: ignore[arg-type]
-        if heads % ranks:
-            raise ValueError(f"num_heads={heads} cannot be shared out evenly to {ranks} ranks")
-        if kv_heads % ranks and ranks % kv_heads:
-            raise ValueError(f"num_kv_heads={kv_heads} and {ranks} ranks: one must divide the other")
-        if module.fused_qkv and kv_heads % ranks:
-            raise ValueError(f"num_kv_heads={kv_heads} with fused_qkv cannot be shared out evenly to {ranks} ranks")
+        module.check_ranks(device_mesh.size())  # type: ignore[operator]
         replace_parameters(module, device_mesh, Shard(0), self.src_data_rank)
         return module
 

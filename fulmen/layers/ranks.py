@@ -97,6 +97,11 @@ class HeadsNorm(nn.Module):
         return (exact * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
 
 
+def check_shares(heads: int, what: str, ranks: int) -> None:
+    if heads % ranks:
+        raise ValueError(f"{what}={heads} cannot be shared out evenly to {ranks} ranks")
+
+
 class Heads(ParallelStyle):
     """Of the layer itself: checks that its heads can be shared out, and calls `take` with the mesh."""
 
@@ -105,8 +110,7 @@ class Heads(ParallelStyle):
         self.heads, self.what, self.take = heads, what, take
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self.heads % device_mesh.size():
-            raise ValueError(f"{self.what}={self.heads} cannot be shared out evenly to {device_mesh.size()} ranks")
+        check_shares(self.heads, self.what, device_mesh.size())
         self.take(module, device_mesh)
         return module
 
