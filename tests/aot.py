@@ -62,6 +62,14 @@ class FlashCase(NamedTuple):
         return name_of(self)
 
 
+class RotaryCase(NamedTuple):
+    """Latent attention's RoPE as DeepSeek-V3 has it: every kernel of `fulmen.layers.rotary_triton`."""
+
+    arch: int
+    interleaved: bool = True
+    dtype: str = "bfloat16"
+
+
 def name_of(case: Case | FlashCase) -> str:
     named = list(zip(case._fields, case, strict=True))[3:]
     odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
@@ -86,7 +94,7 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case | FlashCase) -> list[Usage]:
+    def __call__(self, case: Case | FlashCase | RotaryCase) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -158,6 +166,27 @@ def flash_launches(case: FlashCase) -> list[Any]:
     return module.backward_launches(spec, hw, x, module.Backward(o, lse, o, None, lse, q, dk, dv))
 
 
+def rotary_launches(case: RotaryCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.layers import rotary_triton as module
+
+    B, N, H, nope, dim, E = 2, 2048, 32, 128, 64, 128
+    rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
+    q, k, v = rows(B, N, H, nope + dim), rows(B, N, H, nope + dim), rows(B, N, H, E)
+    up, rope = rows(B, N, H * (nope + E)), rows(B, N, dim)
+    cos = torch.empty(N, dim // 2, device="meta")
+    part = q[..., nope:]
+    return [
+        module.turn_launch(q, k, cos, cos, 1.0, case.interleaved, nope),
+        module.turn_launch(part, part, cos, cos, -1.0, case.interleaved, 0),
+        module.join_launch(up, rope, k, cos, cos, nope, E, case.interleaved),
+        module.unjoin_launch(k, v, up, rope, cos, cos, nope, case.interleaved),
+    ]
+
+
 def compile(launch: Any, arch: int) -> Any:
     """What running `launch` would compile on a GPU of `arch`: same arguments, same specialisation."""
     import triton
@@ -194,9 +223,14 @@ def usage(launch: Any, compiled: Any) -> Usage:
 def serve() -> None:
     for line in sys.stdin:
         kind, *fields = json.loads(line)
-        case = Case(*fields) if kind == "Case" else FlashCase(*fields)
+        made: dict[str, tuple[Any, Any]] = {
+            "Case": (Case, launches),
+            "FlashCase": (FlashCase, flash_launches),
+            "RotaryCase": (RotaryCase, rotary_launches),
+        }
+        case = made[kind][0](*fields)
         try:
-            todo = launches(case) if isinstance(case, Case) else flash_launches(case)
+            todo = made[kind][1](case)
             answer: dict[str, Any] = {"usage": [usage(launch, compile(launch, case.arch)) for launch in todo]}
         except Exception as error:
             answer = {"error": f"{case}: {type(error).__name__}: {error}"}

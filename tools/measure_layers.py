@@ -12,6 +12,7 @@ and sums of gradients.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -53,6 +54,10 @@ def parts_of(case: dict[str, Any], device: Any) -> tuple[Callable[[], list[Any]]
     return forward, [t for pair in pairs for t in pair] + [q, k, v], douts
 
 
+def one_result(attend: Callable[[Any], Any], x: Any) -> list[Any]:
+    return [attend(x)]
+
+
 def calls(forward: Callable[[], list[Any]], leaves: list[Any], douts: list[Any]) -> dict[str, Callable[[], Any]]:
     import torch
 
@@ -80,8 +85,8 @@ def measure(out: Path) -> None:
         for line in cases.read("layers"):
             case = competitors.complete(line, device)
             problem = layer.problem(case, device, 1)
-            run = layer.attend("auto")
-            whole = calls(lambda p=problem, f=run: [f(p.x)], list(problem.leaves.values()), [problem.douts["o"]])
+            forward = functools.partial(one_result, layer.attend("auto"), problem.x)
+            whole = calls(forward, list(problem.leaves.values()), [problem.douts["o"]])
             entries = {"layer": whole, "parts": calls(*parts_of(case, device))}
             tasks = [(who, name, call) for who, each in entries.items() for name, call in each.items()]
             times: dict[tuple[str, str], list[float]] = {(who, name): [] for who, name, _ in tasks}
@@ -134,7 +139,8 @@ def render(results: Path, parts: Path | None, write: Callable[[str], Any] = sys.
     known = run.environment
     write(
         f"# Attention layers on one {known['device']}\n\nMade by `tools/measure_layers.py --render` from "
-        f"`{results.name}`: torch {known['torch']}, {run.time}, bf16, causal, milliseconds, cold L2, every parameter's gradient proved "
+        f"`{results.name}`: torch {known['torch']}, {run.time}, bf16, causal, milliseconds, cold L2, every "
+        "parameter's gradient proved "
         "right before the first time was taken. The shapes and the rows are those of the report this suite comes from "
         '(its "PyTorch" is `eager`, its "Flash" the best kernel, `auto`); "nn.Linear + SDPA" is the same layer written '
         "without us, SDPA pinned to cuDNN. mla: both latents have size rank, D is with what RoPE turns.\n\n"

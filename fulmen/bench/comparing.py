@@ -151,14 +151,17 @@ def _cycles(cell: schema.Cell, times: Array) -> tuple[Array, float] | None:
 
 
 def compare(a: schema.Results, b: schema.Results) -> list[Verdict]:
-    """A verdict for every cell of either; b is the newer one. Those that lost or won most time come first."""
+    """A verdict for every cell of either; b is the newer one. Those that lost or won most time come first.
+
+    A cell that neither could measure, as of a package that is not installed, has none.
+    """
     before, after = ({cell.config_hash: cell for cell in results.cells} for results in (a, b))
     verdicts = []
     for key in [*before, *(k for k in after if k not in before)]:
         first, second = before.get(key), after.get(key)
         if first is None or second is None:
             verdicts.append(_missing(first or second, "a" if first is None else "b", key))
-        else:
+        elif not first.status == second.status in ("unsupported", "skipped"):
             verdicts.append(_judge(first, second, a.runs.get(first.run_id), b.runs.get(second.run_id), key))
     return sorted(verdicts, key=_weight)
 

@@ -16,7 +16,8 @@ import gc
 import random
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +44,28 @@ class Machine:
     device: torch.device
     timer: Timer
     nvml: environment.Nvml
+    stream: torch.cuda.Stream | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
         nvml = environment.Nvml(device)
         return cls(device, Timer(device, nvml.clock_mhz if nvml.nvml is not None else None), nvml)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Where everything runs: a stream of our own on a GPU, since the default one cannot be captured."""
+        if self.device.type != "cuda":
+            yield
+            return
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(self.device)
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
 
     def burn_in(self, seconds: float = 0.2) -> None:
         """So that the first cell does not meet a cool and idle chip."""
@@ -214,6 +232,10 @@ class Group:
     # ------------------------------------------------------------------------------------------- prepare
 
     def prepare(self) -> None:
+        with self.machine.on_stream():
+            self._prepare_all()
+
+    def _prepare_all(self) -> None:
         self.throttled = self.machine.nvml.throttle()
         for competitor, cells in self.entries:
             if competitor.refusal is not None:
@@ -345,7 +367,7 @@ class Group:
                 f"SIDE-STREAM: the device works on for {hidden:.3f} of {quickest[2]:.3f} ms after the call's own "
                 "stream is done, where no event sees it"
             )
-        task.spacer_ms = min(2.0, 0.03 + 1.5 * task.enqueue_ms)
+        task.spacer_ms = min(timing.LONGEST_SPACER_MS, 0.03 + 1.5 * task.enqueue_ms)
 
     # -------------------------------------------------------------------------------------------- sample
 
@@ -355,6 +377,10 @@ class Group:
 
     def sample(self) -> None:
         """One round: every task that is not done once, in an order drawn anew."""
+        with self.machine.on_stream():
+            self._round()
+
+    def _round(self) -> None:
         if self.round == self.exchange_at:
             self._exchange()
             self.check_until = self.round + 2

@@ -36,7 +36,7 @@ OUTLIER = 3.5  # modified z-score
 CPU_CACHE_LIMIT = 64 << 20  # no more than this is overwritten: a server's L3 is shared by cores we do not have
 SLOW_CLOCK_NS = 2_000_000
 TRIES = 4
-LONGEST_SPACER_MS = 4.0
+LONGEST_SPACER_MS = 16.0
 Work = Callable[[], Any]
 
 
@@ -190,42 +190,67 @@ def no_garbage_collection() -> Iterator[None]:
 def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, cold: bool = True) -> float | None:
     """Device time of a call without the host: captured as a CUDA graph and replayed. None: cannot be captured.
 
-    `prepare` is called on the capturing stream and returns what is captured: autograd runs a backward on the stream of
-    its forward.
+    `prepare` returns what is captured. It is called on the capturing stream, which is the current one unless that is
+    the default stream: autograd runs a backward on the streams of its forward and of its leaves' first use.
     """
     if not timer.cuda:
         return None
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(timer.device)
-    pool = torch.cuda.graph_pool_handle()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    outside = stream = torch.cuda.current_stream(timer.device)
+    if stream == torch.cuda.default_stream(timer.device):
+        stream = torch.cuda.Stream(timer.device)
+        stream.wait_stream(outside)
+    capturing = False
     try:
-        stream.wait_stream(torch.cuda.current_stream(timer.device))
         with torch.cuda.stream(stream):
             work = prepare()
-            work()
+            with _no_synchronisation():
+                work()
             stream.synchronize()
+        capturing = True
         with torch.cuda.graph(graph, pool, stream):
             result = work()
+        capturing = False
         first = timer.sample(graph.replay, cold=cold).ms
         count = max(3, min(20, int(1e3 * seconds / max(first, 1e-3))))
         times = [timer.sample(graph.replay, cold=cold).ms for _ in range(count)]
         del result
         return median(times)
-    except RuntimeError:  # no memory; or not capturable: it synchronises, or allocates outside
-        _abandon(timer.device, pool)
+    except RuntimeError:  # it synchronises, or allocates outside; or there is no memory for it
+        if capturing:
+            _abandon(timer.device, pool)
         return None
     finally:
         _synchronize(timer.device)
-        torch.cuda.current_stream(timer.device).wait_stream(stream)
         del graph
 
 
+@contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    """Whoever makes the host wait for the device raises, where torch sees it: a capture need not be tried."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def _abandon(device: torch.device, pool: Any) -> None:
-    """Ends a capture that failed. torch's own end gives up before it tells the allocator, which from then on takes a
-    capture to be under way and returns no memory to the device: every later case would run out of it."""
+    """Ends a capture that failed.
+
+    torch's own end gives up before it tells the allocator, which from then on takes a capture to be under way and
+    returns no memory to the device, so that every later case would run out of it; and before it tells the generator of
+    random numbers, which from then on refuses to draw.
+    """
     torch.cuda.synchronize(device)
+    index = device.index or 0
     with contextlib.suppress(RuntimeError, AttributeError):  # no capture was under way
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
-        torch._C._cuda_releasePool(device.index or 0, pool)
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    generator, fresh = torch.cuda.default_generators[index], torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed() + 1)
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def kernel_names(timer: Timer, work: Work) -> list[str]:

@@ -57,7 +57,7 @@ from fulmen.layers.ranks import (
     replace_parameters,
     summed_gradient,
 )
-from fulmen.layers.rotary import Rotary, apply_rotary, config_value
+from fulmen.layers.rotary import Rotary, apply_rotary, config_value, fused, unseen
 from fulmen.layers.rows import Rows
 
 if TYPE_CHECKING:
@@ -202,9 +202,16 @@ class MultiHeadLatentAttention(weights.Whole):
         if padding is not None:
             rows = Rows(padding.counts, padding.counts)
         cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens, self.cp)
-        q_nope, q_rope = self._queries(x).split([self.nope_dim, self.rope_dim], dim=3)
+        queries = self._queries(x)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_rank, self.rope_dim], dim=2)
         latent = self.kv_a_layernorm(latent)
+        kernels = fused(cos, sin, queries, latent, k_rope) if cache is None else None
+        if kernels is not None:
+            o = self._expanded_at_once(kernels, queries, latent, k_rope, cos, sin, rows)
+            y = self.o_proj(o.flatten(2))
+            return y if padding is None else padding.back(y)
+        queries = queries.unflatten(2, (-1, self.nope_dim + self.rope_dim))
+        q_nope, q_rope = queries.split([self.nope_dim, self.rope_dim], dim=3)
         q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2)
         k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
         if cache is None:
@@ -216,15 +223,13 @@ class MultiHeadLatentAttention(weights.Whole):
         return y if padding is None else padding.back(y)
 
     def _queries(self, x: Tensor) -> Tensor:
-        """(B, N, H, nope_dim + rope_dim), of this rank's heads."""
+        """(B, N, H * (nope_dim + rope_dim)), of this rank's heads."""
         if self.q_proj is not None:
-            q = self.q_proj(x)
-        else:
-            assert self.q_a_proj is not None
-            assert self.q_a_layernorm is not None
-            assert self.q_b_proj is not None
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        return q.unflatten(2, (-1, self.nope_dim + self.rope_dim))
+            return self.q_proj(x)
+        assert self.q_a_proj is not None
+        assert self.q_a_layernorm is not None
+        assert self.q_b_proj is not None
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
     def _continued(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None, cache: LatentCache
@@ -255,6 +260,21 @@ class MultiHeadLatentAttention(weights.Whole):
         q, k = torch.cat([q_nope, q_rope], 3).transpose(1, 2), torch.cat([k_nope, k_rope], 3).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v.transpose(1, 2), self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
+
+    def _expanded_at_once(
+        self, kernels: Any, q: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, rows: Rows | None
+    ) -> Tensor:
+        """The same of q (B, N, H * (nope_dim + rope_dim)) and k_rope as they are projected; q is turned in place."""
+        if not unseen(self.q_proj if self.q_proj is not None else self.q_b_proj):
+            q = q.clone()
+        D, nope, E, interleaved = self.nope_dim + self.rope_dim, self.nope_dim, self.value_dim, self.rope.interleaved
+        H = q.shape[2] // D
+        q = kernels.TurnedInPlace.apply(q, cos, sin, H, nope, interleaved).unflatten(2, (H, D))
+        k_rope = summed_gradient(k_rope, self.mesh)
+        k, v = kernels.Joined.apply(self.kv_b_proj(latent), k_rope, cos, sin, H, nope, E, interleaved)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        return attend(q, k, v, self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None) -> Tensor:
         """o (B, N, H, value_dim), all heads reading the latents."""

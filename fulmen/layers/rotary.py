@@ -147,6 +147,23 @@ class Rotary(nn.Module):
         return ", ".join(parts)
 
 
+def fused(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
+    """The module with the kernels that turn these tensors, or None: then it is done with torch's own operations."""
+    if not (tensors[0].is_cuda and cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32):
+        return None
+    try:
+        from fulmen.layers import rotary_triton
+    except ImportError:  # no Triton
+        return None
+    return rotary_triton if rotary_triton.serves(*tensors) else None
+
+
+def unseen(projection: nn.Module | None) -> bool:
+    """Whether nobody can have kept this projection's output, or need it: a plain Linear without hooks."""
+    hooks = torch.nn.modules.module._global_forward_hooks
+    return type(projection) is nn.Linear and not projection._forward_hooks and not hooks
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x (B, H, N, D) with the first 2 * cos.shape[-1] elements of each head turned, the rest as it was.
 
@@ -155,6 +172,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
         raise ValueError(f"RoPE turns {dim} elements of a head, and x {tuple(x.shape)} has D={x.shape[-1]}")
+    kernels = fused(cos, sin, x)
+    if kernels is not None:
+        return kernels.Rotated.apply(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
     x = x.transpose(1, 2)
     turned, rest = x[..., :dim], x[..., dim:]
     cos, sin = cos[..., None, :], sin[..., None, :]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from statistics import median
@@ -120,10 +121,25 @@ def test_a_host_that_is_late_gets_a_longer_spacer() -> None:
 def test_a_capture_that_fails_leaves_the_allocator_in_order() -> None:
     timer = timing.Timer(torch.device("cuda", 0))
     x = torch.ones(1 << 20, device="cuda")
-    assert timing.graph_ms(timer, lambda: lambda: x.sum().item()) is None
+    assert timing.graph_ms(timer, lambda: lambda: x.sum().item()) is None  # seen before it is tried
+    calls = []
+    work = lambda: calls.append(0) or (torch.cuda.synchronize() if len(calls) > 1 else x + 1)  # noqa: E731
+    assert timing.graph_ms(timer, lambda: work) is None  # fails under capture
+    assert torch.randn(3, device="cuda").isfinite().all()
     block = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     before = torch.cuda.memory_reserved()
     del block
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before - (1 << 30)
     assert timing.graph_ms(timer, lambda: lambda: x + 1) is not None
+
+
+@pytest.mark.gpu
+def test_a_backward_whose_leaves_were_used_before_is_captured() -> None:
+    timer = timing.Timer(torch.device("cuda", 0))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        w = torch.randn(512, 512, device="cuda", requires_grad=True)
+        kept = w @ w  # keeps what autograd has for w on this stream
+        ms = timing.graph_ms(timer, lambda: functools.partial(torch.autograd.grad, (w @ w).sum(), w, retain_graph=True))
+    assert ms is not None
+    del kept

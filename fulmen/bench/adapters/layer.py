@@ -24,7 +24,7 @@ from fulmen.layers import (
     MultiHeadSelfAttention,
     MultiQueryAttention,
 )
-from fulmen.testing import GRADIENT_FACTOR, Expected
+from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected
 
 BACKENDS_OF = "flash"
 KEYS: dict[str, Any] = {
@@ -138,8 +138,8 @@ def drawn(case: dict[str, Any], device: torch.device, seed: int, exactly: str) -
             for name, p in exact_layer.named_parameters():
                 p.copy_(parameters[name])
         exact = results(x.double(), exact_layer)
-        gradients = {name: {"factor": GRADIENT_FACTOR} if name != "o" else {} for name in low}
-        return {name: Expected(low[name], exact[name], **gradients[name]) for name in low}
+        factors = {"o": FORWARD_FACTOR}
+        return {name: Expected(low[name], exact[name], factors.get(name, GRADIENT_FACTOR)) for name in low}
 
     return Problem(Inputs(x, layer, {}), {"x": x, **parameters}, {"o": do}, expected)
 
