@@ -265,9 +265,34 @@ class LaunchConfig(ctypes.Structure):
 
 
 @functools.lru_cache
-def launcher() -> Any:
-    """cuLaunchKernelEx itself: past the wrappers it costs the host half."""
-    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+def library() -> Any:
+    """The driver itself, for what every call does: past the wrappers it costs the host half."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+SWIZZLE_128, PROMOTE_256 = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
+
+
+@functools.lru_cache(maxsize=8192)
+def tensor_map(
+    dtype: torch.dtype, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """What the tensor copy engine (TMA) needs to know of a tensor, innermost dimension first; strides in bytes, without
+    that of the innermost. Boxes lie in shared memory with rows of 128 bytes, swizzled, and zeros beyond the end.
+    """
+    rank = len(sizes)
+    buffer = ctypes.create_string_buffer(192)
+    start = -ctypes.addressof(buffer) % 64
+    whole, part = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    status = library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(buffer) + start), DATA_TYPES[dtype], rank, ctypes.c_void_p(address),
+        whole(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides), part(*box), part(*[1] * rank), 0, SWIZZLE_128,
+        PROMOTE_256, 0,
+    )  # fmt: skip
+    if status:
+        raise ValueError(f"TMA cannot read sizes {sizes} with strides {strides} in boxes of {box}: CUDA error {status}")
+    return buffer.raw[start : start + 128]
 
 
 class Slot:
@@ -284,27 +309,28 @@ class Slot:
 
 
 class Launch:
-    """A kernel call that can be repeated: everything but the addresses at the front of its one argument is known.
+    """A kernel call that can be repeated: everything but the front of its one argument is known.
 
-    The kernel takes one struct by value, which begins with `addresses` pointers; `rest` are the bytes after them. With
+    The kernel takes one struct by value, which begins with what a call brings, packed as `layout` says (in the words of
+    the module struct: "5Q" for five addresses); `rest` are the bytes after that. With
     `early` the kernel waits for the one ahead of it in the stream by itself (griddepcontrol.wait), so it may start as
     that one ends. Safe to call from several threads.
     """
 
     def __init__(
         self, variant: Variant, device: torch.device, grid: tuple[int, int, int], threads: int, shared: int,
-        addresses: int, rest: bytes, early: bool = False,
+        layout: str, rest: bytes, early: bool = False,
     ) -> None:  # fmt: skip
         self.variant, self.device = variant, device_index(device)
         self.handle = ctypes.c_void_p(load(variant, self.device, shared))
         self.grid, self.threads, self.shared = grid, threads, shared
         self.empty = 0 in grid
-        self.pack = struct.Struct(f"{addresses}Q").pack_into
-        self.rest = bytes(8 * addresses) + rest
+        front = struct.Struct(layout)
+        self.pack, self.rest = front.pack_into, bytes(front.size) + rest
         self.attribute = LaunchAttribute(PROGRAMMATIC_LAUNCH, 0, (ctypes.c_uint * 16)(1))
         self.early = early
         self.slots: list[Slot] = []
-        self.run = launcher()
+        self.run = library().cuLaunchKernelEx
 
     def slot(self) -> Slot:
         config = LaunchConfig(
@@ -312,14 +338,14 @@ class Launch:
         )
         return Slot(config, self.rest)
 
-    def __call__(self, *addresses: int) -> None:
+    def __call__(self, *front: int | bytes) -> None:
         if self.empty:
             return
         try:
             slot = self.slots.pop()
         except IndexError:  # the first call, or a call in another thread is under way
             slot = self.slot()
-        self.pack(slot.bytes, slot.offset, *addresses)
+        self.pack(slot.bytes, slot.offset, *front)
         slot.config.stream = raw_stream(self.device)
         if current_device() == self.device:
             status = self.run(slot.reference, self.handle, slot.pointers, None)

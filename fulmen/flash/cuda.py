@@ -134,7 +134,7 @@ def small_launch(
     )
     grid = (math.ceil(spec.N_Q / cfg.rows), spec.H, spec.B)
     return cuda.Launch(
-        variant(spec, hw, cfg), spec.device, grid, cfg.threads, cfg.shared(spec.D), 5, rest, early and hw.arch >= 90
+        variant(spec, hw, cfg), spec.device, grid, cfg.threads, cfg.shared(spec.D), "5Q", rest, early and hw.arch >= 90
     )
 
 

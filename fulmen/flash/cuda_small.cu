@@ -1,8 +1,8 @@
 // Softmax attention of short sequences, forward, from compute capability 8.0 on: mma.sync, ldmatrix, cp.async.
 //
-// A block owns 16 * WARPS_M queries of one head and walks the keys they see, BLOCK_N at a time, through a ring of STAGES
-// places in shared memory. All places are filled before anything is computed: a call of this size is over when its
-// memory has come and gone. Warp (i, j) owns 16 queries and, of every BLOCK_N keys, the j-th of WARPS_N parts; few
+// A block owns 16 * WARPS_M queries of one head and walks the keys they see, BLOCK_N at a time, through a ring of
+// STAGES places in shared memory. All places are filled before anything is computed: a call of this size is over when
+// its memory has come and gone. Warp (i, j) owns 16 queries and, of every BLOCK_N keys, the j-th of WARPS_N parts; few
 // queries on a large GPU are the faster for it. Its m, l and o stay in registers, in base 2 as in triton.py, and where
 // WARPS_N > 1 the warps of a row add theirs up at the end, in a fixed order.
 //
@@ -54,10 +54,11 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if BF16
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #endif
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -122,8 +123,8 @@ struct Rows {
 };
 
 // Takes KEYS keys from `key` on, whose rows in shared memory begin at `k` and `v`, into the rows.
-__device__ __forceinline__ void attend(Rows &x, const u32 (&q)[D / 16][4], u32 k, u32 v, int key, int limit0, int limit1,
-                                       bool edge, float factor) {
+__device__ __forceinline__ void attend(Rows &x, const u32 (&q)[D / 16][4], u32 k, u32 v, int key, int limit0,
+                                       int limit1, bool edge, float factor) {
     const int lane = threadIdx.x % 32, in8 = lane % 8, low = lane / 8 % 2, high = lane / 16;
     float s[KEYS / 8][4];
 #pragma unroll

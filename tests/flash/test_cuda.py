@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
 from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
+from fulmen.flash import cuda_sm90
 from fulmen.flash.op import FlashSpec
 from fulmen.hardware import TARGETS
 
@@ -89,3 +94,49 @@ def test_serves_and_is_not_chosen_by_itself(monkeypatch):
         assert dispatch.pick.__wrapped__("flash", call, "cuda").name == "cuda"
         assert dispatch.pick.__wrapped__("flash", call).name != "cuda"
     assert "16 queries x 128 keys" in flash.detail(spec())
+
+
+# ------------------------------------------------------------------------------------------------- Hopper
+
+HOPPER = {
+    128: [cuda_sm90.Config(2, 128, 2, False), cuda_sm90.Config(2, 128, 2, True), cuda_sm90.Config(2, 176, 2, False)],
+    64: [cuda_sm90.Config(3, 128, 2, True), cuda_sm90.Config(3, 128, 3, False), cuda_sm90.Config(2, 128, 3, True)],
+}
+
+
+def machine_code(code: bytes, folder: Path) -> list[str]:
+    """The instructions, one a line, without addresses."""
+    triton = pytest.importorskip("triton")
+    (folder / "kernel.cubin").write_bytes(code)
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    text = subprocess.run([nvdisasm, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    lines = (re.sub(r"^\s*(/\*[0-9a-f]+\*/)?\s*", "", line) for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith(("/*", "//"))]
+
+
+HOPPER_RUNS = [(D, cfg, True) for D in HOPPER for cfg in HOPPER[D]] + [(D, HOPPER[D][0], False) for D in HOPPER]
+
+
+@pytest.mark.parametrize(("D", "cfg", "causal"), HOPPER_RUNS)
+def test_hopper_overlaps_and_keeps_p(D, cfg, causal, tmp_path):
+    """No spills, no serialised products; exponentials run while o += p v does, and p is made anew only after it."""
+    code, usage = cuda.compile_variant(cuda_sm90.variant(spec(1, 16, 4096, D, causal), cfg))
+    assert usage.spilled == 0
+    assert not usage.warnings, usage.warnings
+    assert usage.registers == 65_536 // cfg.threads // 8 * 8
+    assert cfg.shared(D) <= TARGETS[90].smem_bytes
+    lines = machine_code(code, tmp_path)
+    assert not any(line.startswith(("STL", "LDL")) for line in lines)
+    starts = [i for i, line in enumerate(lines) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x1", line)]
+    assert len(starts) == 2  # the masked and the plain loop
+    for start in starts:
+        end = next(i for i in range(start, len(lines)) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x0", lines[i]))
+        inside = " ".join(lines[start:end])
+        assert inside.count("MUFU.EX2") == cfg.block_n // 2 + 2
+        assert inside.count("F2FP") == 0
+        reads = [re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", line) for line in lines[start - 400 : start]]
+        p = {int(m[1]) + i for m in reads if m for i in range(4)}
+        assert len(p) == cfg.block_n // 4
+        for line in lines[start:end]:
+            target = re.match(r"(?:@!?U?P\d+ )?[A-Z]\S+ R(\d+)", line)
+            assert target is None or int(target[1]) not in p, line
