@@ -2,6 +2,7 @@
 
     python examples/hybrid_lm.py                                     # three lightning layers and a grouped-query one
     python examples/hybrid_lm.py --pattern LLM --layers 6 --preset ring --plot loss.png
+    torchrun --nproc-per-node 4 examples/hybrid_lm.py --tp 2 --cp 2  # heads and tokens shared out; the rest is FSDP
     python examples/hybrid_lm.py --device cuda --dim 1024 --heads 16 --layers 24 --length 4096 --batch 16 \
         --steps 2000 --autocast --compile
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +24,14 @@ from pathlib import Path
 
 import click
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +39,7 @@ from fulmen.layers.attention import GroupedQueryAttention
 from fulmen.layers.cache import KVCache, LatentCache, StateCache
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
+from fulmen.parallel import apply_parallel, shard
 
 Cache = KVCache | LatentCache | StateCache
 
@@ -64,14 +72,23 @@ class HybridBlock(nn.Module):
         self.kind = config.kinds()[layer]
         self.attention_norm, self.mlp_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
         self.attention = attention(config, self.kind, layer)
-        hidden = 8 * config.dim // 3
-        self.gate_up = nn.Linear(config.dim, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, config.dim, bias=False)
+        self.hidden = -(-8 * config.dim // 3 // 32) * 32  # a multiple, so that ranks can share it
+        self.gate = nn.Linear(config.dim, self.hidden, bias=False)
+        self.up = nn.Linear(config.dim, self.hidden, bias=False)
+        self.down = nn.Linear(self.hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cache=cache, mask=mask)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def check_ranks(self, ranks: int) -> None:
+        if self.hidden % ranks:
+            raise ValueError(f"hidden={self.hidden} cannot be shared out evenly to {ranks} ranks")
+
+    def tp_plan(self) -> dict[str, ParallelStyle]:
+        """Of the block's own weights, for `apply_parallel`; the attention has a plan of its own."""
+        return {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def new_cache(self) -> Cache:
         return {"L": StateCache, "G": KVCache, "M": LatentCache}[self.kind]()
@@ -183,6 +200,54 @@ def batches(ids: Tensor, batch: int, length: int, seed: int) -> Iterator[tuple[T
         yield pieces[:, :-1], pieces[:, 1:]
 
 
+# ---------------------------------------------------------------------------------------------------- ranks
+
+
+def share_out(model: HybridLM, mesh: DeviceMesh, fsdp: bool = True) -> HybridLM:
+    """Heads over the mesh's dimension tp, tokens over cp and, with FSDP, weights over dp and cp, whose gradients are
+    averaged."""
+    apply_parallel(model, mesh)
+    if fsdp:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp", "cp"])
+        fully_shard(model, mesh=mesh["dp", "cp"])
+    return model
+
+
+def own_part(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows and tokens of a batch (B, N)."""
+    return shard(shard(x, mesh["dp"], dim=0), mesh["cp"], dim=1)
+
+
+def mean_over_ranks(loss: Tensor, mesh: DeviceMesh) -> Tensor:
+    loss = loss.clone()
+    for name in ("dp", "cp"):
+        dist.all_reduce(loss, group=mesh.get_group(name))
+    return loss / (mesh["dp"].size() * mesh["cp"].size())
+
+
+def start_ranks(tp: int, cp: int, device: str) -> DeviceMesh | None:
+    """The mesh of the processes torchrun started; None: there is one."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        if tp * cp > 1:
+            raise click.UsageError(f"--tp {tp} --cp {cp} take {tp * cp} processes: torchrun --nproc-per-node {tp * cp}")
+        return None
+    if count % (tp * cp):
+        raise click.UsageError(f"--tp {tp} --cp {cp} cannot be made of {count} processes")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return init_device_mesh(device, (count // (tp * cp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+
+
+def gathered(model: HybridLM, device: str) -> HybridLM:
+    """A model of one process with the weights of one that is shared out."""
+    whole = HybridLM(model.config).to(device)
+    whole.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    return whole.eval()
+
+
 # ------------------------------------------------------------------------------------------------- training
 
 
@@ -198,8 +263,10 @@ def train(
     autocast: bool = False,
     forward: Callable[[Tensor], Tensor] | None = None,
     watch: Callable[[float], None] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> list[float]:
-    """The loss of each step; `forward` stands for the model (compiled), `watch` is told each loss."""
+    """The loss of each step; `forward` stands for the model (compiled), `watch` is told each loss, `mesh` is that of a
+    model that is shared out."""
     device = model.embed.weight.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     warm = max(1, steps // 20)
@@ -209,6 +276,8 @@ def train(
     losses = []
     model.train()
     for _, (x, y) in zip(range(steps), batches(ids, batch, length, seed), strict=False):
+        if mesh is not None:
+            x, y = own_part(x, mesh), own_part(y, mesh)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = (forward or model)(x.to(device))
         loss = F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten())
@@ -217,7 +286,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        losses.append(loss.item())
+        losses.append((loss if mesh is None else mean_over_ranks(loss.detach(), mesh)).item())
         if watch is not None:
             watch(losses[-1])
     model.eval()
@@ -273,16 +342,19 @@ def plot(losses: list[float], path: Path, title: str) -> None:
 @click.option("--autocast", is_flag=True, help="Train in bfloat16.")
 @click.option("--compile", "compiled", is_flag=True, help="torch.compile the model.")
 @click.option("--checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
+@click.option("--tp", default=1, help="Ranks that share the heads; under torchrun.")
+@click.option("--cp", default=1, help="Ranks that share a piece's letters; under torchrun.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write the loss curve to this PNG.")
 @click.option("--new", default=60, help="Letters to generate at the end.")
 @click.option("--temperature", default=0.0, help="0: always the likeliest letter.")
 def main(
     pattern: str, preset: str, layers: int, dim: int, heads: int, length: int, batch: int, steps: int, lr: float,
-    seed: int, device: str, backend: str, autocast: bool, compiled: bool, checkpointing: bool, picture: Path | None,
-    new: int, temperature: float,
+    seed: int, device: str, backend: str, autocast: bool, compiled: bool, checkpointing: bool, tp: int, cp: int,
+    picture: Path | None, new: int, temperature: float,
 ) -> None:  # fmt: skip
     """Train a small hybrid language model on a text made here, and let it go on with a few prompts."""
-    console = Console()
+    mesh = start_ranks(tp, cp, device)
+    console = Console(quiet=mesh is not None and dist.get_rank() > 0)
     torch.manual_seed(seed)
     text, unseen = make_text(20_000), make_text(500, seed=1)
     alphabet = Alphabet(text)
@@ -290,10 +362,12 @@ def main(
     try:
         config = Config(len(alphabet.letters), pattern, layers, dim, heads, preset, backend)
         model = HybridLM(config).to(device)
+        size = sum(p.numel() for p in model.parameters())
+        if mesh is not None:
+            share_out(model, mesh)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     model.checkpointing = checkpointing
-    size = sum(p.numel() for p in model.parameters())
     console.print(f"{''.join(config.kinds())}: {size / 1e6:.2f} M parameters on {device}, {len(ids):,} letters of text")
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
     begun = time.perf_counter()
@@ -302,8 +376,11 @@ def main(
         losses = train(
             model, ids, steps=steps, batch=batch, length=length, lr=lr, seed=seed, autocast=autocast,
             forward=torch.compile(model, fullgraph=True) if compiled else None,
-            watch=lambda loss: progress.update(task, advance=1, loss=loss),
+            watch=lambda loss: progress.update(task, advance=1, loss=loss), mesh=mesh,
         )  # fmt: skip
+    if mesh is not None:
+        model = gathered(model, device)
+        dist.destroy_process_group()
     speed = steps * batch * length / (time.perf_counter() - begun)
     console.print(f"loss {losses[0]:.3f} [cyan]{sparkline(losses, 60)}[/] {losses[-1]:.3f}")
     console.print(

@@ -99,6 +99,7 @@ class FusedHeads(ColwiseParallel):
         self.heads = list(heads)
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        module.heads_mesh = device_mesh  # type: ignore[assignment]
         for kind, x in list(module.named_parameters(recurse=False)):
             parts = [t.chunk(device_mesh.size()) for t in split_rows(x.detach(), self.heads)]
             ordered = torch.cat([t for rank in zip(*parts, strict=True) for t in rank])
@@ -106,21 +107,41 @@ class FusedHeads(ColwiseParallel):
             module.register_parameter(kind, nn.Parameter(spread, requires_grad=x.requires_grad))
 
 
-def split_rows(fused: Tensor, heads: Sequence[int]) -> list[Tensor]:
-    """q, k and v of a fused weight or bias, views; of a DTensor, three DTensors."""
-    if isinstance(fused, DTensor):
-        parts = split_rows(fused.to_local(), heads)
-        return [DTensor.from_local(t, fused.device_mesh, [Shard(0)], run_check=False) for t in parts]
-    return list(fused.split([fused.shape[0] * h // sum(heads) for h in heads]))
+def split_rows(fused: Tensor, heads: Sequence[int], mesh: DeviceMesh | None = None) -> list[Tensor]:
+    """q, k and v of a fused weight or bias, views; of a DTensor, three DTensors.
+
+    mesh  the ranks each of which has its own heads' rows (`FusedHeads`), if there are any. Without them a DTensor has
+          the rows in order, as under FSDP, and is gathered.
+    """
+    sizes = [fused.shape[0] * h // sum(heads) for h in heads]
+    if not isinstance(fused, DTensor):
+        return list(fused.split(sizes))
+    if mesh is None:
+        everywhere = fused.redistribute(placements=[Replicate()] * fused.device_mesh.ndim)
+        return list(everywhere.split(sizes))
+    _one_kind(fused)
+    parts = split_rows(fused.to_local(), heads)
+    return [DTensor.from_local(t, fused.device_mesh, [Shard(0)], run_check=False) for t in parts]
 
 
-def join_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The fused weight or bias of q, k and v; a DTensor if `like` is one, whatever they are."""
-    if not isinstance(like, DTensor):
-        return torch.cat([t.full_tensor() if isinstance(t, DTensor) else t for t in parts])
-    mesh = like.device_mesh
+def join_rows(parts: Sequence[Tensor], like: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+    """The fused weight or bias of q, k and v; a DTensor if `like` is one, whatever they are. `mesh` as above."""
+    if not isinstance(like, DTensor) or mesh is None:
+        whole = torch.cat([t.full_tensor() if isinstance(t, DTensor) else t for t in parts])
+        if not isinstance(like, DTensor):
+            return whole
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    _one_kind(like)
     spread = [
         t if isinstance(t, DTensor) else distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in parts
     ]
     own = torch.cat([t.redistribute(mesh, [Shard(0)]).to_local() for t in spread])
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+
+
+def _one_kind(fused: DTensor) -> None:
+    if fused.device_mesh.ndim > 1:
+        raise NotImplementedError(
+            "fused_qkv under tensor parallelism and FSDP at once cannot be saved or loaded: the rows of q, k and v lie "
+            "in pieces on the ranks; use fused_qkv=False"
+        )

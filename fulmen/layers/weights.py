@@ -51,7 +51,7 @@ def _split(layer: Any, state_dict: dict[str, Any], prefix: str, local_metadata: 
     for kind in ("weight", "bias"):
         fused = state_dict.pop(f"{prefix}qkv_proj.{kind}", None)
         if fused is not None:
-            for part, x in zip(PARTS, parallel_plan.split_rows(fused, sizes), strict=True):
+            for part, x in zip(PARTS, parallel_plan.split_rows(fused, sizes, _mesh(layer)), strict=True):
                 state_dict[f"{prefix}{part}.{kind}"] = x
 
 
@@ -74,8 +74,13 @@ def _join(
         if not given:
             state_dict[fused] = own
             continue
-        parts = dict(zip(names, parallel_plan.split_rows(own.detach(), sizes), strict=True)) | given
-        state_dict[fused] = parallel_plan.join_rows(list(parts.values()), own)
+        parts = dict(zip(names, parallel_plan.split_rows(own.detach(), sizes, _mesh(layer)), strict=True)) | given
+        state_dict[fused] = parallel_plan.join_rows(list(parts.values()), own, _mesh(layer))
+
+
+def _mesh(layer: Any) -> Any:
+    """The ranks that share out a fused projection by heads, or None."""
+    return getattr(layer.qkv_proj, "heads_mesh", None)
 
 
 def _look_first(layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

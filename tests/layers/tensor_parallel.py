@@ -84,7 +84,9 @@ def as_whole(layer: MultiHeadSelfAttention, kind: str) -> torch.Tensor:
 
     grad = getattr(layer.qkv_proj, kind).grad
     sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-    return torch.cat([full(t) for t in split_rows(grad, sizes)])
+    return torch.cat(
+        [full(t) for t in split_rows(grad, sizes, grad.device_mesh if isinstance(grad, DTensor) else None)]
+    )
 
 
 def full(x: torch.Tensor) -> torch.Tensor:

@@ -83,10 +83,10 @@ def main(size: int, folder: str, device: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not answer
     sys.path.insert(0, str(HERE))
-    import torch  # before the fork, so that it is imported once
+    import torch
 
-    import fulmen.parallel.lightning  # noqa: F401
-
+    for path in sorted(HERE.glob("check_*.py")):  # before the fork, so that all they need is imported once
+        importlib.import_module(path.stem)
     torch.set_num_threads(1)
     start = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     pipes, children = [], []
