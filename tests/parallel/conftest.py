@@ -35,3 +35,17 @@ def on_ranks(_pools):
             pytest.fail("\n".join(f"rank {wrong.index(text)}: {text}" for text in told), pytrace=False)
 
     return run
+
+
+@pytest.fixture
+def new_pool():
+    """new_pool(size, timeout): a group of processes for one test."""
+    pools = []
+
+    def start(size: int, timeout: float):
+        pools.append(ranks.Pool(size, timeout=timeout))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()

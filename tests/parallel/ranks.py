@@ -1,4 +1,4 @@
-"""Processes that form a gloo group and run checks, many in turn: `python ranks.py WORLD_SIZE FOLDER`.
+"""Processes that form a gloo group and run checks, many in turn: `python ranks.py WORLD_SIZE FOLDER DEVICE TIMEOUT`.
 
 torch is imported once and the ranks are forked from that process. A line of JSON on stdin names a module beside this
 file, a function in it and its arguments; every rank calls it, and the answer is a line with one entry for each rank:
@@ -26,11 +26,11 @@ TIMEOUT = 30.0  # seconds a rank is waited for
 class Pool:
     """The ranks, seen from the tests."""
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu", timeout: float = TIMEOUT) -> None:
         self.size, self.device = size, device
         self.folder = tempfile.TemporaryDirectory()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / "ranks.py"), str(size), self.folder.name, device]
+        command = [sys.executable, str(HERE / "ranks.py"), str(size), self.folder.name, device, str(timeout)]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -57,7 +57,7 @@ class Pool:
 # ---------------------------------------------------------------------------------- inside the processes
 
 
-def rank_main(rank: int, size: int, folder: str, device: str, pipe) -> None:
+def rank_main(rank: int, size: int, folder: str, timeout: float, pipe) -> None:
     import torch
     import torch.distributed as dist
 
@@ -65,7 +65,7 @@ def rank_main(rank: int, size: int, folder: str, device: str, pipe) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)  # and uninitialised memory is NaN, as in conftest.py
     torch.utils.deterministic.fill_uninitialized_memory = True
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
     while True:
         try:
@@ -79,7 +79,7 @@ def rank_main(rank: int, size: int, folder: str, device: str, pipe) -> None:
             pipe.send(traceback.format_exc())
 
 
-def main(size: int, folder: str, device: str) -> None:
+def main(size: int, folder: str, device: str, timeout: float) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not answer
     sys.path.insert(0, str(HERE))
@@ -92,7 +92,7 @@ def main(size: int, folder: str, device: str) -> None:
     pipes, children = [], []
     for rank in range(size):
         ours, theirs = start.Pipe()
-        child = start.Process(target=rank_main, args=(rank, size, folder, device, theirs), daemon=True)
+        child = start.Process(target=rank_main, args=(rank, size, folder, timeout, theirs), daemon=True)
         child.start()
         theirs.close()
         pipes.append(ours)
@@ -114,4 +114,4 @@ def main(size: int, folder: str, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]))
