@@ -144,6 +144,40 @@ def list_() -> None:
 
 
 @bench.command()
+@click.option("--way", "ways", multiple=True, help="lightning, ring, zigzag or ulysses; repeat for several.")
+@click.option("--ranks", default="1,2", show_default=True, help="Numbers of ranks, one among them.")
+@click.option("--tokens", default="4096,16384", show_default=True, help="Lengths of the whole sequence.")
+@click.option("--heads", default=8, show_default=True, help="H; B is 1.")
+@click.option("--head-dim", default=64, show_default=True, help="D.")
+@click.option("--samples", default=15, show_default=True, help="Calls of each, in turns.")
+@click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]), help="gloo, a thread a rank; or NCCL.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
+def scaling(
+    ways: tuple[str, ...], ranks: str, tokens: str, heads: int, head_dim: int, samples: int, device: str,
+    out: Path | None,
+) -> None:  # fmt: skip
+    """One sequence on several ranks, forward and backward: time, bytes moved, speedup and efficiency."""
+    from rich.console import Console
+
+    from fulmen.bench import runner
+    from fulmen.bench.scaling import BadScaling, Scaling, measure, render
+
+    try:
+        counts, lengths = (tuple(int(n) for n in text.split(",")) for text in (ranks, tokens))
+    except ValueError:
+        fail(f"--ranks {ranks} --tokens {tokens}: must be numbers separated by commas")
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    choice = Scaling(ways or Scaling.ways, counts, lengths, 1, heads, head_dim, samples, device, dtype)
+    out = out or runner.default_out(("scaling",))
+    try:
+        rows = measure(choice, out)
+    except BadScaling as error:
+        fail(error)
+    render(rows, Console())
+    click.echo(f"results: {out}")
+
+
+@bench.command()
 @click.argument("results", nargs=-1, required=True, type=RESULTS)
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="A folder.")
 def report(results: tuple[Path, ...], out: Path) -> None:

@@ -1,0 +1,248 @@
+"""`fulmen bench scaling`: one sequence on 1, 2, 4, ... ranks: time, bytes each rank moves, speedup and efficiency.
+
+As many processes as the most ranks asked for are started once (gloo and one thread each on CPUs, NCCL and one GPU each
+otherwise), and the numbers of ranks take turns, call by call, so that whatever else the machine does hits all alike.
+One rank is the single-device operation, without a group. Every way is proven right on a small case before it is timed.
+Bytes are counted where tensors are handed to torch.distributed, not computed, on the rank that moves most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from fulmen import decay, parallel
+from fulmen.bench import environment
+from fulmen.flash.op import flash_attention
+from fulmen.lightning.op import lightning_attention
+from fulmen.parallel import groups
+
+WAYS = ("lightning", "ring", "zigzag", "ulysses")
+
+
+class BadScaling(Exception):
+    """What cannot be measured here, and why."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What is measured."""
+
+    ways: tuple[str, ...] = ("lightning", "zigzag")
+    ranks: tuple[int, ...] = (1, 2)
+    tokens: tuple[int, ...] = (4096, 16384)
+    B: int = 1
+    H: int = 8
+    D: int = 64
+    samples: int = 15
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def check(self) -> None:
+        unknown = [way for way in self.ways if way not in WAYS]
+        if unknown or not self.ways:
+            raise BadScaling(f"--way {', '.join(unknown)}: must be of {', '.join(WAYS)}")
+        if 1 not in self.ranks or min(self.ranks) < 1:
+            raise BadScaling(f"--ranks {self.ranks}: one rank must be among them, to compare with")
+        if self.device == "cuda" and max(self.ranks) > torch.cuda.device_count():
+            raise BadScaling(f"--ranks {max(self.ranks)}: here are {torch.cuda.device_count()} GPUs, and each has one")
+        for N in self.tokens:
+            for P in self.ranks:
+                if N % (2 * P):
+                    raise BadScaling(f"--tokens {N} cannot be cut for {P} ranks: it must be a multiple of {2 * P}")
+        if "ulysses" in self.ways and any(self.H % P for P in self.ranks):
+            raise BadScaling(f"--way ulysses: {self.H} heads cannot be shared out to {self.ranks} ranks")
+
+
+def measure(scaling: Scaling, out: Path) -> list[dict[str, Any]]:
+    """Runs it and writes one line of JSON for the machine and one for each way, number of tokens and of ranks."""
+    scaling.check()
+    if out.exists():
+        raise BadScaling(f"--out {out} exists, and results are never overwritten")
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_rank, (scaling, folder), nprocs=max(scaling.ranks), start_method="spawn")
+        rows = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    name = environment.cpu_name() if scaling.device == "cpu" else torch.cuda.get_device_name()
+    head = {
+        "record": "scaling", "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "commit": environment.commit(),
+        "torch": torch.__version__, "device": name, "cores": os.cpu_count(), "load": os.getloadavg(),
+        **asdict(scaling),
+    }  # fmt: skip
+    out.write_text("".join(json.dumps(x) + "\n" for x in (head, *rows)), encoding="utf-8")
+    return rows
+
+
+def render(rows: list[dict[str, Any]], console: Any) -> None:
+    from rich.table import Table
+
+    table = Table("way", "N", "ranks", "ms", "best", "speedup", "efficiency", "MB fwd", "MB bwd")
+    for row in rows:
+        forward, backward = (f"{row[key] / 1e6:.2f}" for key in ("bytes_forward", "bytes_backward"))
+        table.add_row(
+            row["way"], str(row["tokens"]), str(row["ranks"]), f"{row['median_ms']:.1f}", f"{row['best_ms']:.1f}",
+            f"{row['speedup']:.2f}", f"{100 * row['efficiency']:.0f} %", forward, backward,
+        )  # fmt: skip
+    console.print(table)
+
+
+# ---------------------------------------------------------------------------------- inside the processes
+
+
+def _rank(rank: int, scaling: Scaling, folder: str) -> None:
+    size, cuda = max(scaling.ranks), scaling.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    # every process takes part in making each group, also of those it is not in
+    parts = {P: dist.new_group(list(range(P))) for P in scaling.ranks}
+    rows = []
+    for way in scaling.ways:
+        for P, group in parts.items():
+            if rank < P:
+                _prove(way, P, group, scaling)
+        for N in scaling.tokens:
+            rows += _case(way, N, parts, scaling)
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _call(way: str, P: int, group: Any, H: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if way == "lightning":
+        slopes = decay.alibi(H).to(device)
+        if P == 1:
+            return lambda q, k, v: lightning_attention(q, k, v, slopes)
+        return lambda q, k, v: parallel.lightning_attention(q, k, v, slopes, group=group)
+    if P == 1:
+        return functools.partial(flash_attention, causal=True)
+    if way == "ulysses":
+        return functools.partial(parallel.ulysses_attention, group=group, causal=True)
+    shards = "zigzag" if way == "zigzag" else "contiguous"
+    return functools.partial(parallel.ring_attention, group=group, causal=True, shards=shards)
+
+
+def _prove(way: str, P: int, group: Any, scaling: Scaling) -> None:
+    """Outputs and gradients of the ranks are, up to rounding, those of one, on a small case; both in fp64 on a CPU."""
+    device = _device(scaling)
+    dtype = torch.float64 if scaling.device == "cpu" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, scaling.H, 64 * P, 16, generator=generator).to(device, dtype) for _ in range(4)]
+    cut: dict[str, Any] = {"dim": 2, "shards": "zigzag" if way == "zigzag" else "contiguous"}
+    found = []
+    for ranks in (1, P):
+        q, k, v, do = (x if ranks == 1 else parallel.shard(x, group, **cut) for x in whole)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = _call(way, ranks, group, scaling.H, device)(*leaves)
+        grads = torch.autograd.grad(o, leaves, do)
+        found.append([x if ranks == 1 else parallel.unshard(x, group, **cut) for x in (o.detach(), *grads)])
+    limit = 1e4 * torch.finfo(dtype).eps
+    for name, one, many in zip(("o", "dq", "dk", "dv"), *found, strict=True):
+        error = float((many - one).norm() / one.norm())
+        if not error < limit:
+            raise BadScaling(f"{way} on {P} ranks: {name} is off by {error:.1e}, nothing is timed")
+
+
+def _device(scaling: Scaling) -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if scaling.device == "cuda" else torch.device("cpu")
+
+
+def _case(way: str, N: int, parts: dict[int, Any], scaling: Scaling) -> list[dict[str, Any]]:
+    rank, device, dtype = dist.get_rank(), _device(scaling), getattr(torch, scaling.dtype)
+    times: dict[int, list[float]] = {P: [] for P in parts}
+    moved: dict[int, tuple[int, int]] = {}
+    for sample in range(-2, scaling.samples):  # the first two warm up
+        for P, group in parts.items():
+            if rank < P:
+                shape = (scaling.B, scaling.H, N // P, scaling.D)
+                q, k, v, do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+                leaves = [x.requires_grad_() for x in (q, k, v)]
+                call = _call(way, P, group, scaling.H, device)
+                with _counted() as count:
+                    seconds, moved[P] = _timed(call, leaves, do, group, count)
+                if sample >= 0:
+                    times[P].append(1e3 * seconds)
+            dist.barrier()  # the others wait, idle
+    for P, group in parts.items():
+        if rank < P:
+            most = torch.tensor(moved[P], device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            moved[P] = (int(most[0]), int(most[1]))
+    alone = statistics.median(times[1]) if rank == 0 else 0.0
+    if rank:
+        return []
+    return [
+        {
+            "record": "row", "way": way, "tokens": N, "ranks": P, "median_ms": statistics.median(t), "best_ms": min(t),
+            "speedup": alone / statistics.median(t), "efficiency": alone / statistics.median(t) / P,
+            "bytes_forward": moved[P][0], "bytes_backward": moved[P][1], "samples_ms": t,
+        }
+        for P, t in times.items()
+    ]  # fmt: skip
+
+
+def _timed(call: Any, leaves: list[Tensor], do: Tensor, group: Any, count: list[int]) -> tuple[float, tuple[int, int]]:
+    """Seconds of a forward and a backward until the last rank is done, and bytes of both."""
+
+    def ready() -> None:
+        if do.is_cuda:
+            torch.cuda.synchronize()
+        dist.barrier(group=group)
+
+    ready()
+    begin = time.perf_counter()
+    o = call(*leaves)
+    forward = sum(count)
+    o.backward(do)
+    ready()
+    return time.perf_counter() - begin, (forward, sum(count) - forward)
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Bytes of what this rank hands to torch.distributed: gathered buffers, messages sent, all-to-all's input."""
+    count: list[int] = []
+    gather, batch, to_all = groups._all_gather, dist.batch_isend_irecv, dist.all_to_all_single
+
+    def size(x: Tensor) -> int:
+        return x.numel() * x.element_size()
+
+    def counted_gather(every: Tensor, *args: Any, **more: Any) -> Any:
+        count.append(size(every))
+        return gather(every, *args, **more)
+
+    def counted_batch(steps: list[Any]) -> Any:
+        count.extend(size(step.tensor) for step in steps if step.op is dist.isend)
+        return batch(steps)
+
+    def counted_to_all(out: Tensor, given: Tensor, *args: Any, **more: Any) -> Any:
+        count.append(size(given))
+        return to_all(out, given, *args, **more)
+
+    names = ("batch_isend_irecv", "all_to_all_single")
+    groups._all_gather = counted_gather
+    for name, counted in zip(names, (counted_batch, counted_to_all), strict=True):
+        setattr(dist, name, counted)
+    try:
+        yield count
+    finally:
+        groups._all_gather = gather
+        for name, plain in zip(names, (batch, to_all), strict=True):
+            setattr(dist, name, plain)
