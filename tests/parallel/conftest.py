@@ -25,7 +25,7 @@ def on_ranks(_pools):
     """on_ranks(4, "check_lightning", "values", ...) calls that function on 4 ranks; any error on any of them fails."""
 
     def run(size: int, module: str, function: str, **arguments) -> None:
-        device = arguments.pop("device", "cpu")
+        device = arguments.get("device", "cpu")
         pool = _pools.get((size, device)) or ranks.Pool(size, device)
         _pools[size, device] = pool
         wrong = pool.run(module, function, **arguments)

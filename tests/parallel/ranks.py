@@ -58,6 +58,7 @@ class Pool:
 
 
 def rank_main(rank: int, size: int, folder: str, timeout: float, pipe) -> None:
+    sys.path.insert(0, str(HERE))  # not there yet where processes are spawned, as CUDA needs it
     import torch
     import torch.distributed as dist
 

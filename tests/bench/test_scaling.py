@@ -1,0 +1,47 @@
+"""`fulmen bench scaling`: bytes are counted, one rank is the measure, and what cannot be measured is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from fulmen.__main__ import main
+
+
+def test_two_ranks(tmp_path):
+    out = tmp_path / "scaling.jsonl"
+    command = ["bench", "scaling", "--way", "lightning", "--way", "zigzag", "--tokens", "256", "--heads", "2"]
+    command += ["--head-dim", "16", "--samples", "2", "--out", str(out)]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    head, *rows = map(json.loads, out.read_text().splitlines())
+    assert head["record"] == "scaling"
+    assert [(row["way"], row["ranks"]) for row in rows] == [
+        ("lightning", 1), ("lightning", 2), ("zigzag", 1), ("zigzag", 2),
+    ]  # fmt: skip
+    states, keys = 2 * 2 * 16 * 16 * 4, 2 * 128 * (16 + 16) * 4
+    assert [(row["bytes_forward"], row["bytes_backward"]) for row in rows] == [
+        (0, 0), (states, states), (0, 0), (keys, 2 * keys),
+    ]  # fmt: skip
+    assert all(len(row["samples_ms"]) == 2 and row["speedup"] > 0 for row in rows)
+    again = CliRunner().invoke(main, command)
+    assert again.exit_code == 1
+    assert "never overwritten" in again.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--way", "star"], "must be of lightning, ring"),
+        (["--ranks", "2,4"], "one rank must be among them"),
+        (["--tokens", "1001"], "cannot be cut for 1 ranks"),
+        (["--tokens", "many"], "numbers separated by commas"),
+        (["--way", "ulysses", "--ranks", "1,3", "--tokens", "600"], "8 heads cannot be shared out"),
+    ],
+)
+def test_refusals(options, message, tmp_path):
+    done = CliRunner().invoke(main, ["bench", "scaling", *options, "--out", str(tmp_path / "x.jsonl")])
+    assert done.exit_code == 1
+    assert message in done.output
