@@ -63,7 +63,7 @@ class FlashCase(NamedTuple):
 
 
 class RotaryCase(NamedTuple):
-    """Latent attention's RoPE as DeepSeek-V3 has it: every kernel of `fulmen.layers.rotary_triton`."""
+    """Latent attention's RoPE as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
 
     arch: int
     interleaved: bool = True
@@ -171,6 +171,7 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     import torch
 
+    from fulmen.layers import latent_triton as norms
     from fulmen.layers import rotary_triton as module
 
     B, N, H, nope, dim, E = 2, 2048, 32, 128, 64, 128
@@ -178,12 +179,16 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     q, k, v = rows(B, N, H, nope + dim), rows(B, N, H, nope + dim), rows(B, N, H, E)
     up, rope = rows(B, N, H * (nope + E)), rows(B, N, dim)
     cos = torch.empty(N, dim // 2, device="meta")
-    part = q[..., nope:]
+    part, R = q[..., nope:], 512
+    down, latent, weight = rows(B, N, R + dim), rows(B, N, R), rows(R)
+    rstd, sums = torch.empty(B, N, device="meta"), torch.empty(norms.PROGRAMS, R, device="meta")
     return [
         module.turn_launch(q, k, cos, cos, 1.0, case.interleaved, nope),
         module.turn_launch(part, part, cos, cos, -1.0, case.interleaved, 0),
         module.join_launch(up, rope, k, cos, cos, nope, E, case.interleaved),
         module.unjoin_launch(k, v, up, rope, cos, cos, nope, case.interleaved),
+        norms.norm_launch(down, weight, latent, rstd, 1e-6),
+        norms.norm_backward_launch(down, weight, rstd, latent, rope, down, sums),
     ]
 
 

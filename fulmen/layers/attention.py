@@ -23,6 +23,7 @@ from fulmen.layers import calls, parallel_plan, weights
 from fulmen.layers import dropout as dropping
 from fulmen.layers.cache import KVCache
 from fulmen.layers.calls import check_backend, check_heads, check_size
+from fulmen.layers.projections import project
 from fulmen.layers.ranks import RMSNorm
 from fulmen.layers.rotary import Rotary, apply_rotary
 from fulmen.layers.rows import Padding, Rows, check_mask
@@ -197,8 +198,10 @@ class GroupedQueryAttention(weights.Whole):
             q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
             kv_size = (qkv.shape[-1] - q_size) // 2
             q, k, v = qkv.split([q_size, kv_size, kv_size], -1)
+        elif context is x:
+            q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
         else:
-            q, k, v = self.q_proj(x), self.k_proj(context), self.v_proj(context)
+            q, (k, v) = self.q_proj(x), project(context, self.k_proj, self.v_proj)
         D = self.head_dim
         q, k, v = (t.unflatten(-1, (t.shape[-1] // D, D)).transpose(1, 2) for t in (q, k, v))
         return q, k, v

@@ -47,6 +47,7 @@ from fulmen.layers.calls import (
     sinks_of,
     tokens_first,
 )
+from fulmen.layers.projections import plain, project
 from fulmen.layers.ranks import (
     Heads,
     HeadwiseNorm,
@@ -57,7 +58,7 @@ from fulmen.layers.ranks import (
     replace_parameters,
     summed_gradient,
 )
-from fulmen.layers.rotary import Rotary, apply_rotary, config_value, fused, unseen
+from fulmen.layers.rotary import Rotary, apply_rotary, config_value, fused, kernels_for
 from fulmen.layers.rows import Rows
 
 if TYPE_CHECKING:
@@ -202,9 +203,10 @@ class MultiHeadLatentAttention(weights.Whole):
         if padding is not None:
             rows = Rows(padding.counts, padding.counts)
         cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens, self.cp)
-        queries = self._queries(x)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_rank, self.rope_dim], dim=2)
-        latent = self.kv_a_layernorm(latent)
+        queries, down = project(x, self._q_first(), self.kv_a_proj_with_mqa)
+        if self.q_b_proj is not None and self.q_a_layernorm is not None:
+            queries = self.q_b_proj(normed(queries, self.q_a_layernorm)[0])
+        latent, k_rope = normed(down, self.kv_a_layernorm)
         kernels = fused(cos, sin, queries, latent, k_rope) if cache is None else None
         if kernels is not None:
             o = self._expanded_at_once(kernels, queries, latent, k_rope, cos, sin, rows)
@@ -222,14 +224,11 @@ class MultiHeadLatentAttention(weights.Whole):
             cache.advance(end)
         return y if padding is None else padding.back(y)
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """(B, N, H * (nope_dim + rope_dim)), of this rank's heads."""
-        if self.q_proj is not None:
-            return self.q_proj(x)
-        assert self.q_a_proj is not None
-        assert self.q_a_layernorm is not None
-        assert self.q_b_proj is not None
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    def _q_first(self) -> nn.Module:
+        """What x is multiplied with on its way to q."""
+        first = self.q_a_proj if self.q_proj is None else self.q_proj
+        assert first is not None
+        return first
 
     def _continued(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None, cache: LatentCache
@@ -265,7 +264,7 @@ class MultiHeadLatentAttention(weights.Whole):
         self, kernels: Any, q: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, rows: Rows | None
     ) -> Tensor:
         """The same of q (B, N, H * (nope_dim + rope_dim)) and k_rope as they are projected; q is turned in place."""
-        if not unseen(self.q_proj if self.q_proj is not None else self.q_b_proj):
+        if not plain(self._q_first() if self.q_b_proj is None else self.q_b_proj):  # somebody may have kept it
             q = q.clone()
         D, nope, E, interleaved = self.nope_dim + self.rope_dim, self.nope_dim, self.value_dim, self.rope.interleaved
         H = q.shape[2] // D
@@ -352,6 +351,16 @@ class MultiHeadLatentAttention(weights.Whole):
             plan["q_b_proj"] = ColwiseParallel()
         plan |= {"kv_a_proj_with_mqa": Replicated(), "kv_a_layernorm": HeadwiseNorm(by_heads=False)}
         return plan | {"kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+
+
+def normed(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """The norm of the first columns of x (B, N, width), as many as it is for, and the other columns."""
+    R = norm.weight.shape[0]
+    kernels = kernels_for("latent_triton", x, norm.weight) if type(norm.weight) is nn.Parameter else None
+    if kernels is not None and kernels.serves(x, norm):
+        return kernels.Normed.apply(x, norm.weight, norm.eps)
+    first, rest = x.split([R, x.shape[2] - R], dim=2)
+    return norm(first), rest
 
 
 DEEPSEEK_NAMES = {

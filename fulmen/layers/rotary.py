@@ -13,6 +13,7 @@ hold them, and a layer built on the meta device has them.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -147,21 +148,22 @@ class Rotary(nn.Module):
         return ", ".join(parts)
 
 
-def fused(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
-    """The module with the kernels that turn these tensors, or None: then it is done with torch's own operations."""
-    if not (tensors[0].is_cuda and cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32):
+def kernels_for(module: str, *tensors: Tensor) -> Any:
+    """`fulmen.layers.<module>`, whose kernels take these tensors, or None: then torch's own operations do."""
+    if not tensors[0].is_cuda:
         return None
     try:
         from fulmen.layers import rotary_triton
     except ImportError:  # no Triton
         return None
-    return rotary_triton if rotary_triton.serves(*tensors) else None
+    return importlib.import_module(f"fulmen.layers.{module}") if rotary_triton.serves(*tensors) else None
 
 
-def unseen(projection: nn.Module | None) -> bool:
-    """Whether nobody can have kept this projection's output, or need it: a plain Linear without hooks."""
-    hooks = torch.nn.modules.module._global_forward_hooks
-    return type(projection) is nn.Linear and not projection._forward_hooks and not hooks
+def fused(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
+    """The kernels that turn these tensors, or None."""
+    if not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32):
+        return None
+    return kernels_for("rotary_triton", *tensors)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ from fulmen import hardware
 from fulmen.boundary import unwatched
 from fulmen.launch import Launch, repeat
 
-HEADS = 8  # at a time
+HEADS = 16  # at a time
 WARPS = {"num_warps": 4}
 
 
