@@ -48,6 +48,7 @@ check: $(STAMP)  ## lint, format, types, size limits, generated tables
 	$(VENV)/bin/mypy
 	$(PY) tools/size_guard.py
 	$(PY) tools/dispatch_table.py --check
+	$(PY) tools/parallel_plans.py --check
 
 bench: $(STAMP)  ## the suite `quick` on this machine and its report, into build/bench; BENCH="--dtype fp32" is passed on
 	rm -f build/bench/quick.jsonl

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fulmen import decay
+    from fulmen import decay, parallel
     from fulmen.dispatch import explain
     from fulmen.flash import flash_attention, flash_attention_with_lse
     from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
@@ -31,6 +31,7 @@ __all__ = [
     "lightning_attention",
     "lightning_attention_with_state",
     "lightning_attn_func",
+    "parallel",
 ]
 
 
