@@ -2,9 +2,9 @@
 
     y = x[:, :R] / sqrt(mean(x[:, :R]^2) + eps) * weight
 
-The other columns, which RoPE turns, stay where they are. torch's norm would copy the columns first, and its backward be followed by another copy that puts the gradients of both
-parts side by side. A program of the backward takes every PROGRAMS-th row and keeps its own sum of the weight's
-gradient; the sums are added in a fixed order.
+The other columns, which RoPE turns, stay where they are. torch's norm would copy the first ones together, and its
+backward be followed by another copy that puts the gradients of both parts side by side. A program of the backward takes
+every PROGRAMS-th row and keeps its own sum of the weight's gradient; the sums are added in a fixed order.
 """
 
 from __future__ import annotations

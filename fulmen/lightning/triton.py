@@ -42,6 +42,7 @@ from fulmen.dispatch import register
 from fulmen.lightning.op import LightningSpec, Residuals, empty_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
+FORGOTTEN = tl.constexpr(64)  # bits
 MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strides are 64-bit run-time values
 
 
@@ -274,7 +275,15 @@ def lightning_sweep_kernel(
         if SWEEPS[i] == "dk" and states.dfinal is not None:
             state += tl.load(states.dfinal + offs_state + swapped, mask=mine, other=0.0) / scale
 
-    for start in range(0, length, C):
+    # a state alone: rows from whose time less than 2^-FORGOTTEN is left need not be read
+    first = 0
+    if not HAS_OUT and decay_ptr is not None:
+        seen = tl.minimum(FORGOTTEN / (LOG2E * tl.maximum(slope, 1e-30)), 2.0e9).to(tl.int32)
+        first = tl.maximum(length - seen, 0) // C * C
+        b_ptr += first // C * STEP * b_stride
+        c_ptr += first // C * STEP * c_stride
+
+    for start in range(first, length, C):
         left = length - start
         mask_c = offs_c >= C - left if REVERSE else offs_c < left  # place < left, in fewer registers
         b = tl.load(b_ptr + offs_b, mask=mask_c[:, None] & mask_k[None, :], other=0.0)  # [C, K]

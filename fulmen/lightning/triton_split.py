@@ -2,7 +2,8 @@
 
 With B * H programs a fused sweep leaves most SMs idle when B * H is small. Here each sequence is cut into segments:
 
-    1. every segment gathers its own state, from zero       (`lightning_sweep_kernel`, state only: reads k, v)
+    1. every segment gathers its own state, from zero       (`lightning_sweep_kernel`, state only: reads k, v, of a
+       head that decays fast only the last rows: see FORGOTTEN)
     2. a scan carries the states across segments            (`lightning_scan_kernel`, scalar decay per segment)
     3. every segment runs the fused sweep from its state    (`lightning_sweep_kernel`)
 
@@ -27,6 +28,8 @@ from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, 
 
 PROGRAMS_PER_SM = 2
 MIN_SEGMENT = 256  # rows; shorter ones spend their time on states
+AT_ONCE = 16  # segments that a scan reads before it adds them up
+SCAN_BLOCK = 256  # elements of a state that a program carries
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -64,6 +67,7 @@ def lightning_scan_kernel(
     num_segments,
     SIZE: tl.constexpr,  # D * E
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # segments
 ):
     TILES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     pid_head = tl.program_id(0) // TILES
@@ -75,12 +79,21 @@ def lightning_scan_kernel(
     rate = 0.0
     if decay_ptr is not None:
         rate = -LOG2E * tl.load(decay_ptr + pid_head % H)
-    at = states_ptr + pid_head.to(tl.int64) * num_segments * SIZE + offs
-    for i in range(num_segments):
-        added = tl.load(at, mask=mask, other=0.0)
-        tl.store(at, carry, mask=mask)
-        carry = carry * tl.exp2(rate * tl.minimum(segment, N - i * segment)) + added
-        at += SIZE
+    u = tl.arange(0, AT_ONCE)
+    ahead = u[:, None] - 1 - u[None, :]  # whole segments between the end of one and the start of another
+    weights = tl.where(ahead >= 0, tl.exp2(rate * segment * tl.maximum(ahead, 0)), 0.0)
+    since = tl.exp2(rate * segment * u)
+    at = states_ptr + pid_head.to(tl.int64) * num_segments * SIZE
+    for first in range(0, num_segments, AT_ONCE):
+        i = first + u
+        where = at + i.to(tl.int64)[:, None] * SIZE + offs[None, :]
+        there = (i < num_segments)[:, None] & mask[None, :]
+        added = tl.load(where, mask=there, other=0.0)  # all of them on their way at once
+        entering = tl.dot(weights, added, input_precision="ieee") + since[:, None] * carry[None, :]
+        tl.store(where, entering, mask=there)
+        end = tl.minimum((first + AT_ONCE) * segment, N)
+        left = tl.maximum(end - tl.minimum((i + 1) * segment, N), 0)
+        carry = carry * tl.exp2(rate * (end - first * segment)) + tl.sum(tl.exp2(rate * left)[:, None] * added, axis=0)
     if final_ptr is not None:
         tl.store(final_ptr + pid_head.to(tl.int64) * SIZE + offs, carry, mask=mask)
 
@@ -94,11 +107,11 @@ def scan(
     final: Tensor | None,
 ) -> Launch:
     size = spec.D * spec.E
-    block = min(1024, fused.block(size))
+    block = min(SCAN_BLOCK, fused.block(size))
     return Launch(
         kernel=lightning_scan_kernel,
         grid=spec.B * spec.H * triton.cdiv(size, block),
-        args=(states, initial, final, x.decay, spec.H, spec.N, cut.rows, cut.number, size, block),
+        args=(states, initial, final, x.decay, spec.H, spec.N, cut.rows, cut.number, size, block, AT_ONCE),
         options={"num_warps": 4},
     )
 
