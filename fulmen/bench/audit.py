@@ -455,7 +455,7 @@ def scaling(series: Sequence[schema.Cell], run: schema.Run | None = None) -> Sca
             points.append((n, t))
     time = fit(points) if len(points) >= MIN_POINTS else None
     memory = fit(sizes) if len(sizes) >= MIN_POINTS else None
-    verdict, linear = _verdict(time, memory, len(points))
+    verdict, linear = _verdict(time, memory, points)
     return Scaling(
         first.suite, first.competitor, first.pass_, first.cache, _without_n(first.case), time, memory, points, left_out,
         verdict, linear,
@@ -466,9 +466,15 @@ def _within(f: Fit) -> bool:
     return LINEAR_RANGE[0] <= f.low and f.high <= LINEAR_RANGE[1]
 
 
-def _verdict(time: Fit | None, memory: Fit | None, points: int) -> tuple[str, bool | None]:
+def _last_exponent(points: Sequence[tuple[float, float]]) -> float:
+    """From the last length but one to the last."""
+    (n0, t0), (n1, t1) = sorted(points)[-2:]
+    return math.log(t1 / t0) / math.log(n1 / n0)
+
+
+def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[tuple[float, float]]) -> tuple[str, bool | None]:
     if time is None:
-        return f"cannot be told: {points} lengths are long enough, {MIN_POINTS} are needed", None
+        return f"cannot be told: {len(points)} lengths are long enough, {MIN_POINTS} are needed", None
     if time.high < 0.8:
         return (
             f"time grows as {time.words()}: too slowly; the host or empty SMs set the pace, or work is skipped",
@@ -479,6 +485,13 @@ def _verdict(time: Fit | None, memory: Fit | None, points: int) -> tuple[str, bo
         words += f", memory as {memory.words()}"
     if _within(time) and (memory is None or _within(memory)):
         return ("O(n): " if memory is not None else "O(n) in time: ") + words, True
+    last = _last_exponent(points)
+    if (
+        time.high <= LINEAR_RANGE[1]
+        and LINEAR_RANGE[0] <= last <= LINEAR_RANGE[1]
+        and (memory is None or _within(memory))
+    ):
+        return f"O(n): {words}, and at the end as n^{last:.2f}: beside a linear part there is a constant one", True
     if time.low > LINEAR_RANGE[1] or time.high < LINEAR_RANGE[0]:
         return "not O(n): " + words, False
     if memory is not None and (memory.low > LINEAR_RANGE[1] or memory.high < LINEAR_RANGE[0]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from statistics import median
@@ -183,15 +184,24 @@ def _git(*arguments: str) -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """sha, dirty, diff: a hash of what is not committed; source: one of the package's files, also without git."""
+    """sha, dirty, diff: a hash of what is not committed; source: one of the package's files, also without git.
+
+    In a tree that `git archive` made, git has written the commit into a file.
+    """
     sha, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD", "--", str(PACKAGE))
     tracked = _git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py")) is not None
     if sha is None or diff is None or not tracked:  # no repository, or not ours
-        return {"sha": None, "dirty": None, "diff": None, "source": source_hash()}
+        return {"sha": archived(), "dirty": None, "diff": None, "source": source_hash()}
     return {
         "sha": sha.strip(), "dirty": bool(diff), "diff": hashlib.sha256(diff.encode()).hexdigest()[:16] if diff else "",
         "source": source_hash(),
     }  # fmt: skip
+
+
+def archived() -> str | None:
+    path = PACKAGE.parent / ".git_archival.txt"
+    found = re.fullmatch(r"[0-9a-f]{40}", path.read_text().strip()) if path.is_file() else None
+    return found[0] if found else None
 
 
 def source_hash() -> str:

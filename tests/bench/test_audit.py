@@ -260,6 +260,8 @@ def test_scaling_and_crossover() -> None:
     assert [n for n, _ in ours.left_out] == []
     assert ours.time is not None
     assert 0.85 < ours.time.exponent < 1
+    assert ours.linear is True
+    assert "a constant one" in ours.verdict
     assert theirs.time is not None
     assert theirs.time.exponent == pytest.approx(2, abs=0.1)
     assert theirs.linear is False

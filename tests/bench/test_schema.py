@@ -88,3 +88,16 @@ def test_json_that_python_refuses_is_an_error_in_words(tmp_path: Path, text: str
     path.write_text(text + "\n")
     with pytest.raises(schema.BadResults, match="not JSON"):
         schema.read([str(path)])
+
+
+def test_an_archive_knows_its_commit(tmp_path, monkeypatch) -> None:
+    from fulmen.bench import environment
+
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "fulmen")
+    (tmp_path / "fulmen").mkdir()
+    assert environment.commit()["sha"] is None
+    note = tmp_path / ".git_archival.txt"
+    note.write_text("$Format:%H$\n")  # not made by git archive
+    assert environment.commit()["sha"] is None
+    note.write_text("0123456789abcdef0123456789abcdef01234567\n")
+    assert environment.commit()["sha"] == "0123456789abcdef0123456789abcdef01234567"

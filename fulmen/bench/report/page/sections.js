@@ -181,7 +181,7 @@ function scalingCard(card, family, rows) {
     label: `Time over N, ${DATA.families[family].label}, ${state.pass}. Arrow keys walk the points, Enter opens one.` }));
   card.append(h("div", { class: "scroll flat" }, h("table", { class: "fits" }, h("thead", {}, h("tr", {}, h("th", {}, "t ~ N", h("sup", {}, "b")),
     h("th", { class: "number" }, "b, time"), h("th", { class: "number" }, "b, memory"), h("th", {}, "linear?"), h("th", {}, `faster than ${baseline(state.suite)}?`))),
-  h("tbody", {}, [...groups(rows, (row) => row.competitor)].map(([name, line]) => {
+  h("tbody", {}, [...groups(timed, (row) => row.competitor)].map(([name, line]) => {
     const fit = fitOf(family, name), why = fit ? fit.verdict : "one length";
     return h("tr", {}, h("th", { scope: "row" }, swatch(name), " ", name), h("td", { class: "number", title: why }, exponent(fit && fit.time)),
       h("td", { class: "number", title: why }, fit && fit.memory ? fit.memory[0].toFixed(2) : "–"),
