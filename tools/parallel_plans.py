@@ -1,6 +1,6 @@
 """The tables of docs/parallel.md: bytes moved, balance of a ring, and plans for 8 and 1,024 GPUs, simulated.
 
-    python tools/parallel_plans.py            writes them into the page, between <!-- begin NAME --> and <!-- end NAME -->
+    python tools/parallel_plans.py            writes them into the page, between its "begin" and "end" comments
     python tools/parallel_plans.py --check    fails if the page says something else
 
 The simulation is arithmetic on the schedule the code runs: the blocks of `fulmen.parallel.blocks` for a ring, step by

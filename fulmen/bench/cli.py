@@ -45,6 +45,8 @@ def run(
     from fulmen.bench import live, runner, schema
     from fulmen.bench.cases import BadSuite
 
+    if "scaling" in suites:
+        fail("scaling takes several processes and has a command of its own: fulmen bench scaling")
     choice = runner.Choice(suites or ("quick",), **options)
     out = out or runner.default_out(choice.suites)
     console = Console()

@@ -41,6 +41,7 @@ class ContextParallel(NamedTuple):
         if cu_seqlens is not None and x.shape[0] != 1:
             raise ValueError(f"cu_seqlens packs sequences along N, so B must be 1; got x {tuple(x.shape)}")
 
+    @torch.compiler.disable
     def rotations(self, rope: Rotary, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """cos and sin of x's tokens, by their places in the whole sequence, or in their own of packed ones."""
         ranks, N = ranks_of(self.group), x.shape[1]

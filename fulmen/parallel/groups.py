@@ -62,7 +62,11 @@ def agree(what: str, ranks: Ranks, facts: dict[str, Any]) -> None:
     """Raises on every rank if they do not all call `what` with the same `facts`; see the top of the file."""
     if ranks.size == 1:
         return
-    history = _histories.setdefault(ranks.group, _History())
+    history = _histories.get(ranks.group)
+    if history is None:
+        history = _histories[ranks.group] = _History()
+        if "nccl" in dist.get_backend(ranks.group):  # its first message must be everyone's, and a ring's may not be
+            dist.barrier(group=ranks.group)
     key = (what, *facts.items())
     if key in history.agreed:
         return

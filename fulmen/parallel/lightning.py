@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values
@@ -31,6 +32,7 @@ from fulmen.parallel.shards import Cut, cut_of_shards
 WHAT = "fulmen.parallel.lightning_attention"
 
 
+@torch.compiler.disable
 def lightning_attention(
     q: Tensor,
     k: Tensor,
@@ -60,6 +62,7 @@ def lightning_attention(
     return _attend(q, k, v, decay, group, lengths, scale, initial_state, cu_seqlens, backend)[0]
 
 
+@torch.compiler.disable
 def lightning_attention_with_state(
     q: Tensor,
     k: Tensor,
@@ -139,6 +142,7 @@ class Call(NamedTuple):
     scale: float
     backend: str
     sequences: int | None  # of the whole; None: not packed
+    slopes: tuple[float, ...]  # on the host
 
     @property
     def first(self) -> slice:
@@ -165,7 +169,8 @@ def _attend(
         sequences = len(offsets) - 1
     _check_values(x.decay, None, x.q.shape[2])
     empty = tuple(i for i, rank in owners_of_empty(cut, offsets).items() if rank == ranks.rank)
-    call = Call(ranks, part_of(cut, ranks.rank, offsets), empty, float(scale), backend, sequences)
+    slopes = states.host_values(decay, x.q.shape[1])
+    call = Call(ranks, part_of(cut, ranks.rank, offsets), empty, float(scale), backend, sequences, slopes)
     _check_backend(x, call)
     agree(WHAT, ranks, _facts(x, cut, call))
     with torch.autocast(x.q.device.type, enabled=False):
@@ -260,7 +265,7 @@ class _Lightning(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         q, k, v, slopes, initial_state, call = inputs
         x = Residuals(q, k, v, slopes, None, None)
-        part, decay = call.part, states.Decay.of(x.decay, x.q)
+        part, decay = call.part, states.Decay.of(slopes, call.slopes, q)
         initial = _of_local(initial_state, part.begins, call)
         travelling = all_gather(WHAT, _leaving(x, initial, decay, call), call.ranks)
         local = _local(x, initial, call)
@@ -283,11 +288,12 @@ class _Lightning(torch.autograd.Function):
         return o, _of_whole(left, part.ends, initial_state, ctx.shape, every, call)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         call, part = ctx.call, ctx.call.part
         q, k, v, slopes, initial = ctx.saved_tensors
         x = Residuals(q, k, v, slopes, None, None)
-        decay = states.Decay.of(x.decay, x.q)
+        decay = states.Decay.of(slopes, call.slopes, q)
         if do is None:  # only the state was used
             do = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3])
         elif do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_scale, empty_rows
@@ -31,6 +32,7 @@ WHAT = "fulmen.parallel.ring_attention"
 KEYS, SUMS, HOME = 1, 2, 3  # kinds of messages
 
 
+@torch.compiler.disable
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -231,6 +233,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         call, (_, rank, P) = ctx.call, ctx.call.ranks

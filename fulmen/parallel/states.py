@@ -35,11 +35,11 @@ class Decay(NamedTuple):
     known: tuple[float, ...]
 
     @classmethod
-    def of(cls, decay: Tensor | None, q: Tensor) -> Decay:
+    def of(cls, decay: Tensor | None, known: tuple[float, ...], q: Tensor) -> Decay:
         exact = torch.float32 if q.device.type == "mps" else torch.float64
         if decay is None:
-            return cls(torch.zeros(q.shape[1], dtype=exact, device=q.device), (0.0,) * q.shape[1])
-        return cls(decay.to(exact), host_values(decay))
+            return cls(torch.zeros(q.shape[1], dtype=exact, device=q.device), known)
+        return cls(decay.to(exact), known)
 
     @property
     def least(self) -> float:
@@ -72,13 +72,15 @@ class Decay(NamedTuple):
 _on_host: Any = WeakTensorKeyDictionary()
 
 
-def host_values(decay: Tensor) -> tuple[float, ...]:
-    """The slopes as numbers; of a tensor on a GPU they are copied, which waits for it, once."""
+def host_values(decay: Tensor | None, H: int) -> tuple[float, ...]:
+    """The slopes as numbers; those of a GPU's tensor are copied, which waits for it, once for each tensor."""
+    if decay is None:
+        return (0.0,) * H
     if decay.device.type == "cpu":
-        return tuple(decay.tolist())
+        return tuple(decay.flatten().tolist())
     known = _on_host.get(decay)
     if known is None or known[0] != decay._version:
-        known = _on_host[decay] = (decay._version, tuple(decay.tolist()))
+        known = _on_host[decay] = (decay._version, tuple(decay.flatten().tolist()))
     return known[1]
 
 

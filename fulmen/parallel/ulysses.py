@@ -35,6 +35,7 @@ from fulmen.parallel.shards import Cut, cut_of_shards
 WHAT = "fulmen.parallel.ulysses_attention"
 
 
+@torch.compiler.disable
 def ulysses_attention(
     q: Tensor,
     k: Tensor,

@@ -31,6 +31,12 @@ def test_two_ranks(tmp_path):
     assert "never overwritten" in again.output
 
 
+def test_it_is_no_ordinary_suite():
+    done = CliRunner().invoke(main, ["bench", "run", "scaling"])
+    assert done.exit_code == 1
+    assert "fulmen bench scaling" in done.output
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

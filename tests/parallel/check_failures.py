@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fulmen
 from fulmen import parallel
 from fulmen.layers import LightningAttention
 
@@ -152,6 +153,18 @@ def a_rank_dies_saving(folder: str) -> None:
     assert time.monotonic() - before < 15
     assert not Path(f"{folder}/second").exists()
     assert Path(f"{folder}/first/.metadata").is_file()
+
+
+def one_rank() -> None:
+    """A group of one is the single-device operation; no second derivatives."""
+    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    q, k, v = rows(grad=True)
+    for way, attend in WAYS.items():
+        alone = fulmen.lightning_attention if way == "lightning" else fulmen.flash_attention
+        torch.testing.assert_close(attend(q, k, v, group=mine), alone(q, k, v))
+        grads = torch.autograd.grad(attend(q, k, v, group=mine).square().sum(), (q, k, v), create_graph=True)
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"once_differentiable|no second derivative"):
+            grads[0].sum().backward()
 
 
 def groups() -> None:

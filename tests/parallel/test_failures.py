@@ -37,15 +37,18 @@ def test_a_rank_dies(on_short_ranks, way, when):
     assert dead == "the process ended with 7"
 
 
-@pytest.mark.parametrize("way", ["lightning", "ring"])
-def test_a_shape_seen_before(on_short_ranks, way):
-    assert on_short_ranks(2, "a_shape_seen_before", way=way) == [None, None]
+def test_a_shape_seen_before(on_short_ranks):
+    assert on_short_ranks(2, "a_shape_seen_before", way="lightning") == [None, None]
 
 
 def test_a_rank_dies_saving(on_short_ranks, tmp_path):
     first, dead = on_short_ranks(2, "a_rank_dies_saving", folder=str(tmp_path))
     assert first is None, first
     assert dead == "the process ended with 7"
+
+
+def test_one_rank(on_ranks):
+    on_ranks(2, CHECKS, "one_rank")
 
 
 def test_groups(on_ranks):

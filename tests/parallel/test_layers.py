@@ -33,7 +33,11 @@ def test_refusals(on_ranks):
 
 @pytest.mark.parametrize(("pattern", "tp", "cp"), [("LGM", 2, 2), ("LG", 1, 2)])
 def test_training_follows_one_process(on_ranks, pattern, tp, cp):
-    on_ranks(4, CHECKS, "training", pattern=pattern, tp=tp, cp=cp)
+    on_ranks(4, CHECKS, "training", pattern=pattern, tp=tp, cp=cp, checkpointing=tp == 1)
+
+
+def test_compiled_layers(on_ranks):
+    on_ranks(2, CHECKS, "compiled")
 
 
 def test_checkpoints_go_from_mesh_to_mesh(on_ranks, tmp_path):

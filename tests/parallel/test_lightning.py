@@ -40,7 +40,7 @@ def test_options(on_ranks, options):
 
 
 def test_longer_than_a_piece(on_ranks):
-    on_ranks(2, CHECKS, "values", H=2, N=5000, D=8, decay="mixed")
+    on_ranks(2, CHECKS, "values", H=2, N=2600, D=8, decay="mixed")
 
 
 @pytest.mark.parametrize("size", RANKS)
