@@ -148,7 +148,8 @@ async function load(file) {
 function compared(before, after) {
   const old = new Map(before.rows.map((row) => [identity(row), row])), now = new Map(after.rows.map((row) => [identity(row), row]));
   const why = differences(before.run, after.run), lines = [];
-  for (const [key, a] of old) if (now.has(key)) lines.push({ a, b: now.get(key), ...judge(a, now.get(key), why) });
+  const neither = (a, b) => a.status === b.status && ["unsupported", "skipped"].includes(a.status); // nobody could measure it
+  for (const [key, a] of old) if (now.has(key) && !neither(a, now.get(key))) lines.push({ a, b: now.get(key), ...judge(a, now.get(key), why) });
   const lost = (line) => (line.a.timed && line.b.timed ? line.b.median - line.a.median : 0);
   for (const line of lines) line.lost = lost(line);
   lines.sort((x, y) => Math.abs(y.lost) - Math.abs(x.lost));
