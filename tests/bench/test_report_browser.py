@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 
 import pytest
@@ -140,20 +141,22 @@ def test_filters(page):
 
 
 def test_drawer(page):
+    from playwright.sync_api import expect
+
     page.locator('[data-kind="flagged"]').click()
     page.locator("#table tbody button.link").first.click()
     drawer = page.locator("#drawer")
-    assert drawer.locator("circle.sample").count() == SAMPLES
+    expect(drawer.locator("circle.sample")).to_have_count(SAMPLES)
     assert drawer.locator(".bin").count() > 2
     for text in ("95 % interval", "Audit against the hardware", "Correctness", "Memory", "registers", "host-bound"):
         assert text in drawer.text_content()
-    assert "#row=" in page.url
+    expect(page).to_have_url(re.compile("#row="))
     name = drawer.locator("h2").text_content()
     page.keyboard.press("ArrowRight")
-    assert drawer.locator("h2").text_content() != name
+    expect(drawer.locator("h2")).not_to_have_text(name)
     page.keyboard.press("Escape")
-    assert not drawer.is_visible()
-    assert "#row=" not in page.url
+    expect(drawer).not_to_be_visible()
+    expect(page).not_to_have_url(re.compile("#row="))
 
 
 def test_a_wrong_cell_shows_its_tensor_and_no_time(page):
