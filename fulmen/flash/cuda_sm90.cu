@@ -9,28 +9,32 @@
 //
 // p is written only after the wait for the product that reads it. k and v have rings of STAGES places each, filled by
 // TMA, which counts bytes on a `full` barrier and zeroes rows beyond the end; every warp of a consumer reports on
-// `empty` when it has no more use for a place. A row of shared memory has 128 bytes in units of 16, unit c of row r at
+// `empty` when it has no more use for a place. Queries are given back as soon as the last logits are there, each consumer's
+// by itself, so that the next tile's come while this one ends; results leave straight from registers. A row of shared memory has 128 bytes in units of 16, unit c of row r at
 // c ^ (r % 8), as TMA's 128-byte swizzle writes and wgmma's reads it; D = 128 takes two panels of 64 columns.
+//
+// Packed sequences are found as in triton.py: sequence i has the tile slots from begin_i / ROWS + i on. Copies do not know
+// where a sequence ends, so keys beyond its end are masked and rows of v beyond it are zeroed before they are used: what
+// lies there may be no number.
 //
 // wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
 // 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed. So s turns into p in place.
 //
-// The compiler defines HEAD_DIM (D = E), CONSUMERS, BLOCK_N, STAGES, BF16, CAUSAL and TAKE_TURNS (consumers start their
-// products one after the other).
+// The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start their
+// products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED and SINKS (1: fp32, 2:
+// as q).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define INFINITY_ __int_as_float(0x7f800000)
 
-constexpr int D = HEAD_DIM;
-constexpr int PANELS = D / 64;
+constexpr int D = HEAD_DIM, E = VALUE_DIM;
 constexpr int ROWS = 64 * CONSUMERS;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int Q_BYTES = 64 * D * 2;     // of one consumer
-constexpr int KV_BYTES = BLOCK_N * D * 2;
-constexpr int S = BLOCK_N / 2, O = D / 2, P = BLOCK_N / 4;  // registers
+constexpr int S = BLOCK_N / 2, O = E / 2, P = BLOCK_N / 4;  // registers
 constexpr int WARPS = 4 * CONSUMERS;
-static_assert(BLOCK_N % 16 == 0 && D % 64 == 0, "whole products");
+static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products");
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -38,11 +42,14 @@ struct Args {
     TensorMap q, k, v;                  // (D, N, heads, B); boxes of 64 columns and 64 (q) or BLOCK_N rows
     char *o;
     float *lse;                         // or null
+    const char *sinks;
+    const int *cu_q, *cu_k;
     long long o_b, o_h, o_n;            // strides in bytes
     int heads, h, group;                // B * H, H, H / H_KV
-    int n_q, n_kv, shift;               // query i stands at position i + shift
+    int n_q, n_kv, left, right;
+    int top_left, sequences;
     int tiles, section;                 // tiles of a head; heads that are worked on together
-    float factor;                       // scale * log2(e)
+    float factor, inner;                // scale * log2(e); with a softcap, softcap * log2(e) and scale / softcap
 };
 
 // ------------------------------------------------------------------------------------------------- barriers
@@ -87,17 +94,24 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, u32 barri
 #else
 #define TYPES "f16.f16"
 #endif
+#define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define LIST_64 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define LIST_88 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, " \
-    "%76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
+#define LIST_80 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define LIST_88 LIST_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define LIST_128 LIST_88 ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, " \
+    "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
+    "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
 #define D_32 D8(0), D8(8), D8(16), D8(24)
+#define D_40 D_32, D8(32)
 #define D_64 D_32, D8(32), D8(40), D8(48), D8(56)
-#define D_88 D_64, D8(64), D8(72), D8(80)
+#define D_80 D_64, D8(64), D8(72)
+#define D_88 D_80, D8(80)
+#define D_128 D_88, D8(88), D8(96), D8(104), D8(112), D8(120)
 #define FROM_SHARED(REGS, N, A, B, ADD) \
     __device__ __forceinline__ void multiply(float (&d)[REGS], u64 a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
@@ -111,10 +125,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, u32 barri
                      "{" A "}, " B ", 1, 1, 1, 1;" \
                      : D_##REGS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
     }
+FROM_SHARED(40, 80, "%40", "%41", "%42")
 FROM_SHARED(64, 128, "%64", "%65", "%66")
+FROM_SHARED(80, 160, "%80", "%81", "%82")
 FROM_SHARED(88, 176, "%88", "%89", "%90")
 FROM_REGISTERS(32, 64, "%32, %33, %34, %35", "%36")
 FROM_REGISTERS(64, 128, "%64, %65, %66, %67", "%68")
+FROM_REGISTERS(128, 256, "%128, %129, %130, %131", "%132")
 
 // Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
 // over its rows, panels of 64 columns `panel` bytes apart.
@@ -125,8 +142,8 @@ __device__ __forceinline__ u64 operand(u32 address, int panel) {
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-template <int LEFT>
-__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
 
 // Registers that a product under way reads or writes: nothing about them moves across this.
 template <int COUNT>
@@ -176,18 +193,34 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return x;
 }
 
+// 1 - 2 / (e^2x + 1) cancels where x is small.
+__device__ __forceinline__ float tanh_(float x) {
+    float y;
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exp2_(x * 2.885390081777927f) + 1.0f));
+    return fabsf(x) < 0.03f ? x - x * x * x * (1.0f / 3.0f) : 1.0f - 2.0f * y;
+}
+
+struct Keys {
+    int low[2], high[2];                // the first and the last key that rows g and g + 8 see
+};
+
 struct Rows {
     float m[2], l[2], alpha[2];         // of rows g and g + 8; l is this lane's part until the end
 };
 
 // s becomes p, still in fp32; x.alpha is what o must be scaled with.
 template <bool MASK>
-__device__ __forceinline__ void softmax(float (&s)[S], Rows &x, int key, int limit0, int limit1, float factor) {
+__device__ __forceinline__ void softmax(float (&s)[S], Rows &x, int key, const Keys &see, float factor, float inner) {
+    if (SOFTCAP)
+#pragma unroll
+        for (int i = 0; i < S; i++) s[i] = tanh_(s[i] * inner);
     if (MASK) {
         key += 2 * (threadIdx.x % 4);
 #pragma unroll
-        for (int i = 0; i < S; i++)
-            if (key + 8 * (i / 4) + i % 2 > (i % 4 < 2 ? limit0 : limit1)) s[i] = -INFINITY_;
+        for (int i = 0; i < S; i++) {
+            int at = key + 8 * (i / 4) + i % 2;
+            if (at > see.high[i / 2 % 2] || (LEFT && at < see.low[i / 2 % 2])) s[i] = -INFINITY_;
+        }
     }
     float pivot[2];
 #pragma unroll
@@ -216,60 +249,103 @@ __device__ __forceinline__ void to_operand(u32 (&p)[P], const float (&s)[S]) {
 
 // --------------------------------------------------------------------------------------------------- tiles
 
+__device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(__ldg(cu + i), 0), n); }
+
 // The i-th tile of this block; blocks take them in turns, back and forth, so that none gets the longest every time.
 struct Tile {
-    int head, m0, blocks;
+    int head, m0;
+    int begin_q, begin_k, n_q, n_kv;    // of its sequence
+    int shift;                          // query i stands at position i + shift
+    int first, blocks;                  // keys, from which on, and how many times BLOCK_N
+
     __device__ __forceinline__ bool find(const Args &a, int i) {
         int t = i * gridDim.x + (i % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (t >= a.heads * a.tiles) return false;
-        int first = t / (a.section * a.tiles) * a.section, size = min(a.section, a.heads - first);
-        t -= first * a.tiles;
-        head = first + t % size;
-        m0 = (CAUSAL ? a.tiles - 1 - t / size : t / size) * ROWS;
-        int end = CAUSAL ? max(0, min(a.n_kv, m0 + ROWS + a.shift)) : a.n_kv;
-        blocks = (end + BLOCK_N - 1) / BLOCK_N;
+        int from = t / (a.section * a.tiles) * a.section, size = min(a.section, a.heads - from);
+        t -= from * a.tiles;
+        head = from + t % size;
+        int slot = RIGHT ? a.tiles - 1 - t / size : t / size;
+        begin_q = begin_k = 0;
+        n_q = a.n_q;
+        n_kv = a.n_kv;
+        if (PACKED) {
+            int low = 0, high = a.sequences - 1;
+            while (low < high) {
+                int middle = (low + high + 1) / 2;
+                if (offset(a.cu_q, middle, a.n_q) / ROWS + middle <= slot) low = middle;
+                else high = middle - 1;
+            }
+            begin_q = offset(a.cu_q, low, a.n_q);
+            begin_k = offset(a.cu_k, low, a.n_kv);
+            n_q = max(0, offset(a.cu_q, low + 1, a.n_q) - begin_q);
+            n_kv = max(0, offset(a.cu_k, low + 1, a.n_kv) - begin_k);
+            slot -= begin_q / ROWS + low;
+        }
+        m0 = slot * ROWS;
+        shift = a.top_left ? 0 : n_kv - n_q;
+        int end = RIGHT ? max(0, min(n_kv, min(m0 + ROWS, n_q) + shift + a.right)) : n_kv;
+        first = LEFT ? max(0, m0 + shift - a.left) / BLOCK_N * BLOCK_N : 0;
+        blocks = max(0, end - first + BLOCK_N - 1) / BLOCK_N;
         return true;
+    }
+
+    __device__ __forceinline__ bool unused() const { return PACKED && m0 >= n_q; }
+};
+
+template <int SIZE>
+struct Ring {
+    static constexpr int BYTES = BLOCK_N * SIZE * 2;
+    u32 places, full, empty;
+    __device__ __forceinline__ u32 operator[](const Place &x) const { return places + x.at * BYTES; }
+
+    __device__ __forceinline__ void fetch(const TensorMap &map, Place &place, int row, int h, int b) const {
+        await(empty + 8 * place.at, place.parity ^ 1);
+        expect(full + 8 * place.at, BYTES);
+#pragma unroll
+        for (int i = 0; i < SIZE / 64; i++)
+            copy_box((*this)[place] + i * BLOCK_N * 128, map, full + 8 * place.at, 64 * i, row, h, b);
+        place.next();
     }
 };
 
 struct Shared {
-    u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty;
-    __device__ __forceinline__ explicit Shared(u32 base)
-        : q(base), k(base + CONSUMERS * Q_BYTES), v(k + STAGES * KV_BYTES), q_full(v + STAGES * KV_BYTES),
-          q_empty(q_full + 8), k_full(q_full + 16), k_empty(k_full + 8 * STAGES), v_full(k_empty + 8 * STAGES),
-          v_empty(v_full + 8 * STAGES) {}
+    u32 q, q_full, q_empty;             // for each consumer its own
+    Ring<D> k;
+    Ring<E> v;
+    __device__ __forceinline__ explicit Shared(u32 base) : q(base) {
+        k.places = base + CONSUMERS * Q_BYTES;
+        v.places = k.places + STAGES * k.BYTES;
+        q_full = v.places + STAGES * v.BYTES;
+        q_empty = q_full + 8 * CONSUMERS;
+        k.full = q_empty + 8 * CONSUMERS;
+        k.empty = k.full + 8 * STAGES;
+        v.full = k.empty + 8 * STAGES;
+        v.empty = v.full + 8 * STAGES;
+    }
 };
-
-__device__ __forceinline__ void fetch(const TensorMap &map, u32 ring, u32 full, u32 empty, Place &place, int row, int h,
-                                      int b) {
-    await(empty + 8 * place.at, place.parity ^ 1);
-    expect(full + 8 * place.at, KV_BYTES);
-#pragma unroll
-    for (int i = 0; i < PANELS; i++)
-        copy_box(ring + place.at * KV_BYTES + i * BLOCK_N * 128, map, full + 8 * place.at, 64 * i, row, h, b);
-    place.next();
-}
 
 __device__ __forceinline__ void produce(const Args &a, const Shared &at) {
     Place k, v;
     Tile tile;
     int parity = 0;
     for (int i = 0; tile.find(a, i); i++) {
-        if (tile.blocks == 0) continue;
+        if (tile.blocks == 0 || tile.unused()) continue;
         int b = tile.head / a.h, h = tile.head % a.h, h_kv = h / a.group;
-        await(at.q_empty, parity ^ 1);
-        expect(at.q_full, CONSUMERS * Q_BYTES);
+        int first = tile.begin_k + tile.first, row = first + (tile.blocks - 1) * BLOCK_N;
+        at.k.fetch(a.k, k, row, h_kv, b);
+        for (int c = 0; c < CONSUMERS; c++) {
+            await(at.q_empty + 8 * c, parity ^ 1);
+            expect(at.q_full + 8 * c, Q_BYTES);
 #pragma unroll
-        for (int c = 0; c < CONSUMERS * PANELS; c++)
-            copy_box(at.q + c * 64 * 128, a.q, at.q_full, c % PANELS * 64, tile.m0 + c / PANELS * 64, h, b);
-        parity ^= 1;
-        int row = (tile.blocks - 1) * BLOCK_N;
-        fetch(a.k, at.k, at.k_full, at.k_empty, k, row, h_kv, b);
-        for (; row > 0; row -= BLOCK_N) {
-            fetch(a.k, at.k, at.k_full, at.k_empty, k, row - BLOCK_N, h_kv, b);
-            fetch(a.v, at.v, at.v_full, at.v_empty, v, row, h_kv, b);
+            for (int d = 0; d < D; d += 64)
+                copy_box(at.q + c * Q_BYTES + d * 128, a.q, at.q_full + 8 * c, d, tile.begin_q + tile.m0 + 64 * c, h, b);
         }
-        fetch(a.v, at.v, at.v_full, at.v_empty, v, 0, h_kv, b);
+        parity ^= 1;
+        for (; row > first; row -= BLOCK_N) {
+            at.k.fetch(a.k, k, row - BLOCK_N, h_kv, b);
+            at.v.fetch(a.v, v, row, h_kv, b);
+        }
+        at.v.fetch(a.v, v, first, h_kv, b);
     }
 }
 
@@ -281,145 +357,209 @@ __device__ __forceinline__ void pass_turn(int consumer) {
     if (TAKE_TURNS) asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % CONSUMERS) : "memory");
 }
 
+// What a consumer holds of its tile.
+struct Work {
+    float s[S], o[O];
+    u32 p[P];
+    Rows x;
+    Keys see;
+};
+
 // One block of keys, which has come: its logits, and the product of the block before.
 template <bool MASK>
-__device__ __forceinline__ void step(float (&s)[S], float (&o)[O], u32 (&p)[P], Rows &x, const Shared &at, Place &k,
-                                     Place &v, u32 q, int consumer, int key, int limit0, int limit1, float factor) {
+__device__ __forceinline__ void step(Work &w, const Args &a, const Shared &at, Place &k, Place &v, u32 q, int consumer,
+                                     int key, int first) {
     const bool reports = threadIdx.x % 32 == 0;
     wait_for_turn(consumer);
-    pin(s);
-    pin(o);
-    pin(p);
+    pin(w.s);
+    pin(w.o);
+    pin(w.p);
     begin();
-    start_s(s, q, at.k + k.at * KV_BYTES);
-    await(at.v_full + 8 * v.at, v.parity);
+    start_s(w.s, q, at.k[k]);
+    await(at.v.full + 8 * v.at, v.parity);
     begin();                            // once more: the wait may have taken another path
-    start_o(o, p, at.v + v.at * KV_BYTES);
+    start_o(w.o, w.p, at.v[v]);
     pass_turn(consumer);
     finish<1>();
-    pin(s);
-    if (reports) arrive(at.k_empty + 8 * k.at);
+    pin(w.s);
+    if (reports) arrive(at.k.empty + 8 * k.at);
     k.next();
-    softmax<MASK>(s, x, key, limit0, limit1, factor);
-    if (key > 0) await(at.k_full + 8 * k.at, k.parity);  // here, as the assembler moves nothing across a loop
+    softmax<MASK>(w.s, w.x, key, w.see, a.factor, a.inner);
+    if (key > first) await(at.k.full + 8 * k.at, k.parity);  // here, as the assembler moves nothing across a loop
     finish<0>();
-    pin(s);                             // p is not made from it before the product that reads p is over
-    pin(o);
-    pin(p);
-    if (reports) arrive(at.v_empty + 8 * v.at);
+    pin(w.s);                           // p is not made from it before the product that reads p is over
+    pin(w.o);
+    pin(w.p);
+    if (reports) arrive(at.v.empty + 8 * v.at);
     v.next();
 #pragma unroll
-    for (int i = 0; i < O; i++) o[i] *= x.alpha[i / 2 % 2];
-    to_operand(p, s);
+    for (int i = 0; i < O; i++) w.o[i] *= w.x.alpha[i / 2 % 2];
+    to_operand(w.p, w.s);
 }
 
-// Writes the rows of one warp: through shared memory, where its queries lay, and out in units of 16 bytes. Rows that
-// see nothing had no queries there, and somebody else's may be on their way.
-__device__ __forceinline__ void store(const Args &a, char *rows, const float (&o)[O], const Rows &x, int head,
-                                      int first, bool nothing) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    rows += threadIdx.x / 32 % 4 * 16 * 128;
-    if (!nothing) {
-        float share[2] = {1.0f / (x.l[0] == 0.0f ? 1.0f : x.l[0]), 1.0f / (x.l[1] == 0.0f ? 1.0f : x.l[1])};
+// Rows of v that are beyond the end of their sequence: every consumer zeroes them for itself, before it uses any.
+__device__ __forceinline__ void zero_rows(u32 v, int from, int consumer) {
+    for (int unit = from * 8 + threadIdx.x % 128; unit < BLOCK_N * 8; unit += 128)
 #pragma unroll
-        for (int i = 0; i < O; i += 2) {
-            int r = g + 8 * (i / 2 % 2), c = i / 4;
-            char *to = rows + c / 8 * 64 * 128 + r * 128 + ((c % 8 ^ r % 8) << 4) + 4 * t;
-            *reinterpret_cast<u32 *>(to) = pack(o[i] * share[i / 2 % 2], o[i + 1] * share[i / 2 % 2]);
+        for (int i = 0; i < E / 64; i++)
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};"
+                         :: "r"(v + i * BLOCK_N * 128 + unit * 16), "r"(0) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" :: "r"(1 + CONSUMERS + consumer) : "memory");
+}
+
+// All keys of a tile, from the last to the first.
+__device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, const Tile &tile, Place &k, Place &v, u32 q,
+                                     int consumer, int all_from, int all_to) {
+    const int lane = threadIdx.x % 32;
+    int key = tile.first + (tile.blocks - 1) * BLOCK_N;
+    await(at.k.full + 8 * k.at, k.parity);
+    pin(w.s);
+    begin();
+    start_s(w.s, q, at.k[k]);
+    finish<0>();
+    pin(w.s);
+    if (lane == 0) arrive(at.k.empty + 8 * k.at);
+    k.next();
+    softmax<true>(w.s, w.x, key, w.see, a.factor, a.inner);
+    to_operand(w.p, w.s);
+    if (PACKED && key + BLOCK_N > tile.n_kv) {
+        await(at.v.full + 8 * v.at, v.parity);
+        zero_rows(at.v[v], tile.n_kv - key, consumer);
+    }
+    if (key > tile.first) await(at.k.full + 8 * k.at, k.parity);
+    key -= BLOCK_N;
+    for (; key >= tile.first && key + BLOCK_N - 1 > all_to; key -= BLOCK_N)
+        step<true>(w, a, at, k, v, q, consumer, key, tile.first);
+    for (; key >= (LEFT ? max(tile.first, all_from) : tile.first); key -= BLOCK_N)
+        step<false>(w, a, at, k, v, q, consumer, key, tile.first);
+    if (LEFT)
+        for (; key >= tile.first; key -= BLOCK_N) step<true>(w, a, at, k, v, q, consumer, key, tile.first);
+    if (lane == 0) arrive(at.q_empty + 8 * consumer);
+    await(at.v.full + 8 * v.at, v.parity);
+    pin(w.o);
+    pin(w.p);
+    begin();
+    start_o(w.o, w.p, at.v[v]);
+    finish<0>();
+    pin(w.o);
+    pin(w.p);
+    if (lane == 0) arrive(at.v.empty + 8 * v.at);
+    v.next();
+}
+
+__device__ __forceinline__ float sink_of(const Args &a, int h) {
+    if (SINKS == 1) return reinterpret_cast<const float *>(a.sinks)[h] * 1.4426950408889634f;
+    const unsigned short bits = reinterpret_cast<const unsigned short *>(a.sinks)[h];
+    float x = __int_as_float((u32)bits << 16);
+    if (!BF16) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x * 1.4426950408889634f;
+}
+
+// Adds up what the lanes of a row have; alpha becomes what o must be scaled with, and m is in base 2.
+__device__ __forceinline__ void close(Rows &x, const Args &a, int head) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        x.l[r] += __shfl_xor_sync(~0u, x.l[r], 1);
+        x.l[r] += __shfl_xor_sync(~0u, x.l[r], 2);
+        x.m[r] *= a.factor;
+        x.alpha[r] = 1.0f;
+        if (SINKS) {
+            float sink = sink_of(a, head % a.h), m = fmaxf(x.m[r], sink), pivot = m == -INFINITY_ ? 0.0f : m;
+            x.alpha[r] = exp2_(x.m[r] - pivot);
+            x.l[r] = x.l[r] * x.alpha[r] + exp2_(sink - pivot);
+            x.m[r] = m;
         }
+        x.alpha[r] /= x.l[r] == 0.0f ? 1.0f : x.l[r];
     }
-    __syncwarp();
-    char *out = a.o + head / a.h * a.o_b + head % a.h * a.o_h;
-#pragma unroll
-    for (int i = 0; i < 16 * D / 8 / 32; i++) {
-        int r = (i * 32 + lane) / (D / 8), c = (i * 32 + lane) % (D / 8);
-        uint4 y = make_uint4(0, 0, 0, 0);
-        if (!nothing)
-            y = *reinterpret_cast<const uint4 *>(rows + c / 8 * 64 * 128 + r * 128 + ((c % 8 ^ r % 8) << 4));
-        if (first + r < a.n_q) *reinterpret_cast<uint4 *>(out + (first + r) * a.o_n + c * 16) = y;
-    }
-    if (a.lse && t == 0)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (first + g + 8 * i < a.n_q)
-                a.lse[(long long)head * a.n_q + first + g + 8 * i] =
-                    (x.m[i] * a.factor + __log2f(x.l[i])) * 0.6931471805599453f;
 }
 
-__device__ __forceinline__ void consume(const Args &a, const Shared &at, char *shared, int consumer) {
+// Four lanes hold a word each of units 0 to 3; afterwards lane t holds the four words of unit t.
+__device__ __forceinline__ void transpose(u32 (&x)[4]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (!(i & bit)) {
+                u32 &low = x[i], &high = x[i | bit];
+                u32 got = __shfl_xor_sync(~0u, t & bit ? low : high, bit);
+                (t & bit ? low : high) = got;
+            }
+}
+
+// Writes the 16 rows of one warp, from `first` on, in units of 16 bytes.
+__device__ __forceinline__ void store(const Args &a, const float (&o)[O], const Rows &x, const Tile &tile, int first) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    char *out = a.o + tile.head / a.h * a.o_b + tile.head % a.h * a.o_h + (tile.begin_q + first) * a.o_n;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = g + 8 * r;
+        const bool there = first + row < tile.n_q;
+#pragma unroll
+        for (int c = 0; c < E / 8; c += 4) {
+            u32 y[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                y[i] = pack(o[4 * (c + i) + 2 * r] * x.alpha[r], o[4 * (c + i) + 2 * r + 1] * x.alpha[r]);
+            transpose(y);
+            if (there) *reinterpret_cast<uint4 *>(out + row * a.o_n + (c + t) * 16) = make_uint4(y[0], y[1], y[2], y[3]);
+        }
+        if (a.lse && t == 0 && there)
+            a.lse[(long long)tile.head * a.n_q + tile.begin_q + first + row] =
+                (x.m[r] + __log2f(x.l[r])) * 0.6931471805599453f;
+    }
+}
+
+__device__ __forceinline__ void consume(const Args &a, const Shared &at, int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const u32 q = at.q + consumer * Q_BYTES;
     Place k, v;
     Tile tile;
     int parity = 0;
     if (TAKE_TURNS && consumer == CONSUMERS - 1) pass_turn(consumer);  // the first goes first
     for (int i = 0; tile.find(a, i); i++) {
-        float s[S], o[O];
-        u32 p[P];
-        Rows x;
-        x.m[0] = x.m[1] = -INFINITY_;
-        x.l[0] = x.l[1] = 0.0f;
+        if (tile.unused()) continue;
+        Work w;
+        w.x.m[0] = w.x.m[1] = -INFINITY_;
+        w.x.l[0] = w.x.l[1] = 0.0f;
 #pragma unroll
-        for (int e = 0; e < O; e++) o[e] = 0.0f;
-        const int top = tile.m0 + 64 * consumer, first = top + 16 * warp, row = first + lane / 4, last = a.n_kv - 1;
-        const int limit0 = CAUSAL ? min(last, row + a.shift) : last;
-        const int limit1 = CAUSAL ? min(last, row + 8 + a.shift) : last;
-        const int all_see = CAUSAL ? min(last, top + a.shift) : last;  // keys up to here
-        if (tile.blocks > 0) {
-            int key = (tile.blocks - 1) * BLOCK_N;
-            await(at.q_full, parity);
-            parity ^= 1;
-            await(at.k_full + 8 * k.at, k.parity);
-            pin(s);
-            begin();
-            start_s(s, q, at.k + k.at * KV_BYTES);
-            finish<0>();
-            pin(s);
-            if (lane == 0) arrive(at.k_empty + 8 * k.at);
-            k.next();
-            softmax<true>(s, x, key, limit0, limit1, a.factor);
-            to_operand(p, s);
-            if (key > 0) await(at.k_full + 8 * k.at, k.parity);
-            key -= BLOCK_N;
-            for (; key >= 0 && key + BLOCK_N - 1 > all_see; key -= BLOCK_N)
-                step<true>(s, o, p, x, at, k, v, q, consumer, key, limit0, limit1, a.factor);
-            for (; key >= 0; key -= BLOCK_N)
-                step<false>(s, o, p, x, at, k, v, q, consumer, key, limit0, limit1, a.factor);
-            await(at.v_full + 8 * v.at, v.parity);
-            pin(o);
-            pin(p);
-            begin();
-            start_o(o, p, at.v + v.at * KV_BYTES);
-            finish<0>();
-            pin(o);
-            pin(p);
-            if (lane == 0) arrive(at.v_empty + 8 * v.at);
-            v.next();
-        }
-#pragma unroll
+        for (int e = 0; e < O; e++) w.o[e] = 0.0f;
+        const int top = tile.m0 + 64 * consumer, first = top + 16 * warp, last = tile.n_kv - 1;
         for (int r = 0; r < 2; r++) {
-            x.l[r] += __shfl_xor_sync(~0u, x.l[r], 1);
-            x.l[r] += __shfl_xor_sync(~0u, x.l[r], 2);
+            int position = first + lane / 4 + 8 * r + tile.shift;
+            w.see.low[r] = position - a.left;
+            w.see.high[r] = RIGHT ? min(last, position + a.right) : last;
         }
-        asm volatile("bar.sync %0, 128;" :: "r"(1 + CONSUMERS + consumer) : "memory");  // all four have done with q
-        store(a, shared + consumer * Q_BYTES, o, x, tile.head, first, tile.blocks == 0);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncwarp();
-        if (lane == 0 && tile.blocks > 0) arrive(at.q_empty);
+        const int all_from = top + 63 + tile.shift - a.left;  // keys that all rows see
+        const int all_to = RIGHT ? min(last, top + tile.shift + a.right) : last;
+        if (tile.blocks > 0) {
+            await(at.q_full + 8 * consumer, parity);
+            parity ^= 1;
+            walk(w, a, at, tile, k, v, at.q + consumer * Q_BYTES, consumer, all_from, all_to);
+        }
+        close(w.x, a, tile.head);
+        store(a, w.o, w.x, tile, first);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_sm90_forward_kernel(const __grid_constant__ Args a) {
+// Registers of a thread, for which those at launch are pooled.
+constexpr int OF_PRODUCER = CONSUMERS == 1 ? 40 : CONSUMERS == 3 ? 32 : PACKED ? 40 : 24;
+constexpr int OF_CONSUMER = CONSUMERS == 1 ? 216 : CONSUMERS == 3 ? 160 : PACKED ? 232 : 240;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+flash_sm90_forward_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(1024) char shared[];
     const Shared at((u32)__cvta_generic_to_shared(shared));
     if (threadIdx.x == 0) {
-        init(at.q_full, 1);
-        init(at.q_empty, WARPS);
+        for (int i = 0; i < CONSUMERS; i++) {
+            init(at.q_full + 8 * i, 1);
+            init(at.q_empty + 8 * i, 4);
+        }
         for (int i = 0; i < STAGES; i++) {
-            init(at.k_full + 8 * i, 1);
-            init(at.k_empty + 8 * i, WARPS);
-            init(at.v_full + 8 * i, 1);
-            init(at.v_empty + 8 * i, WARPS);
+            init(at.k.full + 8 * i, 1);
+            init(at.k.empty + 8 * i, WARPS);
+            init(at.v.full + 8 * i, 1);
+            init(at.v.empty + 8 * i, WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -428,10 +568,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_sm90_forward_kern
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(CONSUMERS == 2 ? 24 : 32));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(OF_PRODUCER));
         if (threadIdx.x == 0) produce(a, at);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMERS == 2 ? 240 : 160));
-        consume(a, at, shared, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_CONSUMER));
+        consume(a, at, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);
     }
 }

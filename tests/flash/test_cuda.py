@@ -11,7 +11,7 @@ import torch
 
 from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90
+from fulmen.flash import cuda_sm90, cuda_small
 from fulmen.flash.op import FlashSpec
 from fulmen.hardware import TARGETS
 
@@ -34,8 +34,8 @@ def test_small_fits_and_does_not_spill(arch, D):
     for B, H, N in SIZES:
         for causal in (False, True):
             call = spec(B, H, N, D, causal)
-            cfg = flash.config(call, hw)
-            variant = flash.variant(call, hw, cfg)
+            cfg = cuda_small.config(call, hw)
+            variant = cuda_small.variant(call, hw, cfg)
             if variant in seen:
                 continue
             seen.add(variant)
@@ -53,29 +53,33 @@ def test_small_in_fp16(arch):
     hw = TARGETS[int(arch.rstrip("a"))]
     for D in (64, 128):
         call = spec(32, 8, 256, D, dtype=torch.float16)
-        _, usage = cuda.compile_variant(flash.variant(call, hw, flash.config(call, hw))._replace(arch=arch))
+        _, usage = cuda.compile_variant(cuda_small.variant(call, hw, cuda_small.config(call, hw))._replace(arch=arch))
         assert usage.spilled == 0
 
 
 @pytest.mark.parametrize(
-    ("call", "why"),
+    ("arch", "call", "why"),
     [
-        (spec(N=513), "up to 512"),
-        (spec(D=96), "D = E of 64 or 128"),
-        (spec(D=64, E=128), "D = E of 64 or 128"),
-        (spec(dtype=torch.float32), "bf16 and fp16"),
-        (spec(softcap=3.0), "no softcap"),
-        (spec(has_sinks=True), "no sinks"),
-        (spec(left=5), "no window"),
-        (spec(right=5), "no window"),
-        (spec(sequences=2), "no packed sequences"),
-        (spec(B=70_000), "at most 65535"),
-        (spec()._replace(scale=-1.0), "positive scale"),
-        (spec()._replace(device=torch.device("cpu")), "needs a CUDA GPU"),
+        (80, spec(N=513), "up to 512"),
+        (80, spec(D=96), "D = E of 64 or 128"),
+        (80, spec(D=64, E=128), "D = E of 64 or 128"),
+        (80, spec(softcap=3.0), "no softcap"),
+        (80, spec(has_sinks=True), "no sinks"),
+        (100, spec(left=5), "no window"),
+        (120, spec(right=5), "no window"),
+        (80, spec(sequences=2), "no packed sequences"),
+        (80, spec(B=70_000), "at most 65535"),
+        (90, spec(D=96), "needs D/E of 64/64, 128/128, 192/128, 256/256, here 96/96"),
+        (90, spec(D=128, E=64), "here 128/64"),
+        (90, spec(N=1 << 29), "up to 268435456 queries and keys"),
+        (90, spec(B=1 << 16, H=1 << 15), "up to 1073741824 tiles"),
+        (90, spec(dtype=torch.float32), "bf16 and fp16"),
+        (90, spec()._replace(scale=-1.0), "positive scale"),
+        (90, spec()._replace(device=torch.device("cpu")), "needs a CUDA GPU"),
     ],
 )
-def test_refuses_in_words(call, why, monkeypatch):
-    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+def test_refuses_in_words(arch, call, why, monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[arch])
     assert why in flash.supports(call)
 
 
@@ -85,23 +89,44 @@ def test_an_old_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
-def test_serves_and_is_not_chosen_by_itself(monkeypatch):
-    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
-    monkeypatch.setattr("fulmen.flash.sdpa.cudnn_version", lambda: 91900)
+def test_serves_on_an_older_gpu(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[80])
     for call in (spec(), spec(causal=True, N_KV=500), spec(causal=True, N_KV=50, top_left=True), spec(N_KV=0)):
         assert flash.supports(call) is None
         assert flash.supports(call._replace(needs_grad=True, with_lse=True)) is None
         assert dispatch.pick.__wrapped__("flash", call, "cuda").name == "cuda"
-        assert dispatch.pick.__wrapped__("flash", call).name != "cuda"
-    assert "16 queries x 128 keys" in flash.detail(spec())
+        assert dispatch.pick.__wrapped__("flash", call).name != "cuda"  # not measured there
+    assert flash.detail(spec()) == "cuda_small.cu, 16 queries x 128 keys"
 
 
 # ------------------------------------------------------------------------------------------------- Hopper
 
-HOPPER = {
-    128: [cuda_sm90.Config(2, 128, 2, False), cuda_sm90.Config(2, 128, 2, True), cuda_sm90.Config(2, 176, 2, False)],
-    64: [cuda_sm90.Config(3, 128, 2, True), cuda_sm90.Config(3, 128, 3, False), cuda_sm90.Config(2, 128, 3, True)],
-}
+WINDOW = {"left": 100}
+PACKED = {"sequences": 5}
+CAP = {"softcap": 20.0}
+ALL = WINDOW | PACKED | CAP | {"has_sinks": True}
+
+
+@pytest.mark.parametrize(
+    ("call", "detail"),
+    [
+        (spec(), "cuda_small.cu, 16 queries x 128 keys"),
+        (spec(B=32, H=8, N=128), "cuda_sm90.cu, 64 queries x 128 keys"),
+        (spec(B=32, H=8, N=256, causal=True), "cuda_sm90.cu, 64 queries x 128 keys"),
+        (spec(N=2048), "cuda_sm90.cu, 192 queries x 128 keys"),
+        (spec(N=2048, **CAP), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(N=100, **PACKED), "cuda_sm90.cu, 192 queries x 128 keys"),
+        (spec(N=4096, D=128, causal=True), "cuda_sm90.cu, 128 queries x 176 keys"),
+        (spec(N=2048, D=128, causal=True), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(N=2048, D=128), "cuda_sm90.cu, 128 queries x 176 keys"),
+        (spec(N=8192, D=128, causal=True, **WINDOW), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(N=1000, D=192, E=128), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(N=1000, D=256), "cuda_sm90.cu, 128 queries x 80 keys"),
+    ],
+)
+def test_tiles_by_shape(call, detail, monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    assert flash.detail(call) == detail
 
 
 def machine_code(code: bytes, folder: Path) -> list[str]:
@@ -114,25 +139,41 @@ def machine_code(code: bytes, folder: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith(("/*", "//"))]
 
 
-HOPPER_RUNS = [(D, cfg, True) for D in HOPPER for cfg in HOPPER[D]] + [(D, HOPPER[D][0], False) for D in HOPPER]
+# The calls whose speed we promise, then the other sizes, each option, and for each size all options at once.
+RUNS_90 = [
+    *[spec(1, 16, N, D, causal) for N in (2048, 4096) for D in (64, 128) for causal in (False, True)],
+    spec(32, 8, 256, 64),
+    spec(1, 16, 4096, 128, True, torch.float16),
+    spec(1, 16, 4096, 192, True, E=128),
+    spec(1, 16, 4096, 256, True),
+    *[spec(1, 16, 4096, 128, True, **option) for option in (WINDOW, PACKED, CAP)],
+    spec(1, 16, 4096, 64, False, **PACKED),
+    *[spec(1, 16, 4096, D, True, E=E, **ALL) for D, E in cuda_sm90.HEAD_DIMS],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("D", "cfg", "causal"), HOPPER_RUNS)
-def test_hopper_overlaps_and_keeps_p(D, cfg, causal, tmp_path):
+def name_of(call: FlashSpec) -> str:
+    options = [n for n in ("left", "right", "softcap", "sequences") if getattr(call, n) is not None]
+    return " ".join(map(str, [call.D, call.E, call.N_KV, call.dtype, *options, *["sinks"] * call.has_sinks]))
+
+
+@pytest.mark.parametrize("call", dict.fromkeys(RUNS_90), ids=name_of)
+def test_hopper_overlaps_and_keeps_p(call, tmp_path):
     """No spills, no serialised products; exponentials run while o += p v does, and p is made anew only after it."""
-    code, usage = cuda.compile_variant(cuda_sm90.variant(spec(1, 16, 4096, D, causal), cfg))
+    cfg = cuda_sm90.config(call)
+    code, usage = cuda.compile_variant(cuda_sm90.variant(call, cfg))
     assert usage.spilled == 0
     assert not usage.warnings, usage.warnings
-    assert usage.registers == 65_536 // cfg.threads // 8 * 8
-    assert cfg.shared(D) <= TARGETS[90].smem_bytes
+    assert usage.registers == 65_536 // (cfg.threads * cfg.blocks_per_sm) // 8 * 8
+    assert cfg.shared(call.D, call.E) <= TARGETS[90].smem_bytes // cfg.blocks_per_sm
     lines = machine_code(code, tmp_path)
     assert not any(line.startswith(("STL", "LDL")) for line in lines)
     starts = [i for i, line in enumerate(lines) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x1", line)]
-    assert len(starts) == 2  # the masked and the plain loop
+    assert len(starts) == (3 if call.left is not None else 2)  # the masked loops and the plain one
     for start in starts:
         end = next(i for i in range(start, len(lines)) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x0", lines[i]))
         inside = " ".join(lines[start:end])
-        assert inside.count("MUFU.EX2") == cfg.block_n // 2 + 2
+        assert inside.count("MUFU.EX2") == cfg.block_n // 2 * (1 if call.softcap is None else 2) + 2
         assert inside.count("F2FP") == 0
         reads = [re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", line) for line in lines[start - 400 : start]]
         p = {int(m[1]) + i for m in reads if m for i in range(4)}
@@ -140,3 +181,11 @@ def test_hopper_overlaps_and_keeps_p(D, cfg, causal, tmp_path):
         for line in lines[start:end]:
             target = re.match(r"(?:@!?U?P\d+ )?[A-Z]\S+ R(\d+)", line)
             assert target is None or int(target[1]) not in p, line
+
+
+def test_sinks_in_the_dtype_of_q():
+    call = spec(1, 4, 1000, 128, True, has_sinks=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        variant = cuda_sm90.variant(call._replace(dtype=dtype), cuda_sm90.config(call), dtype)
+        assert ("SINKS", 2) in variant.macros
+        assert cuda.compile_variant(variant)[1].spilled == 0
