@@ -28,6 +28,7 @@ from fulmen.flash.op import FlashSpec, Residuals, empty_lse
 from fulmen.flash.ranking import rank
 
 PANEL_BYTES = 64 << 20  # of the logits, over all heads
+GPU_PANELS = 8  # times as much on a GPU, where a small panel would be over before the next one is launched
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -70,7 +71,8 @@ def panels(spec: FlashSpec, x: Residuals) -> Iterator[Panel]:
         bounds = list(zip(*pairs, strict=True))
     for (a, b), (c, d) in bounds:
         offset = c - a if spec.top_left else d - b  # of a query's position, in rows of k, to its row of q
-        rows = max(1, PANEL_BYTES // (4 * max(spec.B * spec.H, 1) * max(d - c, 1)))
+        room = PANEL_BYTES * (1 if spec.device.type == "cpu" else GPU_PANELS)
+        rows = max(1, room // (4 * max(spec.B * spec.H, 1) * max(d - c, 1)))
         if spec.left is not None or spec.right is not None:
             rows = min(rows, 512)  # a narrow panel hides less
         for q0 in range(a, b, rows):

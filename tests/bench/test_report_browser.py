@@ -237,7 +237,8 @@ def test_another_machine_is_incomparable(page, tmp_path):
     other = sample_results.make(samples=6, run_id="other", environment={"device": "NVIDIA A100", "arch": 80})
     page.set_input_files("#file", sample_results.save(other, tmp_path / "other.jsonl"))
     page.wait_for_selector("#compare-result table")
-    assert page.locator('[data-verdict="INCOMPARABLE"] .count').text_content() == "318"  # all but what neither could measure
+    count = page.locator('[data-verdict="INCOMPARABLE"] .count').text_content()
+    assert count == "318"  # all but what neither could measure
     assert "NVIDIA A100" in page.locator("#compare-result tbody").text_content()
 
 
