@@ -198,8 +198,9 @@ def write_claims(claims: Path, table: dict[str, dict[tuple[str, str], float]], w
     write(
         "\n## What becomes of the report's claims\n\nIts times are of an A100. It does not say whether its layers were "
         "causal, so the floor counts a causal mask, and of mla the attention alone: less work than any layer does. A "
-        "time below its floor was not measured of the operation.\n\n| layer | pass | claimed Triton ms | "
-        "least on an A100 | claimed Triton x PyTorch | measured triton x eager | claimed Flash x PyTorch | measured auto x eager |\n"
+        "time below its floor was not measured of the operation.\n\n"
+        "| layer | pass | claimed Triton ms | least on an A100 | claimed Triton x PyTorch | measured triton x eager | "
+        "claimed Flash x PyTorch | measured auto x eager |\n"
         f"|{'---|' * 8}\n"
     )
     impossible, flash_wins = 0, 0
@@ -226,10 +227,10 @@ def write_claims(claims: Path, table: dict[str, dict[tuple[str, str], float]], w
         )
     write(
         "\n- *Flash is faster than PyTorch, forward, backward and in total*: holds in "
-        f"{flash_wins} of {len(rows)} rows.\n- *Triton's backward is 4 to 17 times as fast*: no. {impossible} of the "
-        f"{len(rows) // 3} backward times lie below what an A100 could do; that Triton path had no backward, so that "
-        "one product of it was timed. The other figures of its column are no better founded. Ours has a backward, and what "
-        "it gains is in the table.\n"
+        f"{flash_wins} of {len(rows)} rows.\n"
+        f"- *Triton's backward is 4 to 17 times as fast*: no. {impossible} of the {len(rows) // 3} backward times lie "
+        "below what an A100 could do; that Triton path had no backward, so that one product of it was timed. The other "
+        "figures of its column are no better founded. Ours has a backward, and what it gains is in the table.\n"
         "- *Triton is the best choice for a backward*: does not hold; where cuDNN can serve a call it is faster.\n"
     )
 
