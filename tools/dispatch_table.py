@@ -44,9 +44,10 @@ RANKING = """
 ## Softmax attention, `auto`
 
 On a compute capability with rows below, the backend measured to be the fastest; then sdpa, triton, eager, whichever
-serves the call. Calls of less than {small:g} FLOP forward go to triton: the host takes longer than the GPU. Elsewhere
-torch's kernels come first, as nothing was measured. The measurements stand beside the rows in
-`fulmen/flash/ranking.py`.
+serves the call. cuda is taken without options, from 1024 queries a head and {full} in all on. Calls of less than
+{small:g} FLOP forward go to triton, as the host takes longer than the GPU, and without gradients, up to 256 queries and
+keys with D = E = 64, to cuda. Elsewhere torch's kernels come first, as nothing was measured. The measurements stand
+beside the rows in `fulmen/flash/ranking.py`.
 
 | compute capability | D, E up to | keys from | mask | gradients | first |
 |---|---|---|---|---|---|
@@ -63,7 +64,7 @@ def flash_lines() -> list[str]:
                 for c in (flash.config(spec, hw, pass_) for pass_ in flash.PASSES)
             ]
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
-    lines.append(RANKING.format(small=ranking.SMALL))
+    lines.append(RANKING.format(small=ranking.SMALL, full=ranking.FULL))
     for r in ranking.ROWS:
         mask, grad = "causal" if r.causal else "full", "yes" if r.grad else "no"
         lines.append(f"| {r.arch / 10} | {r.D} | {r.keys} | {mask} | {grad} | {r.first} |\n")

@@ -3,6 +3,9 @@
 Times are medians in ms, forward / backward, of one run on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6, bf16; fp16 is
 taken to be the same), from results/h200/flash.jsonl: triton, then sdpa with the implementation it pins. A row holds for
 its head dims and from its number of keys on, up to the next row's. Where nothing was measured torch comes first.
+
+Rows of cuda: TFLOP/s of cuda and cuDNN in one run on the same GPU (dev/ladder_cuda.md, the first run), without options,
+and with queries enough to fill it. Its backward is triton's, slower than cuDNN's: none of them is for gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from fulmen import hardware
 from fulmen.flash.op import FlashSpec
 
 SMALL = 8e9  # multiplications and additions; below, the host takes longer: 15 us a call with triton, 39 with sdpa
+FULL = 32_768  # queries of all heads together; with fewer, cuda's tiles do not fill the GPU
 
 
 class Row(NamedTuple):
@@ -27,13 +31,18 @@ class Row(NamedTuple):
 ROWS = [
     #   arch  D keys causal grad   first         triton          sdpa
     Row(90, 64, 0, True, False, "sdpa"),  # N 512: 0.030, 0.026 (cuDNN); 2048: 0.053, 0.050; 4096: 0.652, 0.632
+    Row(90, 64, 2048, True, False, "cuda"),  # 2048: 314, 257; 4096: 425, 372
     Row(90, 64, 0, True, True, "sdpa"),  # 2048: 0.053 / 0.147, 0.050 / 0.139; 4096: 0.652 / 1.97, 0.632 / 1.76
     Row(90, 64, 0, False, False, "sdpa"),  # 512: 0.035, 0.029; 2048: 0.066, 0.063
-    Row(90, 64, 4096, False, False, "triton"),  # 4096: 1.136, 1.141
+    Row(90, 64, 2048, False, False, "cuda"),  # 2048: 438, 414; 4096: 506, 443
     Row(90, 64, 0, False, True, "sdpa"),  # 2048: 0.066 / 0.183, 0.063 / 0.172; 4096: 1.14 / 3.28, 1.14 / 3.01
     Row(90, 128, 0, True, False, "sdpa"),  # D 80, 2048: 0.177, 0.149; D 128, 4096: 0.309, 0.265; 16384: 2.00, 1.70
+    Row(90, 128, 2048, True, False, "cuda"),  # 2048: 492, 419; 4096: 530, 429; 8192: 590, 548; 16384: 587, 583
     Row(90, 128, 0, True, True, "sdpa"),  # 4096: 0.309 / 0.887, 0.265 / 0.757; 16384: 2.00 / 5.60, 1.70 / 4.61
     Row(90, 128, 0, False, False, "sdpa"),  # 4096: 0.534, 0.410; 16384: 4.05, 3.15
+    Row(90, 128, 2048, False, False, "cuda"),  # 2048: 592, 477
+    Row(90, 128, 4096, False, False, "sdpa"),  # 4096: 656, 676
+    Row(90, 128, 8192, False, False, "cuda"),  # 8192: 701, 675; 16384: 653, 606
     Row(90, 128, 0, False, True, "sdpa"),  # 4096: 0.534 / 1.58, 0.410 / 1.21; 16384: 4.05 / 11.7, 3.15 / 9.04
     Row(90, 256, 0, True, False, "sdpa"),  # 4096: 0.607, 0.454; D 192, E 128: 0.526, 0.324
     Row(90, 256, 0, True, True, "sdpa"),  # 4096: 0.607 / 3.14, 0.454 / 1.81; D 192, E 128: 0.526 / 2.19, 0.324 / 1.07
@@ -45,15 +54,22 @@ ROWS = [
 def first(spec: FlashSpec) -> str:
     """The backend measured to be the fastest for calls like this."""
     arch = hardware.of(spec.device).arch
+    options = spec.left is not None or spec.softcap is not None or spec.has_sinks or spec.sequences is not None
+    plain = not options and spec.right in (None, 0)
     if arch == 90 and 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E) < SMALL:
+        if plain and not spec.needs_grad and spec.D == spec.E == 64 and max(spec.N_Q, spec.N_KV) <= 256:
+            return "cuda"  # us on the GPU, cuda and triton, B1 H1 N128: 2.2, 3.5; B8 H4 N128: 3.3, 3.8; B32 H8: 6.8, 8.6
         return "triton"  # B1 H8 N128 D64: 0.007 / 0.014 against cuDNN's 0.008 / 0.017
     causal, size = spec.right is not None, max(spec.D, spec.E)
     rows = [r for r in ROWS if (r.arch, r.causal, r.grad) == (arch, causal, spec.needs_grad) and size <= r.D]
     rows = [r for r in rows if r.D == rows[0].D and r.keys <= spec.N_KV]
-    return max(rows, key=lambda r: r.keys).first if rows else "sdpa"
+    name = max(rows, key=lambda r: r.keys).first if rows else "sdpa"
+    if name == "cuda" and not (plain and spec.N_Q >= 1024 and spec.B * spec.H * spec.N_Q >= FULL):
+        return "sdpa"
+    return name
 
 
-ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # after the first; cuda is not measured yet
+ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # after the first
 # Triton's interpreter: only if asked for by name
 CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")
 

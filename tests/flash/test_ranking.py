@@ -31,9 +31,20 @@ def hopper(monkeypatch):
     [
         (spec(), "sdpa"),
         (spec(causal=False), "sdpa"),
-        (spec(D=64, grad=False), "sdpa"),
-        (spec(D=64, causal=False, grad=False), "triton"),  # measured to be as fast, and the rest is ours
-        (spec(D=64, N=2048, causal=False, grad=False), "sdpa"),
+        (spec(grad=False), "cuda"),
+        (spec(causal=False, grad=False), "sdpa"),
+        (spec(N=8192, causal=False, grad=False), "cuda"),
+        (spec(D=64, grad=False), "cuda"),
+        (spec(D=64, causal=False, grad=False), "cuda"),
+        (spec(D=64, N=2048, B=4, causal=False, grad=False), "cuda"),
+        (spec(D=64, N=1024, B=4, causal=False, grad=False), "sdpa"),
+        (spec(D=48, grad=False), "sdpa"),  # cuda has no such head dim
+        (spec(N=8192, causal=False, grad=False)._replace(N_Q=100, B=64), "sdpa"),  # not enough queries for a tile
+        (spec(grad=False)._replace(B=1, H=1, H_KV=1, N_Q=16384, N_KV=16384), "sdpa"),  # nor for a GPU
+        (spec(grad=False, softcap=30.0), "triton"),
+        (spec(D=64, N=128, B=1, grad=False), "cuda"),
+        (spec(D=64, N=128, B=1), "triton"),
+        (spec(D=64, N=300, B=1, grad=False), "triton"),
         (spec(N=128, B=1), "triton"),  # small: the host is what costs
         (spec(D=192, E=128), "sdpa"),
         (spec(left=1024), "triton"),  # SDPA has no window
@@ -69,4 +80,4 @@ def test_rows_are_found_for_every_call():
             for size in (64, 128, 256):
                 rows = [r for r in ranking.ROWS if (r.D, r.causal, r.grad) == (size, causal, grad)]
                 assert min(r.keys for r in rows) == 0
-                assert all(r.first in ("sdpa", "triton") for r in rows)
+                assert all(r.first in ("sdpa", "triton") or (r.first == "cuda" and not grad) for r in rows)
