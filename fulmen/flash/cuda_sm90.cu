@@ -51,6 +51,7 @@ struct Args {
     int tiles, section;                 // tiles of a head; heads that are worked on together
     float factor, inner;                // scale * log2(e); with a softcap, softcap * log2(e) and scale / softcap
 };
+static_assert(sizeof(Args) == 512, "as cuda_sm90.py packs them");
 
 // ------------------------------------------------------------------------------------------------- barriers
 

@@ -58,7 +58,7 @@ def first(spec: FlashSpec) -> str:
     plain = not options and spec.right in (None, 0)
     if arch == 90 and 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E) < SMALL:
         if plain and not spec.needs_grad and spec.D == spec.E == 64 and max(spec.N_Q, spec.N_KV) <= 256:
-            return "cuda"  # us on the GPU, cuda and triton, B1 H1 N128: 2.2, 3.5; B8 H4 N128: 3.3, 3.8; B32 H8: 6.8, 8.6
+            return "cuda"  # us on the GPU, cuda and triton, N128: B1 H1 2.2, 3.5; B8 H4 3.3, 3.8; B32 H8 6.8, 8.6
         return "triton"  # B1 H8 N128 D64: 0.007 / 0.014 against cuDNN's 0.008 / 0.017
     causal, size = spec.right is not None, max(spec.D, spec.E)
     rows = [r for r in ROWS if (r.arch, r.causal, r.grad) == (arch, causal, spec.needs_grad) and size <= r.D]

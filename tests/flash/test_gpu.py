@@ -109,6 +109,21 @@ def test_same_bits_in_100_runs(backend, kind, D):
         assert_same(again, first, ("o", "lse") if backend == "sdpa" else None)
 
 
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", OURS)
+def test_what_lies_beyond_a_sequence_is_not_used(backend, causal, D, E):
+    """The neighbours of a packed sequence may be NaN: a weight of zero would not hide that."""
+    x = testing.inputs(1, 2, D=D, E=E, lengths_q=[70, 300, 5, 200], causal=causal, **BF16)
+    if (why := dispatch.kernels("flash")[backend].supports(x.spec())) is not None:
+        pytest.skip(why)
+    part = slice(70, 370)
+    want = fulmen.flash_attention(x.q, x.k, x.v, **x.options(), backend=backend)[:, :, part]
+    for y in (x.k, x.v):
+        y[:, :, : part.start] = y[:, :, part.stop :] = torch.nan
+    assert torch.equal(fulmen.flash_attention(x.q, x.k, x.v, **x.options(), backend=backend)[:, :, part], want)
+
+
 @pytest.mark.parametrize("backend", OURS)
 def test_a_tensor_on_another_stream(backend):
     """Launched where the caller works, not on the default stream."""
