@@ -123,8 +123,8 @@ class Tensors(NamedTuple):
 
 
 class States(NamedTuple):
-    """fp32 (sequences, H, segments, D, E), contiguous, or None: the states that enter and leave the rows a program
-    walks, and their gradients."""
+    """fp32 (sequences, H, segments, D, E), of packed sequences that are split (segments, H, D, E), contiguous, or None:
+    the states that enter and leave the rows a program walks, and their gradients."""
 
     initial: Any = None
     final: Any = None
@@ -177,15 +177,29 @@ def as_operand(state, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def sequence_of(pieces_ptr, piece, sequences):
+    """The sequence that a segment belongs to: the last one that begins with it or before."""
+    low = 0
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(pieces_ptr + middle) <= piece
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
 def lightning_sweep_kernel(
     tensors,  # Tensors
     states,  # States
     decay_ptr,  # (H,) fp32, or None
     cu_seqlens_ptr,  # (sequences + 1,) int32, or None
+    pieces_ptr,  # (sequences + 1,) int32: packed sequences split over programs, the first segment of each; or None
     H,
     N,
     segment,  # rows one program walks: N, unless the sequence is split over programs
-    num_segments,
+    num_segments,  # of each sequence; where pieces_ptr is given, how many sequences there are
     scale,
     SWEEPS: tl.constexpr,  # tuple of names, all with the same K, V and direction
     ROW_STRIDE: tl.constexpr,  # of all operands, or 0 if they differ; known, it saves 20 registers
@@ -204,10 +218,15 @@ def lightning_sweep_kernel(
     pid = tl.program_id(0)
     pid_v = pid % TILES_V
     pid_sweep = pid // TILES_V % NUM_SWEEPS
-    pid_segment = pid // (TILES_V * NUM_SWEEPS) % num_segments
-    pid_head = pid // (TILES_V * NUM_SWEEPS) // num_segments
-    pid_sequence = pid_head // H
-    pid_h = pid_head % H
+    rest = pid // (TILES_V * NUM_SWEEPS)
+    if pieces_ptr is None:
+        pid_segment = rest % num_segments
+        pid_sequence = rest // num_segments // H
+        pid_h = rest // num_segments % H
+    else:
+        pid_h = rest % H
+        pid_sequence = sequence_of(pieces_ptr, rest // H, num_segments)
+        pid_segment = rest // H - tl.load(pieces_ptr + pid_sequence)
     if cu_seqlens_ptr is None:
         pid_b = pid_sequence
         begin = 0
@@ -259,7 +278,7 @@ def lightning_sweep_kernel(
             decay_rest = (exact - chunk_decay).to(tl.float32)
         mask *= tl.exp2(rate * tl.maximum(place[None, :] - place[:, None], 0))
         a_decay = tl.exp2(rate * (place + LAG)) * scale
-    offs_state = (pid_head.to(tl.int64) * num_segments + pid_segment) * (K * V)
+    offs_state = rest.to(tl.int64) * (K * V)
     plain = offs_k[None, :] * V + offs_v[:, None]  # states are stored [D, E]: where K is D,
     swapped = offs_k[None, :] + offs_v[:, None] * K  # and where K is E
     mask_state = mask_k[None, :] & mask_v[:, None]
@@ -347,10 +366,12 @@ def run(launches: list[Launch], device: torch.device) -> None:
 
 
 class Segments(NamedTuple):
-    """How the rows of a sequence are split over programs."""
+    """How the rows of a sequence are split over programs; of packed ones `number` is the most there can be in all, and
+    `pieces` says which is the first of each sequence."""
 
     rows: int
     number: int
+    pieces: Tensor | None = None
 
 
 def sweep(
@@ -368,12 +389,13 @@ def sweep(
     block_v = min(cfg.block_v, block(V))
     strides = {rows.stride_n for rows in tensors if rows is not None}
     row_stride = strides.pop() if len(strides) == 1 and max(strides) < MAX_ROW_STRIDE else 0
+    packed = segments.pieces is not None
     return Launch(
         kernel=lightning_sweep_kernel,
-        grid=spec.states * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
+        grid=(1 if packed else spec.states) * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
         args=(
-            *(tensors, states, x.decay, x.cu_seqlens),
-            *(spec.H, spec.N, segments.rows, segments.number, spec.scale),
+            *(tensors, states, x.decay, x.cu_seqlens, segments.pieces),
+            *(spec.H, spec.N, segments.rows, spec.states if packed else segments.number, spec.scale),
             *(sweeps, row_stride, K, V, cfg.chunk, block(K), block_v),
         ),
         options={"num_warps": cfg.num_warps, "num_stages": cfg.num_stages},

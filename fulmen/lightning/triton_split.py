@@ -27,40 +27,67 @@ from fulmen.lightning.op import LightningSpec, Residuals
 from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, sweep
 
 PROGRAMS_PER_SM = 2
+PACKED_ROUNDS = 8  # so that what is left over at the end of packed sequences is small
 MIN_SEGMENT = 256  # rows; shorter ones spend their time on states
 AT_ONCE = 16  # segments that a scan reads before it adds them up
 SCAN_BLOCK = 256  # elements of a state that a program carries
 
 
-def supports(spec: LightningSpec) -> str | None:
-    if spec.sequences is not None:
-        return "does not split packed sequences (cu_seqlens)"
-    return fused.supports(spec)
-
-
 def rank(spec: LightningSpec) -> float:
-    """Ahead of the fused sweep where that leaves at least half of the SMs without a program."""
+    """Ahead of the fused sweep where that leaves at least half of the SMs without a program; of packed sequences, where
+    it has so few programs that the longest sequence, whose length nobody here knows, may keep the others waiting."""
     if spec.device.type != "cuda":
         return 1001.0
     hw = hardware.of(spec.device)
-    programs = spec.B * spec.H * triton.cdiv(spec.E, fused.config(spec, hw).block_v)
-    return 5.0 if 2 * programs <= hw.sm_count and spec.N >= 8 * MIN_SEGMENT else 20.0
+    programs = spec.states * spec.H * triton.cdiv(spec.E, fused.config(spec, hw).block_v)
+    few = 2 * programs <= hw.sm_count if spec.sequences is None else programs <= 4 * hw.sm_count
+    return 5.0 if few and spec.N >= 8 * MIN_SEGMENT else 20.0
 
 
-def segments(spec: LightningSpec, hw: hardware.Hardware, cfg: fused.Config) -> Segments:
-    """Enough segments for PROGRAMS_PER_SM programs on each SM, none shorter than MIN_SEGMENT."""
+def segments(spec: LightningSpec, hw: hardware.Hardware, cfg: fused.Config, x: Residuals) -> Segments:
+    """Enough segments for PROGRAMS_PER_SM programs on each SM, none shorter than MIN_SEGMENT; PACKED_ROUNDS times as
+    many of packed sequences."""
     programs = max(spec.B * spec.H * triton.cdiv(spec.E, cfg.block_v), 1)
-    count = max(1, min(PROGRAMS_PER_SM * max(hw.sm_count, 1) // programs, spec.N // MIN_SEGMENT))
+    wanted = PROGRAMS_PER_SM * max(hw.sm_count, 1) * (1 if spec.sequences is None else PACKED_ROUNDS)
+    count = max(1, min(wanted // programs, spec.N // MIN_SEGMENT))
     rows = triton.cdiv(max(spec.N, 1), count * cfg.chunk) * cfg.chunk
-    return Segments(rows, max(1, triton.cdiv(spec.N, rows)))
+    if spec.sequences is None:
+        return Segments(rows, max(1, triton.cdiv(spec.N, rows)))
+    pieces = x.q.new_empty(spec.sequences + 1, dtype=torch.int32)
+    return Segments(rows, spec.N // rows + spec.sequences, pieces)
+
+
+@triton.jit
+def lightning_pieces_kernel(cu_seqlens_ptr, pieces_ptr, sequences, N, segment, most, BLOCK: tl.constexpr):
+    """The first segment of each packed sequence, and how many there are; one program."""
+    total = 0
+    for first in range(0, sequences, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + i, i < sequences, 0), 0), N)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + i + 1, i < sequences, 0), begin), N)
+        count = tl.where(i < sequences, tl.cdiv(end - begin, segment), 0)
+        before = total + tl.cumsum(count, axis=0) - count
+        tl.store(pieces_ptr + i, tl.minimum(before, most), i < sequences)  # a wrong cu_seqlens must not pass `most`
+        total += tl.sum(count, axis=0)
+    tl.store(pieces_ptr + sequences, tl.minimum(total, most))
+
+
+def find_pieces(spec: LightningSpec, x: Residuals, cut: Segments) -> list[Launch]:
+    if cut.pieces is None:
+        return []
+    block = min(1024, fused.block(max(spec.states, 1)))
+    args = (x.cu_seqlens, cut.pieces, spec.states, spec.N, cut.rows, cut.number, block)
+    return [Launch(kernel=lightning_pieces_kernel, grid=1, args=args, options={"num_warps": 4})]
 
 
 @triton.jit
 def lightning_scan_kernel(
-    states_ptr,  # (B * H, segments, D * E): in, what each segment adds; out, the state that enters it
-    initial_ptr,  # (B * H, D * E), or None
-    final_ptr,  # (B * H, D * E), or None
+    states_ptr,  # (B * H, segments, D * E), packed (segments, H, D * E): in, what each adds; out, what enters it
+    initial_ptr,  # (sequences * H, D * E), or None
+    final_ptr,  # (sequences * H, D * E), or None
     decay_ptr,  # (H,), or None
+    cu_seqlens_ptr,  # with pieces_ptr
+    pieces_ptr,  # of packed sequences the first segment of each, or None
     H,
     N,
     segment,
@@ -83,10 +110,20 @@ def lightning_scan_kernel(
     ahead = u[:, None] - 1 - u[None, :]  # whole segments between the end of one and the start of another
     weights = tl.where(ahead >= 0, tl.exp2(rate * segment * tl.maximum(ahead, 0)), 0.0)
     since = tl.exp2(rate * segment * u)
-    at = states_ptr + pid_head.to(tl.int64) * num_segments * SIZE
+    if pieces_ptr is None:
+        at = states_ptr + pid_head.to(tl.int64) * num_segments * SIZE
+        stride = tl.cast(SIZE, tl.int64)
+    else:
+        sequence = pid_head // H
+        piece = tl.load(pieces_ptr + sequence)
+        num_segments = tl.load(pieces_ptr + sequence + 1) - piece
+        at = states_ptr + (piece.to(tl.int64) * H + pid_head % H) * SIZE
+        stride = tl.cast(SIZE, tl.int64) * H
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
+        N = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), begin), N) - begin
     for first in range(0, num_segments, AT_ONCE):
         i = first + u
-        where = at + i.to(tl.int64)[:, None] * SIZE + offs[None, :]
+        where = at + i.to(tl.int64)[:, None] * stride + offs[None, :]
         there = (i < num_segments)[:, None] & mask[None, :]
         added = tl.load(where, mask=there, other=0.0)  # all of them on their way at once
         entering = tl.dot(weights, added, input_precision="ieee") + since[:, None] * carry[None, :]
@@ -110,24 +147,28 @@ def scan(
     block = min(SCAN_BLOCK, fused.block(size))
     return Launch(
         kernel=lightning_scan_kernel,
-        grid=spec.B * spec.H * triton.cdiv(size, block),
-        args=(states, initial, final, x.decay, spec.H, spec.N, cut.rows, cut.number, size, block, AT_ONCE),
+        grid=spec.states * spec.H * triton.cdiv(size, block),
+        args=(
+            *(states, initial, final, x.decay, None if cut.pieces is None else x.cu_seqlens, cut.pieces),
+            *(spec.H, spec.N, cut.rows, cut.number, size, block, AT_ONCE),
+        ),
         options={"num_warps": 4},
     )
 
 
 def segment_states(spec: LightningSpec, x: Residuals, cut: Segments) -> Tensor:
-    return x.q.new_empty(spec.B, spec.H, cut.number, spec.D, spec.E, dtype=torch.float32)
+    return x.q.new_empty(spec.B * spec.H * cut.number, spec.D, spec.E, dtype=torch.float32)
 
 
 def forward_launches(
     spec: LightningSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, final: Tensor | None
 ) -> list[Launch]:
     cfg = fused.config(spec, hw)
-    cut = segments(spec, hw, cfg)
+    cut = segments(spec, hw, cfg, x)
     entering = segment_states(spec, x, cut)
     tensors = fused.forward_tensors(spec, x, o)
     return [
+        *find_pieces(spec, x, cut),
         sweep(spec, cfg, ("state",), x, tensors, States(final=entering), cut),
         scan(spec, x, cut, entering, x.initial_state, final),
         sweep(spec, cfg, ("o",), x, tensors, States(initial=entering), cut),
@@ -144,11 +185,12 @@ def backward_launches(
     dinitial: Tensor | None,
 ) -> list[Launch]:
     cfg = fused.config(spec, hw)
-    cut = segments(spec, hw, cfg)
+    cut = segments(spec, hw, cfg, x)
     entering, leaving = segment_states(spec, x, cut), segment_states(spec, x, cut)
     tensors = fused.backward_tensors(spec, x, do, grads)
     states = States(initial=entering, dfinal=leaving)
     return [
+        *find_pieces(spec, x, cut),
         sweep(spec, cfg, ("state",), x, tensors, States(final=entering), cut),
         sweep(spec, cfg, ("dstate",), x, tensors, States(dinitial=leaving), cut),
         scan(spec, x, cut, entering, x.initial_state, None),
@@ -160,7 +202,7 @@ def backward_launches(
 register(
     "lightning",
     "triton_split",
-    supports=supports,
+    supports=fused.supports,
     rank=rank,
     forward=functools.partial(fused.run_forward, forward_launches),
     backward=functools.partial(fused.run_backward, backward_launches),

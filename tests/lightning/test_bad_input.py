@@ -207,7 +207,6 @@ SENTENCES = [
      "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on cpu"),
     ("triton", spec(device=META), {},
      "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on meta"),
-    ("triton_split", spec(sequences=3), {}, "does not split packed sequences (cu_seqlens)"),
     ("triton_split", spec(dtype=torch.float64), {}, "computes in fp32 at most, and q is float64"),
 ]  # fmt: skip
 
@@ -235,9 +234,6 @@ def test_explicit_backend_never_falls_back():
     assert fulmen.lightning_attention(q, q, q).dtype == torch.float64
     with pytest.raises(NotImplementedError, match=r"(?s)backend='triton' cannot.*float64.*eager +ok"):
         fulmen.lightning_attention(q, q, q, backend="triton")
-    x = PACKED
-    with pytest.raises(NotImplementedError, match="does not split packed"):
-        fulmen.lightning_attention(x.q, x.k, x.v, cu_seqlens=x.cu_seqlens, backend="triton_split")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

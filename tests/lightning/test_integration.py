@@ -142,8 +142,6 @@ def test_activation_checkpointing(device):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_are_not_modified(backend):
     x = testing.inputs(H=2, D=16, lengths=[30, 0, 10], decay="mixed", initial_state=True)
-    if backend == "triton_split":
-        x = testing.inputs(1, 2, 40, 16, decay="mixed", initial_state=True)
     serving(x, backend)
     before = [y.clone() if isinstance(y, torch.Tensor) else y for y in x]
     testing.evaluate(testing.backend(backend), x)
@@ -280,8 +278,7 @@ def test_import_time():
 
 
 def graph_inputs(backend: str) -> testing.Inputs:
-    lengths = None if backend == "triton_split" else [500, 0, 1, 1547]
-    x = testing.inputs(1, 4, 2048, 64, H_KV=2, decay="mixed", initial_state=True, lengths=lengths,
+    x = testing.inputs(1, 4, 2048, 64, H_KV=2, decay="mixed", initial_state=True, lengths=[500, 0, 1, 1547],
                        dtype=torch.bfloat16, device="cuda")  # fmt: skip
     serving(x, backend)
     return x
