@@ -9,20 +9,22 @@
 //
 // p is written only after the wait for the product that reads it. k and v have rings of STAGES places each, filled by
 // TMA, which counts bytes on a `full` barrier and zeroes rows beyond the end; every warp of a consumer reports on
-// `empty` when it has no more use for a place. Queries are given back as soon as the last logits are there, each consumer's
-// by itself, so that the next tile's come while this one ends; results leave straight from registers. A row of shared memory has 128 bytes in units of 16, unit c of row r at
-// c ^ (r % 8), as TMA's 128-byte swizzle writes and wgmma's reads it; D = 128 takes two panels of 64 columns.
+// `empty` when it has no more use for a place. Queries are given back as soon as the last logits are there, each
+// consumer's by itself, so that the next tile's come while this one ends; results leave straight from registers.
 //
-// Packed sequences are found as in triton.py: sequence i has the tile slots from begin_i / ROWS + i on. Copies do not know
-// where a sequence ends, so keys beyond its end are masked and rows of v beyond it are zeroed before they are used: what
+// A row of shared memory has 128 bytes in units of 16, unit c of row r at c ^ (r % 8), as TMA's 128-byte swizzle writes
+// and wgmma's reads it; D = 128 takes two panels of 64 columns.
+//
+// Packed sequences are found as in triton.py: sequence i has the tile slots from begin_i / ROWS + i on. Copies do not
+// know where a sequence ends, so keys beyond its end are masked and rows of v beyond it zeroed before they are used: what
 // lies there may be no number.
 //
 // wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
 // 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed. So s turns into p in place.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start their
-// products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED and SINKS (1: fp32, 2:
-// as q).
+// The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start
+// their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED and SINKS
+// (1: fp32, 2: as q).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -144,7 +146,9 @@ __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <int PENDING>
-__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
+__device__ __forceinline__ void finish() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
 
 // Registers that a product under way reads or writes: nothing about them moves across this.
 template <int COUNT>
@@ -335,11 +339,12 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at) {
         int first = tile.begin_k + tile.first, row = first + (tile.blocks - 1) * BLOCK_N;
         at.k.fetch(a.k, k, row, h_kv, b);
         for (int c = 0; c < CONSUMERS; c++) {
+            const int query = tile.begin_q + tile.m0 + 64 * c;
             await(at.q_empty + 8 * c, parity ^ 1);
             expect(at.q_full + 8 * c, Q_BYTES);
 #pragma unroll
             for (int d = 0; d < D; d += 64)
-                copy_box(at.q + c * Q_BYTES + d * 128, a.q, at.q_full + 8 * c, d, tile.begin_q + tile.m0 + 64 * c, h, b);
+                copy_box(at.q + c * Q_BYTES + d * 128, a.q, at.q_full + 8 * c, d, query, h, b);
         }
         parity ^= 1;
         for (; row > first; row -= BLOCK_N) {
@@ -410,8 +415,8 @@ __device__ __forceinline__ void zero_rows(u32 v, int from, int consumer) {
 }
 
 // All keys of a tile, from the last to the first.
-__device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, const Tile &tile, Place &k, Place &v, u32 q,
-                                     int consumer, int all_from, int all_to) {
+__device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, const Tile &tile, Place &k, Place &v,
+                                     u32 q, int consumer, int all_from, int all_to) {
     const int lane = threadIdx.x % 32;
     int key = tile.first + (tile.blocks - 1) * BLOCK_N;
     await(at.k.full + 8 * k.at, k.parity);
@@ -504,7 +509,8 @@ __device__ __forceinline__ void store(const Args &a, const float (&o)[O], const 
             for (int i = 0; i < 4; i++)
                 y[i] = pack(o[4 * (c + i) + 2 * r] * x.alpha[r], o[4 * (c + i) + 2 * r + 1] * x.alpha[r]);
             transpose(y);
-            if (there) *reinterpret_cast<uint4 *>(out + row * a.o_n + (c + t) * 16) = make_uint4(y[0], y[1], y[2], y[3]);
+            char *to = out + row * a.o_n + (c + t) * 16;
+            if (there) *reinterpret_cast<uint4 *>(to) = make_uint4(y[0], y[1], y[2], y[3]);
         }
         if (a.lse && t == 0 && there)
             a.lse[(long long)tile.head * a.n_q + tile.begin_q + first + row] =
