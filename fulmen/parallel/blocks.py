@@ -123,10 +123,11 @@ def reach(cut: Cut, mask: Mask, source: int) -> int:
     return max((hop for hop in range(1, P) if blocks(cut, mask, (source + hop) % P, source)), default=0)
 
 
-def shapes(cut: Cut, mask: Mask) -> set[Block]:
+@functools.lru_cache(maxsize=1024)
+def shapes(cut: Cut, mask: Mask) -> frozenset[Block]:
     """One block of each size and mask that some rank computes, at the origin."""
     P = len(cut.lengths)
     found = (block for rank in range(P) for source in range(P) for block in blocks(cut, mask, rank, source))
-    return {
+    return frozenset(
         b._replace(q0=0, q1=b.q1 - b.q0, k0=0, k1=b.k1 - b.k0, offsets=b.offsets and (0, b.q1 - b.q0)) for b in found
-    }
+    )

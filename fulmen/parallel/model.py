@@ -107,7 +107,10 @@ def _share_heads(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in list(model.modules()):
         if hasattr(module, "tp_plan"):
             parallelize_module(module, mesh, module.tp_plan())  # type: ignore[operator]
+    made: dict[nn.Parameter, nn.Parameter] = {}  # of weights that several modules share one is made
     for module in list(model.modules()):
-        rest = [x for x in module.parameters(recurse=False) if not isinstance(x, DTensor)]
+        rest = {name: x for name, x in module.named_parameters(recurse=False) if not isinstance(x, DTensor)}
         if rest:
             Replicated()._apply(module, mesh)
+        for name, old in rest.items():
+            module.register_parameter(name, made.setdefault(old, getattr(module, name)))

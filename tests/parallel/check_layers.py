@@ -131,6 +131,34 @@ def training(pattern: str, tp: int, cp: int, checkpointing: bool = False, steps:
     torch.testing.assert_close(losses, want, rtol=2e-3, atol=0)
 
 
+class Tied(torch.nn.Module):
+    """Embedding and output share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(11, 24), torch.nn.Linear(24, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.attention = LAYERS["grouped"]()
+
+    def forward(self, ids):
+        return self.head(self.attention(self.embed(ids)))
+
+
+def tied() -> None:
+    """A shared weight stays shared, and gets both gradients."""
+    torch.manual_seed(0)
+    alone = Tied().double()
+    shared = parallel.apply_parallel(copy.deepcopy(alone), mesh_of(2, dist.get_world_size() // 2))
+    assert shared.head.weight is shared.embed.weight
+    ids = torch.randint(11, (2, 16))
+    cp = mesh_of(2, dist.get_world_size() // 2)["cp"]
+    alone(ids).square().sum().backward()
+    shared(parallel.shard(ids, cp, dim=1)).square().sum().backward()
+    grad = full(shared.head.weight.grad).clone()
+    dist.all_reduce(grad, group=cp.get_group())
+    torch.testing.assert_close(grad, alone.head.weight.grad, rtol=1e-9, atol=0)
+
+
 def compiled() -> None:
     """torch.compile breaks its graph where ranks meet, and goes on."""
     torch.manual_seed(0)

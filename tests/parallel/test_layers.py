@@ -36,6 +36,10 @@ def test_training_follows_one_process(on_ranks, pattern, tp, cp):
     on_ranks(4, CHECKS, "training", pattern=pattern, tp=tp, cp=cp, checkpointing=tp == 1)
 
 
+def test_a_shared_weight_stays_shared(on_ranks):
+    on_ranks(4, CHECKS, "tied")
+
+
 def test_compiled_layers(on_ranks):
     on_ranks(2, CHECKS, "compiled")
 
