@@ -177,16 +177,22 @@ def as_operand(state, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(pieces_ptr, piece, sequences):
-    """The sequence that a segment belongs to: the last one that begins with it or before."""
-    low = 0
-    high = sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(pieces_ptr + middle) <= piece
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
+def owned(number, pieces_ptr, num_segments, H):
+    """(sequence, head, segment) of a program, by its number; see the kernel's arguments."""
+    if pieces_ptr is None:
+        sequence, h = number // num_segments // H, number // num_segments % H
+        segment = number % num_segments
+    else:  # the last sequence that begins with this segment or before
+        h = number % H
+        sequence = 0
+        beyond = num_segments
+        while beyond - sequence > 1:
+            middle = (sequence + beyond) // 2
+            before = tl.load(pieces_ptr + middle) <= number // H
+            sequence = tl.where(before, middle, sequence)
+            beyond = tl.where(before, beyond, middle)
+        segment = number // H - tl.load(pieces_ptr + sequence)
+    return sequence, h, segment
 
 
 @triton.jit
@@ -219,14 +225,7 @@ def lightning_sweep_kernel(
     pid_v = pid % TILES_V
     pid_sweep = pid // TILES_V % NUM_SWEEPS
     rest = pid // (TILES_V * NUM_SWEEPS)
-    if pieces_ptr is None:
-        pid_segment = rest % num_segments
-        pid_sequence = rest // num_segments // H
-        pid_h = rest // num_segments % H
-    else:
-        pid_h = rest % H
-        pid_sequence = sequence_of(pieces_ptr, rest // H, num_segments)
-        pid_segment = rest // H - tl.load(pieces_ptr + pid_sequence)
+    pid_sequence, pid_h, pid_segment = owned(rest, pieces_ptr, num_segments, H)
     if cu_seqlens_ptr is None:
         pid_b = pid_sequence
         begin = 0
