@@ -34,14 +34,12 @@ SCAN_BLOCK = 256  # elements of a state that a program carries
 
 
 def rank(spec: LightningSpec) -> float:
-    """Ahead of the fused sweep where that leaves at least half of the SMs without a program; of packed sequences, where
-    it has so few programs that the longest sequence, whose length nobody here knows, may keep the others waiting."""
+    """Ahead of the fused sweep where that leaves at least half of the SMs without a program."""
     if spec.device.type != "cuda":
         return 1001.0
     hw = hardware.of(spec.device)
     programs = spec.states * spec.H * triton.cdiv(spec.E, fused.config(spec, hw).block_v)
-    few = 2 * programs <= hw.sm_count if spec.sequences is None else programs <= 4 * hw.sm_count
-    return 5.0 if few and spec.N >= 8 * MIN_SEGMENT else 20.0
+    return 5.0 if 2 * programs <= hw.sm_count and spec.N >= 8 * MIN_SEGMENT else 20.0
 
 
 def segments(spec: LightningSpec, hw: hardware.Hardware, cfg: fused.Config, x: Residuals) -> Segments:

@@ -41,7 +41,12 @@ def hopper(monkeypatch):
         (spec(D=48, grad=False), "sdpa"),  # cuda has no such head dim
         (spec(N=8192, causal=False, grad=False)._replace(N_Q=100, B=64), "sdpa"),  # not enough queries for a tile
         (spec(grad=False)._replace(B=1, H=1, H_KV=1, N_Q=16384, N_KV=16384), "sdpa"),  # nor for a GPU
-        (spec(grad=False, softcap=30.0), "triton"),
+        (spec(grad=False, softcap=30.0), "cuda"),
+        (spec(grad=False, sequences=3), "cuda"),
+        (spec(D=96, grad=False, softcap=30.0), "triton"),  # cuda has no such head dim
+        (spec(grad=False, softcap=30.0)._replace(N_Q=100), "triton"),
+        (spec(D=256, grad=False), "cuda"),
+        (spec(D=192, E=128, causal=False, grad=False), "cuda"),
         (spec(D=64, N=128, B=1, grad=False), "cuda"),
         (spec(D=64, N=128, B=1), "triton"),
         (spec(D=64, N=300, B=1, grad=False), "triton"),
