@@ -71,7 +71,7 @@ def calls(forward: Callable[[], list[Any]], leaves: list[Any], douts: list[Any])
     }
 
 
-def measure(out: Path) -> None:
+def measure(out: Path, only: str | None) -> None:
     import torch
 
     from fulmen.bench import cases, competitors, environment
@@ -86,6 +86,8 @@ def measure(out: Path) -> None:
         file.write(json.dumps({"environment": about, "commit": environment.commit(), "rounds": ROUNDS}) + "\n")
         for line in cases.read("layers"):
             case = competitors.complete(line, device)
+            if only is not None and case["layer"] != only:
+                continue
             problem = layer.problem(case, device, 1)
             forward = functools.partial(one_result, layer.attend("auto"), problem.x)
             whole = calls(forward, list(problem.leaves.values()), [problem.douts["o"]])
@@ -238,10 +240,11 @@ def write_claims(claims: Path, table: dict[str, dict[tuple[str, str], float]], w
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", help="one kind of layer")
     parser.add_argument("--render", type=Path, nargs="+")
     given = parser.parse_args()
     if given.out:
-        measure(given.out)
+        measure(given.out, given.only)
     elif given.render:
         render(given.render[0], *[*given.render[1:], None, None][:2])
     else:
