@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fulmen.launch import Launch, repeat
+from fulmen.launch import Launch
 from fulmen.layers.ranks import RMSNorm
+from fulmen.layers.rotary_triton import p2, run
 
 PROGRAMS = 528  # of a backward: 4 on each SM of an H200
 MAX_WIDTH = 8192  # of a row that a program holds
@@ -59,10 +60,6 @@ def norm_backward_kernel(
     tl.store(sums_ptr + tl.program_id(0) * R + i, total, i < R)
 
 
-def p2(n: int) -> int:
-    return int(triton.next_power_of_2(n))
-
-
 def warps(R: int) -> dict[str, int]:
     return {"num_warps": max(4, min(16, p2(R) // 512))}
 
@@ -78,11 +75,6 @@ def norm_backward_launch(
     R, rest = weight.shape[0], dx.shape[2] - weight.shape[0]
     sizes = (x.stride(1), rstd.numel(), R, p2(R), rest, p2(max(rest, 1)), sums.shape[0])
     return Launch(norm_backward_kernel, sums.shape[0], (x, weight, rstd, dy, drest, dx, sums), sizes, warps(R))
-
-
-def run(make: Any, tensors: tuple[Tensor, ...], *options: Any) -> None:
-    key = (make, options, *((x.shape, x.stride(), x.dtype) for x in tensors), tensors[0].device)
-    repeat(key, tensors[0].device, [tensors], lambda: [make(*tensors, *options)])
 
 
 def serves(x: Tensor, norm: RMSNorm) -> bool:
