@@ -44,7 +44,8 @@ RANKING = """
 ## Softmax attention, `auto`
 
 On a compute capability with rows below, the backend measured to be the fastest; then sdpa, triton, eager, whichever
-serves the call. cuda is taken without options, from 1024 queries a head and {full} in all on. Calls of less than
+serves the call. cuda is taken from 1024 queries a head and {full} in all on; without gradients also where options
+(window, softcap, sinks, packed sequences) leave triton as the only other one. Calls of less than
 {small:g} FLOP forward go to triton, as the host takes longer than the GPU, and without gradients, up to 256 queries and
 keys with D = E = 64, to cuda. Elsewhere torch's kernels come first, as nothing was measured. The measurements stand
 beside the rows in `fulmen/flash/ranking.py`.
