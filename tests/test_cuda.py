@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -43,16 +42,12 @@ def elf(code: bytes) -> bool:
 
 
 def test_compiled_once_and_kept(folder, monkeypatch):
-    started = time.perf_counter()
     code = cuda.cubin(SMALL)
     assert elf(code)
-    assert time.perf_counter() - started < 20
     (file,) = folder.iterdir()
     forget()
     monkeypatch.setattr(cuda, "compile_now", None)  # must not be called
-    started = time.perf_counter()
     assert cuda.cubin(SMALL) == code
-    assert time.perf_counter() - started < 0.05
     assert list(folder.iterdir()) == [file]
 
 

@@ -179,11 +179,14 @@ def write_parts(parts: Path, write: Callable[[str], Any]) -> None:
     )
     write("`tools/measure_layers.py`.\n\n| layer | parts, total ms | layer, total ms | forward | backward | total |\n")
     write("|---|---|---|---|---|---|\n")
-    for text in parts.read_text().splitlines()[1:]:
+    about, *rows = parts.read_text().splitlines()
+    for text in rows:
         row = json.loads(text)
         times = {name: median(x) for name, x in row["samples_ms"].items()}
         shares = " | ".join(f"{times[f'layer {p}'] / times[f'parts {p}'] - 1:+.1%}" for p in PASSES)
         write(f"| {describe(row['case'])} | {times['parts total']:.3f} | {times['layer total']:.3f} | {shares} |\n")
+    if note := json.loads(about).get("note"):
+        write(f"\n{note}\n")
 
 
 def write_claims(claims: Path, table: dict[str, dict[tuple[str, str], float]], write: Callable[[str], Any]) -> None:

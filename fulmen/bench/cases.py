@@ -147,6 +147,8 @@ def select(lines: Sequence[Line], shapes: Sequence[dict[str, Any]], keys: dict[s
         if not able:
             known = sorted({key for line in lines for key in keys[line.op]})
             raise BadSuite(f"--shape: no case says {', '.join(shape_)}; a case says {', '.join(known)}")
+        kinds = {k: v for k, v in wanted.items() if type(v) is str and k != "dtype"}  # as of layers: only like to like
+        able = [line for line in able if all(_agrees(line.case, k, v) for k, v in kinds.items())] or able
         agree = [line for line in able if all(_agrees(line.case, k, v) for k, v in wanted.items())]
         made = [replace(line, case=line.case | wanted) for line in agree or able]
         chosen += [line for i, line in enumerate(made) if line not in made[:i] and line not in chosen]

@@ -15,7 +15,21 @@ def fail(error: object) -> NoReturn:
     raise click.ClickException(str(error)) from None
 
 
-@click.group()
+class Needy(click.Group):
+    """Commands that say what to install instead of showing where it was missed."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name and error.name.partition(".")[0] == "fulmen":
+                raise
+            fail(
+                f"{error.name} is not installed; the benchmark needs more than the library: pip install 'fulmen[bench]'"
+            )
+
+
+@click.group(cls=Needy)
 def bench() -> None:
     """Measure attention kernels: proved right first, timed, and checked against physics."""
 

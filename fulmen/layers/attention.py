@@ -164,14 +164,21 @@ class GroupedQueryAttention(weights.Whole):
         context     (B, N_KV, context_dim): k and v are made of it (cross-attention), with a mask or offsets of its own.
         """
         calls.check_call(self.embed_dim, x, positions, cache, KVCache, mask, cu_seqlens, self.options.causal, self.cp)
+        calls.check_kind("x", x, self.o_proj)
         x, padding = calls.tokens_first(x, mask)
         if context is None:
+            if self.context_dim != self.embed_dim:
+                raise ValueError(
+                    f"context is None, and the layer makes k and v of vectors of context_dim={self.context_dim}, "
+                    f"which x {tuple(x.shape)} does not have"
+                )
             if context_mask is not None or context_cu_seqlens is not None:
                 raise ValueError("context_mask or context_cu_seqlens is given, and no context")
             rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
             q, k, v = self._project(x, x)
         else:
             self._check_context(x, context, cache)
+            calls.check_kind("context", context, self.o_proj)
             context, rows = self._context(x, context, context_mask, padding, cu_seqlens, context_cu_seqlens)
             q, k, v = self._project(x, context)
         rope, tables = self.rope, None
@@ -271,7 +278,10 @@ class GroupedQueryAttention(weights.Whole):
         causal: bool = False, backend: str = "auto", device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:  # fmt: skip
-        """The layer of a `torch.nn.MultiheadAttention`, or of its state_dict, which does not tell `num_heads`."""
+        """The layer of a `torch.nn.MultiheadAttention`, or of its state_dict, which does not tell `num_heads`.
+
+        x is (B, N, embed_dim) here, whatever the module's batch_first, which is False unless it was given.
+        """
         arguments, tensors = weights.from_multihead_attention(module_or_state_dict, num_heads)
         make = functools.partial(cls._with, **arguments, causal=causal, backend=backend)
         return calls.loaded(make, tensors, module_or_state_dict, device, dtype)

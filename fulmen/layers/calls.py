@@ -114,6 +114,18 @@ def check_call(
             raise ValueError(f"positions is on {positions.device}, must be on {x.device}, where x is")
 
 
+def check_kind(name: str, x: Tensor, projection: nn.Module) -> None:
+    """x where the layer is and of its dtype, as far as a plain Linear tells; autocast sees to dtypes itself."""
+    if type(projection) is not nn.Linear or torch.compiler.is_compiling():
+        return
+    weight = projection.weight
+    if x.device != weight.device:
+        hint = ": call to_empty(device=...) and reset_parameters()" if weight.device.type == "meta" else ""
+        raise ValueError(f"{name} is on {x.device}, and the layer on {weight.device}{hint}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name} is {x.dtype}, and the layer {weight.dtype}: cast one of them, or use autocast")
+
+
 def check_tokens(name: str, x: Tensor, size: int, what: str) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, must be a tensor (B, N, {what})")

@@ -39,6 +39,7 @@ from fulmen.layers.calls import (
     check_backend,
     check_call,
     check_heads,
+    check_kind,
     check_size,
     counts_of,
     loaded,
@@ -198,6 +199,7 @@ class MultiHeadLatentAttention(weights.Whole):
         cu_seqlens  int32: B is 1 and N holds packed sequences, which do not see each other.
         """
         check_call(self.embed_dim, x, positions, cache, LatentCache, mask, cu_seqlens, self.options.causal, self.cp)
+        check_kind("x", x, self.o_proj)
         x, padding = tokens_first(x, mask)
         rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
         if padding is not None:

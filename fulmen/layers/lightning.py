@@ -34,6 +34,7 @@ from fulmen.layers.calls import (
     check_backend,
     check_call,
     check_heads,
+    check_kind,
     check_size,
     loaded,
     rotary,
@@ -236,6 +237,7 @@ class LightningAttention(weights.Whole):
         cu_seqlens  int32: B is 1 and N holds packed sequences, each with a state of its own.
         """
         check_call(self.embed_dim, x, positions, cache, StateCache, mask, cu_seqlens, cp=self.cp)
+        check_kind("x", x, self.out_proj)
         x, padding = tokens_first(x, mask)
         q, k, v = self._project(x)
         if self.rope is not None:

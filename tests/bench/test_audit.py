@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from typing import Any
 
 import pytest
@@ -312,13 +311,11 @@ def test_never_faster_and_always_faster() -> None:
     assert "not faster" in cross.words
 
 
-def test_a_thousand_cells_in_well_below_two_seconds() -> None:
+def test_a_thousand_cells() -> None:
     cells = [
         make_cell(0.2 + 1e-4 * i, competitor=f"c{i % 7}", case={**CASE, "N": 1024 * (1 + i // 7)}) for i in range(1000)
     ]
     run = make_run()
-    start = time.perf_counter()
     for cell in cells:
         audit.judge(cell, run)
-    audit.judge_group(cells, {"r": run})
-    assert time.perf_counter() - start < 2
+    assert len(audit.judge_group(cells, {"r": run}).scaling) == 7

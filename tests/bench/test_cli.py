@@ -110,3 +110,15 @@ def test_against_another_commit(tmp_path: Path) -> None:
     listed = environment._git("worktree", "list", "--porcelain") or ""
     assert "fulmen-base-" not in listed
     assert json.dumps(base.commit)
+
+
+@pytest.mark.parametrize(("name", "said"), [("numpy", True), ("fulmen.bench.cases", False)])
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, name: str, said: bool) -> None:
+    def gone(*arguments: object) -> None:
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr("rich.console.Console", gone)
+    done = call("bench", "list")
+    assert done.exit_code == 1
+    assert ("is not installed" in done.output and "fulmen[bench]" in done.output) == said
+    assert isinstance(done.exception, SystemExit if said else ModuleNotFoundError)  # of ours: a fault, shown as one

@@ -371,3 +371,11 @@ def test_a_run_on_a_gpu(out: Path) -> None:
     assert any(c.kernels for c in found)
     triton = [c for c in found if c.backend == "triton"]
     assert all(c.resources for c in triton)
+
+
+def test_a_shape_of_one_kind_of_layer_is_made_of_its_lines() -> None:
+    for shape, count in (("layer=gqa,B=1,N=64,H=4,H_KV=2,D=32", 1), ("layer=mla,B=1,N=64,H=4,D=48,E=32,rank=32", 1)):
+        lines = runner.lines_of(runner.Choice(("layers",), shapes=(shape,)))
+        assert len(lines) == count
+        for line in lines:
+            competitors.complete(line, torch.device("cpu"))

@@ -9,6 +9,7 @@ from fulmen.layers import (
     GroupedQueryAttention,
     KVCache,
     LatentCache,
+    LightningAttention,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     MultiHeadSelfAttention,
@@ -195,3 +196,29 @@ def test_what_a_named_backend_cannot_do_raises_its_reason():
         gqa(backend="sdpa", dropout=0.1, sinks=True)(X)
     with pytest.raises(NotImplementedError, match=r"preallocated cache.*torch.no_grad"):
         gqa(causal=True)(X, cache=KVCache(9))
+
+
+LAYERS = {
+    "GQA": lambda **kind: GroupedQueryAttention(16, 2, 1, **kind),
+    "MLA": lambda **kind: MultiHeadLatentAttention(16, 2, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8, **kind),
+    "lightning": lambda **kind: LightningAttention(16, 2, **kind),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_x_of_another_kind(layer):
+    x = torch.randn(1, 3, 16)
+    with pytest.raises(ValueError, match=r"x is torch.float64, and the layer torch.float32: cast one"):
+        LAYERS[layer]()(x.double())
+    with pytest.raises(ValueError, match=r"x is on cpu, and the layer on meta: call to_empty"):
+        LAYERS[layer](device="meta")(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        LAYERS[layer]()(x.bfloat16())
+
+
+def test_a_context_that_is_missing_or_of_another_kind():
+    layer = GroupedQueryAttention(16, 2, 1, context_dim=10)
+    with pytest.raises(ValueError, match=r"context is None.*context_dim=10.*\(1, 3, 16\)"):
+        layer(torch.randn(1, 3, 16))
+    with pytest.raises(ValueError, match=r"context is torch.float64, and the layer torch.float32"):
+        layer(torch.randn(1, 3, 16), context=torch.randn(1, 3, 10).double())
