@@ -83,9 +83,8 @@ def lightning_attention(
     q              (B, H, N, D); any strides whose last dimension is contiguous, so a (B, N, H, D) tensor may be
                    passed as `x.transpose(1, 2)` at no cost. bf16, fp16 or fp32 (fp64 on the eager backend).
     k, v           (B, H_KV, N, D) and (B, H_KV, N, E); H_KV divides H, query head h reads head h // (H / H_KV).
-    decay          None, or the slopes s >= 0 as fp32 (H,) or (H, 1, 1); `fulmen.decay` builds the usual ones. They get
-                   a gradient if they ask for it.
-                   Its sign is checked on the CPU only: on a GPU that would synchronise.
+    decay          None, or the slopes s >= 0 as fp32 (H,) or (H, 1, 1); `fulmen.decay` builds the usual ones.
+                   Not differentiable yet. Its sign is checked on the CPU only: on a GPU that would synchronise.
     scale          multiplies the output; 1 as in the Lightning Attention papers (fla defaults to D ** -0.5).
     initial_state  fp32 (B, H, D, E), the state before the first token; differentiable.
     cu_seqlens     int32 (sequences + 1,) on the inputs' device, rising from 0 to N: B is 1 and N holds packed
@@ -159,12 +158,7 @@ def _check(
     check_scale(scale)
     _check_decay(q, decay)
     _check_states(q, initial_state, cu_seqlens, E)
-    slopes = None if decay is None else decay.reshape(H).contiguous()
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled() and cu_seqlens is not None and q.is_cuda:
-        raise NotImplementedError(
-            "decay.requires_grad with cu_seqlens on a GPU: its gradient would read cu_seqlens on the host, and wait; "
-            "pass decay.detach()"
-        )
+    slopes = None if decay is None else decay.detach().reshape(H).contiguous()
     ends = None if cu_seqlens is None else cu_seqlens.contiguous()
     return Residuals(q, k, v, slopes, initial_state, ends)
 
@@ -179,6 +173,8 @@ def _check_decay(q: Tensor, decay: Tensor | None) -> None:
         raise ValueError(f"decay is {decay.dtype}, must be float32")
     if decay.device != q.device:
         raise ValueError(f"decay is on {decay.device}, must be on q's {q.device}")
+    if decay.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("decay.requires_grad: its gradient is not implemented, pass decay.detach()")
 
 
 def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, E: int) -> None:
@@ -279,7 +275,6 @@ _lib.define(
     f"lightning_backward({_TENSORS}, Tensor do, Tensor? dstate, float scale, str backend)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dinitial_state)"
 )
-_lib.define(f"lightning_decay_gradient({_TENSORS}, Tensor do, Tensor? dstate, float scale) -> Tensor")
 
 
 def _spec(x: Residuals, scale: float, with_state: bool) -> LightningSpec:
@@ -334,19 +329,6 @@ def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return dq, dk, dv, _nothing(x) if x.initial_state is None else torch.empty_like(x.initial_state)
 
 
-@outside_autocast
-def _decay_gradient(*args: Any) -> Tensor:
-    from fulmen.lightning import slopes
-
-    *tensors, do, dstate, scale = args
-    x = Residuals(*tensors)
-    return slopes.gradient(_spec(x, scale, dstate is not None), x, do, dstate)
-
-
-def _decay_gradient_fake(*args: Any) -> Tensor:
-    return torch.empty_like(args[3])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale, ctx.with_state, ctx.backend = inputs
     ctx.set_materialize_grads(False)
@@ -359,24 +341,16 @@ def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Any,
         do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
     plain = unwatched(*x, do, dstate) and not torch.is_grad_enabled()
     run = _backward if plain else torch.ops.fulmen.lightning_backward
-    dstate = dstate if ctx.with_state else None
-    dq, dk, dv, dinitial = run(*x, do, dstate, ctx.scale, ctx.backend)
-    ddecay = None
-    if x.decay is not None and ctx.needs_input_grad[3]:
-        find = _decay_gradient if plain else torch.ops.fulmen.lightning_decay_gradient
-        ddecay = find(*x, do, dstate, ctx.scale)
-    return dq, dk, dv, ddecay, None if x.initial_state is None else dinitial, None, None, None, None
+    dq, dk, dv, dinitial = run(*x, do, dstate if ctx.with_state else None, ctx.scale, ctx.backend)
+    return dq, dk, dv, None, None if x.initial_state is None else dinitial, None, None, None, None
 
 
 _lib.impl("lightning_forward", _forward, "CompositeExplicitAutograd")
 _lib.impl("lightning_backward", _backward, "CompositeExplicitAutograd")
-_lib.impl("lightning_decay_gradient", _decay_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("fulmen::lightning_forward", _forward_fake, lib=_lib)
 torch.library.register_fake("fulmen::lightning_backward", _backward_fake, lib=_lib)
-torch.library.register_fake("fulmen::lightning_decay_gradient", _decay_gradient_fake, lib=_lib)
 torch.library.register_autograd("fulmen::lightning_forward", _gradients, setup_context=_save, lib=_lib)
-for _name in ("lightning_backward", "lightning_decay_gradient"):
-    torch.library.register_autograd(f"fulmen::{_name}", no_second_derivative("lightning_attention"), lib=_lib)
+torch.library.register_autograd("fulmen::lightning_backward", no_second_derivative("lightning_attention"), lib=_lib)
 
 
 class LightningFunction(torch.autograd.Function):
@@ -402,6 +376,6 @@ def _attend(x: Residuals, scale: float, with_state: bool, backend: str) -> tuple
     refuse_derivatives_we_lack("lightning_attention", x)
     if not unwatched(*x):
         return torch.ops.fulmen.lightning_forward(*inputs)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:5]):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.initial_state)):
         return LightningFunction.apply(*inputs)
     return _forward(*inputs)

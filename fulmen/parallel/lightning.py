@@ -167,10 +167,6 @@ def _attend(
         check_offset_values("cu_seqlens", on_host, cut.total)
         offsets = on_host.tolist()
         sequences = len(offsets) - 1
-    if x.decay is not None and x.decay.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "decay.requires_grad: over ranks its gradient is not implemented, pass decay.detach()"
-        )
     _check_values(x.decay, None, x.q.shape[2])
     empty = tuple(i for i, rank in owners_of_empty(cut, offsets).items() if rank == ranks.rank)
     slopes = states.host_values(decay, x.q.shape[1])

@@ -156,6 +156,14 @@ def test_fp64_takes_fp64_states():
     assert call(x, decay=GOOD.decay).dtype == torch.float64
 
 
+def test_decay_that_requires_grad():
+    decay = GOOD.decay.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"decay.requires_grad.*decay.detach\(\)"):
+        call(GOOD, decay=decay)
+    with torch.no_grad():
+        call(GOOD, decay=decay)
+
+
 def test_with_state_checks_the_same():
     with pytest.raises(ValueError, match="k must share"):
         fulmen.lightning_attention_with_state(GOOD.q, GOOD.k[:1], GOOD.v)
