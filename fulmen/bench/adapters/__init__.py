@@ -68,5 +68,11 @@ def head_of(seed: int, batches: int, heads: int) -> tuple[int, int]:
     return at // heads, at % heads
 
 
+def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Of q, k, v and o."""
+    B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
+    return (B, H, N, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N, E)
+
+
 def size_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
     return sum(math.prod(shape) for shape in shapes) * dtype.itemsize

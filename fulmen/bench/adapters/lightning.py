@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fulmen import decay, dispatch, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, size_of, small_case
+from fulmen.bench.adapters import dtype_of, head_of, normal, shapes, size_of, small_case
 from fulmen.bench.gate import Problem
 from fulmen.lightning.op import LightningSpec, lightning_attention, lightning_attention_with_state
 from fulmen.testing import lightning as testing
@@ -30,12 +30,6 @@ def complete(case: dict[str, Any]) -> dict[str, Any]:
 
 def function(case: dict[str, Any]) -> str:
     return "causal linear attention with decay" if case["decay"] else "causal linear attention"
-
-
-def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """Of q, k, v and o."""
-    B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
-    return (B, H, N, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N, E)
 
 
 def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:

@@ -24,8 +24,13 @@ def refuses(case: dict[str, Any], device: torch.device) -> str | None:
 
 
 def attend(x: Any) -> torch.Tensor:
-    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found, unused-ignore]
+    return call("chunk_simple_gla", x)
+
+
+def call(name: str, x: Any) -> torch.Tensor:
+    """One of the package's functions, by its name."""
+    from fla.ops import simple_gla  # type: ignore[import-not-found, unused-ignore]
 
     q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
-    o, _ = chunk_simple_gla(q, k, v, g_gamma=None if x.decay is None else -x.decay, scale=x.scale)
+    o, _ = getattr(simple_gla, name)(q, k, v, g_gamma=None if x.decay is None else -x.decay, scale=x.scale)
     return o.transpose(1, 2)

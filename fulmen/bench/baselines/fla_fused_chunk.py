@@ -6,26 +6,10 @@ from typing import Any
 
 import torch
 
-from fulmen.bench.baselines import absent, version_of
+from fulmen.bench.baselines.fla_chunk import COMPUTES, call, refuses, version
 
-COMPUTES = "lightning"
-
-
-def version() -> str:
-    return version_of("flash-linear-attention", "fla-core")
-
-
-def refuses(case: dict[str, Any], device: torch.device) -> str | None:
-    if case["H"] != case["H_KV"]:
-        return f"needs as many heads of k and v as of q, here H={case['H']}, H_KV={case['H_KV']}"
-    if device.type != "cuda":
-        return f"kernels for GPUs, and the device is {device}"
-    return absent("fla", "flash-linear-attention")
+__all__ = ["COMPUTES", "attend", "refuses", "version"]
 
 
 def attend(x: Any) -> torch.Tensor:
-    from fla.ops.simple_gla import fused_chunk_simple_gla  # type: ignore[import-not-found, unused-ignore]
-
-    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
-    o, _ = fused_chunk_simple_gla(q, k, v, g_gamma=None if x.decay is None else -x.decay, scale=x.scale)
-    return o.transpose(1, 2)
+    return call("fused_chunk_simple_gla", x)
