@@ -13,6 +13,7 @@ from fulmen.layers import GroupedQueryAttention, LatentCache, MultiHeadLatentAtt
 from fulmen.layers import rotary_triton as kernels
 from fulmen.layers.projections import Projected, plain
 from fulmen.layers.rotary import Rotary, apply_rotary
+from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, assert_close
 from tests.aot import Compiler, RotaryCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,50 +31,68 @@ def tables(B: int, N: int, dim: int, by_row: bool) -> tuple[torch.Tensor, torch.
 
 
 def plainly(x, cos, sin, interleaved):
-    """`apply_rotary` of (B, N, H, D) without the kernels."""
-    if x.is_cuda:
-        return apply_rotary(x.cpu().transpose(1, 2), cos.cpu(), sin.cpu(), interleaved).transpose(1, 2).to(x.device)
-    return apply_rotary(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
+    """`apply_rotary` of (B, N, H, D) without the kernels; cos and sin are the fp32 tables, whatever x is."""
+    where = x.device
+    x, cos, sin = (t.cpu() for t in (x, cos, sin))
+    return apply_rotary(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2).to(where)
 
 
+def compare(fast, plain, leaves, *douts):
+    """`fast` against `plain` in fp64, results and gradients of all leaves, by the error of `plain` in their own dtype."""
+    douts = [drawn(*shape, seed=9 + i).to(leaves[0].dtype) for i, shape in enumerate(douts)]
+
+    def results(function, kind):
+        mine = [t.detach().to(kind).requires_grad_() for t in leaves]
+        outs = function(*mine)
+        return [*outs, *torch.autograd.grad(outs, mine, [d.to(kind) for d in douts])]
+
+    dtype = leaves[0].dtype
+    low, exact = results(plain, dtype), results(plain, torch.float64)
+    for i, (got, near, want) in enumerate(zip(results(fast, dtype), low, exact, strict=True)):
+        factor = FORWARD_FACTOR if i < len(douts) else GRADIENT_FACTOR
+        assert_close(f"result {i}", got, near, want, factor)
+
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [True, False], ids=["neighbours", "halves"])
 @pytest.mark.parametrize("by_row", [True, False], ids=["positions by row", "shared"])
 @pytest.mark.parametrize(("H", "D", "dim"), [(3, 16, 16), (9, 24, 12), (8, 20, 6)])
-def test_rotated(H, D, dim, by_row, interleaved) -> None:
+def test_rotated(H, D, dim, by_row, interleaved, dtype) -> None:
     B, N = 2, 5
-    x = drawn(B, N, 2 * H, D)[:, :, H:].requires_grad_()  # a view, as of a fused projection
-    dy = drawn(B, N, H, D, seed=1)
     cos, sin = tables(B, N, dim, by_row)
-    y, want = kernels.Rotated.apply(x, cos, sin, interleaved), plainly(x, cos, sin, interleaved)
-    torch.testing.assert_close(y, want)
-    torch.testing.assert_close(*(torch.autograd.grad(out, x, dy)[0] for out in (y, want)))
+    compare(
+        lambda x: [kernels.Rotated.apply(x[:, :, H:], cos, sin, interleaved)],  # a view, as of a fused projection
+        lambda x: [plainly(x[:, :, H:], cos, sin, interleaved)],
+        [drawn(B, N, 2 * H, D).to(dtype)],
+        (B, N, H, D),
+    )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [True, False], ids=["neighbours", "halves"])
 @pytest.mark.parametrize("by_row", [True, False], ids=["positions by row", "shared"])
 @pytest.mark.parametrize(("H", "nope", "dim", "E"), [(3, 16, 8, 16), (9, 24, 12, 8), (8, 5, 6, 7)])
-def test_latent_q_k_v(H, nope, dim, E, by_row, interleaved) -> None:
+def test_latent_q_k_v(H, nope, dim, E, by_row, interleaved, dtype) -> None:
     B, N = 2, 5
-    w = drawn(H * (nope + dim), 6).requires_grad_()
-    up, row = drawn(B, N, H * (nope + E), seed=1).requires_grad_(), drawn(B, N, dim + 3, seed=2).requires_grad_()
     cos, sin = tables(B, N, dim, by_row)
-    x, rope = drawn(B, N, 6, seed=3), row[..., 3:]
-    outs = []
-    for fast in (True, False):
-        q = x @ w.T
-        if fast:
-            q = kernels.TurnedInPlace.apply(q, cos, sin, H, nope, interleaved).unflatten(2, (H, -1))
-            k, v = kernels.Joined.apply(up, rope, cos, sin, H, nope, E, interleaved)
-        else:
-            q = q.unflatten(2, (H, -1))
-            q = torch.cat([q[..., :nope], plainly(q[..., nope:], cos, sin, interleaved)], 3)
-            both = up.unflatten(2, (H, -1))
-            shared = plainly(rope[:, :, None], cos, sin, interleaved).expand(-1, -1, H, -1)
-            k, v = torch.cat([both[..., :nope], shared], 3), both[..., nope:]
-        grads = torch.autograd.grad([q, k, v], [w, up, row], [drawn(*t.shape, seed=4) for t in (q, k, v)])
-        outs.append((q, k, v, *grads))
-    for got, want in zip(*outs, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+    def fast(q, up, row):
+        q = kernels.TurnedInPlace.apply(1.0 * q, cos, sin, H, nope, interleaved)  # not a leaf, as a projection's output
+        k, v = kernels.Joined.apply(up, row[..., 3:], cos, sin, H, nope, E, interleaved)
+        return q.unflatten(2, (H, -1)), k, v
+
+    def plain(q, up, row):
+        q, up = q.unflatten(2, (H, -1)), up.unflatten(2, (H, -1))
+        shared = plainly(row[:, :, None, 3:], cos, sin, interleaved).expand(-1, -1, H, -1)
+        q = torch.cat([q[..., :nope], plainly(q[..., nope:], cos, sin, interleaved)], 3)
+        return q, torch.cat([up[..., :nope], shared], 3), up[..., nope:]
+
+    sizes = (H * (nope + dim), H * (nope + E), dim + 3)
+    leaves = [drawn(B, N, size, seed=size).to(dtype) for size in sizes]
+    compare(fast, plain, leaves, (B, N, H, nope + dim), (B, N, H, nope + dim), (B, N, H, E))
 
 
 def test_a_cpu_takes_torchs_operations() -> None:
@@ -98,34 +117,44 @@ def test_which_projections_are_plain() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_projections_of_one_x(bias) -> None:
-    x = drawn(2, 5, 6).requires_grad_()
-    linears = [torch.nn.Linear(6, size, bias=bias, device=DEVICE) for size in (4, 3, 7)]
-    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
-    ours, want = Projected.apply(x, *parameters), [linear(x) for linear in linears]
-    leaves = [x, *(p for p in parameters if p is not None)]
-    douts = [drawn(2, 5, size, seed=size) for size in (4, 3, 7)]
-    for got, exact in zip(ours, want, strict=True):
-        torch.testing.assert_close(got, exact)
-    for got, exact in zip(*(torch.autograd.grad(outs, leaves, douts) for outs in (ours, want)), strict=True):
-        torch.testing.assert_close(got, exact)
-    ours = Projected.apply(x, *parameters)  # of one of them, nothing comes back
-    want = linears[0](x), linears[2](x)
-    pairs = (torch.autograd.grad(outs, x, [douts[0], douts[2]])[0] for outs in ((ours[0], ours[2]), want))
-    torch.testing.assert_close(*pairs)
+    sizes = (4, 3, 7)
+    weights = [drawn(size, 6, seed=size) for size in sizes]
+    biases = [drawn(size, seed=20 + size) for size in sizes] if bias else []
+
+    def pairs(parameters):
+        return list(zip(parameters[:3], parameters[3:] or (None,) * 3, strict=True))
+
+    def fast(x, *parameters):
+        return Projected.apply(x, *(p for pair in pairs(parameters) for p in pair))
+
+    def plain(x, *parameters):
+        return [torch.nn.functional.linear(x, w, b) for w, b in pairs(parameters)]
+
+    leaves = [drawn(2, 5, 6), *weights, *biases]
+    compare(fast, plain, leaves, *((2, 5, size) for size in sizes))
 
 
+def test_a_projection_nothing_comes_back_to() -> None:
+    x, weights = drawn(2, 5, 6).requires_grad_(), [drawn(size, 6, seed=size) for size in (4, 3, 7)]
+    first, _, last = Projected.apply(x, *(p for w in weights for p in (w, None)))
+    douts = drawn(2, 5, 4, seed=1), drawn(2, 5, 7, seed=2)
+    (got,) = torch.autograd.grad((first, last), x, douts)
+    low = douts[0] @ weights[0] + douts[1] @ weights[2]
+    exact = douts[0].double() @ weights[0].double() + douts[1].double() @ weights[2].double()
+    assert_close("dx", got, low, exact, GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("R", "rest"), [(16, 6), (24, 0), (5, 3)])
-def test_normed(R, rest, monkeypatch) -> None:
+def test_normed(R, rest, dtype, monkeypatch) -> None:
     monkeypatch.setattr(latent_triton, "PROGRAMS", 4)  # so that one takes several rows
-    x = drawn(2, 5, R + rest).requires_grad_()
-    weight = (1 + drawn(R, seed=1) / 4).requires_grad_()
-    outs = latent_triton.Normed.apply(x, weight, 1e-6)
-    want = torch.nn.functional.rms_norm(x[..., :R], (R,), weight, 1e-6), x[..., R:]
-    douts = [drawn(2, 5, R, seed=2), drawn(2, 5, rest, seed=3)]
-    for got, exact in zip(outs, want, strict=True):
-        torch.testing.assert_close(got, exact)
-    for got, exact in zip(*(torch.autograd.grad(o, [x, weight], douts) for o in (outs, want)), strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+    compare(
+        lambda x, weight: latent_triton.Normed.apply(x, weight, 1e-6),
+        lambda x, weight: (torch.nn.functional.rms_norm(x[..., :R], (R,), weight, 1e-6), x[..., R:]),
+        [drawn(2, 5, R + rest).to(dtype), (1 + drawn(R, seed=1) / 4).to(dtype)],
+        (2, 5, R),
+        (2, 5, rest),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ compiled
