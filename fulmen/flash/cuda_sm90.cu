@@ -19,12 +19,16 @@
 // know where a sequence ends, so keys beyond its end are masked and rows of v beyond it zeroed before they are used: what
 // lies there may be no number.
 //
+// GROUPED: the query heads that share a head of k and v share tiles, too; there are 2, 4, ... or 64 of them. Then `heads`,
+// `h` and Tile::head count heads of k and v, row r of a tile is position r / group, query head r % group, and q's map is
+// (D, group, N, H_KV, B) with boxes of 64 x group x 64 / group.
+//
 // wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
 // 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed. So s turns into p in place.
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start
-// their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED and SINKS
-// (1: fp32, 2: as q).
+// their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, GROUPED
+// and SINKS (1: fp32, 2: as q).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -47,11 +51,12 @@ struct Args {
     const char *sinks;
     const int *cu_q, *cu_k;
     long long o_b, o_h, o_n;            // strides in bytes
-    int heads, h, group;                // B * H, H, H / H_KV
+    int heads, h, group;                // B * H, H, H / H_KV; GROUPED: B * H_KV, H_KV, H / H_KV
     int n_q, n_kv, left, right;
     int top_left, sequences;
     int tiles, section;                 // tiles of a head; heads that are worked on together
     float factor, inner;                // scale * log2(e); with a softcap, softcap * log2(e) and scale / softcap
+    int log_group;                      // base 2; GROUPED only
 };
 static_assert(sizeof(Args) == 512, "as cuda_sm90.py packs them");
 
@@ -90,12 +95,22 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, u32 barri
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(h), "r"(b) : "memory");
 }
 
+// 64 rows of queries, from position `row` on.
+__device__ __forceinline__ void copy_q(u32 to, const TensorMap &map, u32 barrier, int column, int row, int h, int b) {
+    if (!GROUPED) return copy_box(to, map, barrier, column, row, h, b);
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 :: "r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(0), "r"(row), "r"(h), "r"(b) : "memory");
+}
+
 // ------------------------------------------------------------------------------------------------- products
 
 #if BF16
 #define TYPES "bf16.bf16"
+#define PAIR "bf16x2"
 #else
 #define TYPES "f16.f16"
+#define PAIR "f16x2"
 #endif
 #define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -190,11 +205,7 @@ __device__ __forceinline__ float exp2_(float x) {
 
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 x;
-#if BF16
-    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-#else
-    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-#endif
+    asm volatile("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 }
 
@@ -256,39 +267,47 @@ __device__ __forceinline__ void to_operand(u32 (&p)[P], const float (&s)[S]) {
 
 __device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(__ldg(cu + i), 0), n); }
 
+// How many positions so many rows are.
+__device__ __forceinline__ int positions(const Args &a, int rows) { return GROUPED ? rows >> a.log_group : rows; }
+
+// The first query head of the tile's, and how many heads further row g + 8 r of this warp is.
+__device__ __forceinline__ int query_head(const Args &a, int head) { return GROUPED ? head * a.group : head; }
+__device__ __forceinline__ int further(const Args &a, int r) {
+    return GROUPED ? (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r) & (a.group - 1) : 0;
+}
+
 // The i-th tile of this block; blocks take them in turns, back and forth, so that none gets the longest every time.
 struct Tile {
-    int head, m0;
+    int head, m0;                       // m0: its first position
     int begin_q, begin_k, n_q, n_kv;    // of its sequence
     int shift;                          // query i stands at position i + shift
     int first, blocks;                  // keys, from which on, and how many times BLOCK_N
 
     __device__ __forceinline__ bool find(const Args &a, int i) {
+        const int length = positions(a, ROWS);
         int t = i * gridDim.x + (i % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (t >= a.heads * a.tiles) return false;
         int from = t / (a.section * a.tiles) * a.section, size = min(a.section, a.heads - from);
         t -= from * a.tiles;
         head = from + t % size;
         int slot = RIGHT ? a.tiles - 1 - t / size : t / size;
-        begin_q = begin_k = 0;
-        n_q = a.n_q;
-        n_kv = a.n_kv;
+        begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv;
         if (PACKED) {
             int low = 0, high = a.sequences - 1;
             while (low < high) {
                 int middle = (low + high + 1) / 2;
-                if (offset(a.cu_q, middle, a.n_q) / ROWS + middle <= slot) low = middle;
+                if (offset(a.cu_q, middle, a.n_q) / length + middle <= slot) low = middle;
                 else high = middle - 1;
             }
             begin_q = offset(a.cu_q, low, a.n_q);
             begin_k = offset(a.cu_k, low, a.n_kv);
             n_q = max(0, offset(a.cu_q, low + 1, a.n_q) - begin_q);
             n_kv = max(0, offset(a.cu_k, low + 1, a.n_kv) - begin_k);
-            slot -= begin_q / ROWS + low;
+            slot -= begin_q / length + low;
         }
-        m0 = slot * ROWS;
+        m0 = slot * length;
         shift = a.top_left ? 0 : n_kv - n_q;
-        int end = RIGHT ? max(0, min(n_kv, min(m0 + ROWS, n_q) + shift + a.right)) : n_kv;
+        int end = RIGHT ? max(0, min(n_kv, min(m0 + length, n_q) + shift + a.right)) : n_kv;
         first = LEFT ? max(0, m0 + shift - a.left) / BLOCK_N * BLOCK_N : 0;
         blocks = max(0, end - first + BLOCK_N - 1) / BLOCK_N;
         return true;
@@ -335,16 +354,16 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at) {
     int parity = 0;
     for (int i = 0; tile.find(a, i); i++) {
         if (tile.blocks == 0 || tile.unused()) continue;
-        int b = tile.head / a.h, h = tile.head % a.h, h_kv = h / a.group;
+        int b = tile.head / a.h, h = tile.head % a.h, h_kv = GROUPED ? h : h / a.group;
         int first = tile.begin_k + tile.first, row = first + (tile.blocks - 1) * BLOCK_N;
         at.k.fetch(a.k, k, row, h_kv, b);
         for (int c = 0; c < CONSUMERS; c++) {
-            const int query = tile.begin_q + tile.m0 + 64 * c;
+            const int query = tile.begin_q + tile.m0 + positions(a, 64 * c);
             await(at.q_empty + 8 * c, parity ^ 1);
             expect(at.q_full + 8 * c, Q_BYTES);
 #pragma unroll
             for (int d = 0; d < D; d += 64)
-                copy_box(at.q + c * Q_BYTES + d * 128, a.q, at.q_full + 8 * c, d, query, h, b);
+                copy_q(at.q + c * Q_BYTES + d * 128, a.q, at.q_full + 8 * c, d, query, h, b);
         }
         parity ^= 1;
         for (; row > first; row -= BLOCK_N) {
@@ -471,7 +490,8 @@ __device__ __forceinline__ void close(Rows &x, const Args &a, int head) {
         x.m[r] *= a.factor;
         x.alpha[r] = 1.0f;
         if (SINKS) {
-            float sink = sink_of(a, head % a.h), m = fmaxf(x.m[r], sink), pivot = m == -INFINITY_ ? 0.0f : m;
+            float sink = sink_of(a, query_head(a, head % a.h) + further(a, r)), m = fmaxf(x.m[r], sink);
+            float pivot = m == -INFINITY_ ? 0.0f : m;
             x.alpha[r] = exp2_(x.m[r] - pivot);
             x.l[r] = x.l[r] * x.alpha[r] + exp2_(sink - pivot);
             x.m[r] = m;
@@ -494,13 +514,14 @@ __device__ __forceinline__ void transpose(u32 (&x)[4]) {
             }
 }
 
-// Writes the 16 rows of one warp, from `first` on, in units of 16 bytes.
+// Writes the 16 rows of one warp, from position `first` on, in units of 16 bytes.
 __device__ __forceinline__ void store(const Args &a, const float (&o)[O], const Rows &x, const Tile &tile, int first) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    char *out = a.o + tile.head / a.h * a.o_b + tile.head % a.h * a.o_h + (tile.begin_q + first) * a.o_n;
+    const int h = query_head(a, tile.head % a.h);
+    char *out = a.o + tile.head / a.h * a.o_b + h * a.o_h + (tile.begin_q + first) * a.o_n;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int row = g + 8 * r;
+        const int row = positions(a, g + 8 * r);
         const bool there = first + row < tile.n_q;
 #pragma unroll
         for (int c = 0; c < E / 8; c += 4) {
@@ -509,11 +530,11 @@ __device__ __forceinline__ void store(const Args &a, const float (&o)[O], const 
             for (int i = 0; i < 4; i++)
                 y[i] = pack(o[4 * (c + i) + 2 * r] * x.alpha[r], o[4 * (c + i) + 2 * r + 1] * x.alpha[r]);
             transpose(y);
-            char *to = out + row * a.o_n + (c + t) * 16;
+            char *to = out + further(a, r) * a.o_h + row * a.o_n + (c + t) * 16;
             if (there) *reinterpret_cast<uint4 *>(to) = make_uint4(y[0], y[1], y[2], y[3]);
         }
         if (a.lse && t == 0 && there)
-            a.lse[(long long)tile.head * a.n_q + tile.begin_q + first + row] =
+            a.lse[(long long)(query_head(a, tile.head) + further(a, r)) * a.n_q + tile.begin_q + first + row] =
                 (x.m[r] + __log2f(x.l[r])) * 0.6931471805599453f;
     }
 }
@@ -527,17 +548,17 @@ __device__ __forceinline__ void consume(const Args &a, const Shared &at, int con
     for (int i = 0; tile.find(a, i); i++) {
         if (tile.unused()) continue;
         Work w;
-        w.x.m[0] = w.x.m[1] = -INFINITY_;
-        w.x.l[0] = w.x.l[1] = 0.0f;
+        w.x.m[0] = w.x.m[1] = -INFINITY_, w.x.l[0] = w.x.l[1] = 0.0f;
 #pragma unroll
         for (int e = 0; e < O; e++) w.o[e] = 0.0f;
-        const int top = tile.m0 + 64 * consumer, first = top + 16 * warp, last = tile.n_kv - 1;
+        const int top = tile.m0 + positions(a, 64 * consumer), first = top + positions(a, 16 * warp);
+        const int last = tile.n_kv - 1;
         for (int r = 0; r < 2; r++) {
-            int position = first + lane / 4 + 8 * r + tile.shift;
+            int position = first + positions(a, lane / 4 + 8 * r) + tile.shift;
             w.see.low[r] = position - a.left;
             w.see.high[r] = RIGHT ? min(last, position + a.right) : last;
         }
-        const int all_from = top + 63 + tile.shift - a.left;  // keys that all rows see
+        const int all_from = top + positions(a, 63) + tile.shift - a.left;  // keys that all rows see
         const int all_to = RIGHT ? min(last, top + tile.shift + a.right) : last;
         if (tile.blocks > 0) {
             await(at.q_full + 8 * consumer, parity);
@@ -558,15 +579,10 @@ flash_sm90_forward_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(1024) char shared[];
     const Shared at((u32)__cvta_generic_to_shared(shared));
     if (threadIdx.x == 0) {
-        for (int i = 0; i < CONSUMERS; i++) {
-            init(at.q_full + 8 * i, 1);
-            init(at.q_empty + 8 * i, 4);
-        }
+        for (int i = 0; i < CONSUMERS; i++) init(at.q_full + 8 * i, 1), init(at.q_empty + 8 * i, 4);
         for (int i = 0; i < STAGES; i++) {
-            init(at.k.full + 8 * i, 1);
-            init(at.k.empty + 8 * i, WARPS);
-            init(at.v.full + 8 * i, 1);
-            init(at.v.empty + 8 * i, WARPS);
+            init(at.k.full + 8 * i, 1), init(at.k.empty + 8 * i, WARPS);
+            init(at.v.full + 8 * i, 1), init(at.v.empty + 8 * i, WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -18,16 +18,17 @@ HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30
 MAX_MAPS = 64  # addresses a launch remembers
+GROUPS = (2, 4, 8, 16, 32, 64)  # query heads for each head of k and v that can share tiles: they divide 64 rows
 
 
-def lacks(spec: FlashSpec) -> str | None:
+def lacks(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
     if (spec.D, spec.E) not in HEAD_DIMS:
         sizes = ", ".join(f"{D}/{E}" for D, E in HEAD_DIMS)
         return f"needs D/E of {sizes}, here {spec.D}/{spec.E}"
     if max(spec.N_Q, spec.N_KV) > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} queries and keys, here N_Q={spec.N_Q}, N_KV={spec.N_KV}"
-    cfg = config(spec)
-    if tiles(spec, cfg) * spec.B * spec.H > MAX_TILES:
+    cfg = config(spec, hw)
+    if tiles(spec, cfg) * heads(spec, cfg) > MAX_TILES:
         return f"takes up to {MAX_TILES} tiles of {cfg.rows} queries, here B={spec.B}, H={spec.H}, N_Q={spec.N_Q}"
     return None
 
@@ -39,6 +40,7 @@ class Config(NamedTuple):
     take_turns: bool = False  # the warpgroups start their products one after the other
     blocks_per_sm: int = 1
     together: bool = True  # all heads at once, longest tiles first; else as many as the L2 cache holds
+    grouped: bool = False  # a tile holds all query heads of a group
 
     @property
     def rows(self) -> int:
@@ -52,28 +54,65 @@ class Config(NamedTuple):
         tensors = self.rows * D + self.stages * self.block_n * (D + E)
         return 2 * tensors + 16 * self.consumers + 32 * self.stages  # with the barriers
 
+    def length(self, spec: FlashSpec) -> int:
+        """Positions of a tile."""
+        return self.rows // spec.group if self.grouped else self.rows
+
     def __str__(self) -> str:
-        return f"cuda_sm90.cu, {self.rows} queries x {self.block_n} keys"
+        return f"cuda_sm90.cu, {self.rows} queries x {self.block_n} keys" + ", heads grouped" * self.grouped
 
 
-def config(spec: FlashSpec) -> Config:
+def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
+    cfg = tile(spec)
+    return cfg._replace(grouped=spec.group in GROUPS and gains(spec, cfg, hw))
+
+
+def tile(spec: FlashSpec) -> Config:
     """By the measurements in dev/ladder_cuda.md: beside a row its TFLOP/s on an H200 and those of cuDNN.
 
     Options take registers: with any of them tiles are those that still fit.
     """
     causal, long = spec.right is not None, spec.N_KV >= 4096
     plain = spec.left is None and spec.softcap is None and spec.sequences is None and not spec.has_sinks
+    few = queries(spec) * (spec.group if spec.group in GROUPS else 1) <= 64
     if spec.D == 64:
-        if spec.softcap is not None:
-            return Config(2, 128, 2)
-        if plain and max(spec.N_Q, spec.N_KV) <= 512:
+        if few or (plain and max(spec.N_Q, spec.N_KV) <= 256):
             return Config(1, 128, 2, blocks_per_sm=2)
-        return Config(3, 128, 2, take_turns=not (causal and long))  # N4096: 506, 443; causal 425, 372
+        if spec.softcap is not None or (plain and max(spec.N_Q, spec.N_KV) <= 512):
+            return Config(2, 128, 2)
+        if plain and long and (not causal or spec.N_KV < 8192):
+            return Config(3, 128, 2, together=False)  # N4096: 466, 419; causal 467, 433
+        return Config(3, 128, 2, take_turns=not (causal and long))  # N2048: 440, 400; causal 323, 253
     if spec.D == 128:
+        if few:
+            return Config(1, 80, 2, blocks_per_sm=2)
         if plain and (long or not causal):
-            return Config(2, 176, 2)  # N8192: 701, 675; causal 590, 548
-        return Config(2, 128, 2, take_turns=plain)  # N2048, causal: 492, 419
+            return Config(2, 176, 2, together=causal)  # N4096: 675, 668; causal 607, 531
+        return Config(2, 128, 2)  # N2048, causal: 527, 420
     return Config(2, 80, 2) if spec.D == 256 else Config(2, 128, 2)
+
+
+def queries(spec: FlashSpec) -> float:
+    """Of one sequence; packed, on average, as their lengths are not known here."""
+    return spec.N_Q / (spec.sequences or 1)
+
+
+def gains(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> bool:
+    """Whether tiles should hold all query heads of a group, at fewer positions.
+
+    They should if that takes less time by count, rounds of the GPU times blocks of keys in a tile: short queries
+    leave fewer rows empty, and a tile of fewer positions sees fewer keys through a window. Or if it takes the same
+    and half the tiles or fewer, each of which reads its keys. Where tiles are full either way nothing is gained.
+    """
+    cost, count = [], []
+    for one in (cfg, cfg._replace(grouped=True)):
+        length = one.length(spec)
+        keys = spec.N_KV
+        if spec.left is not None and spec.right is not None:
+            keys = min(keys, length + spec.left + spec.right)
+        count.append(math.ceil(queries(spec) / length) * (spec.sequences or 1) * heads(spec, one))
+        cost.append(math.ceil(count[-1] / (cfg.blocks_per_sm * hw.sm_count)) * (keys / cfg.block_n + 2))
+    return cost[1] < cost[0] or 2 * count[1] <= count[0]
 
 
 def variant(spec: FlashSpec, cfg: Config, sinks: torch.dtype | None = None) -> cuda.Variant:
@@ -82,40 +121,49 @@ def variant(spec: FlashSpec, cfg: Config, sinks: torch.dtype | None = None) -> c
         "STAGES": cfg.stages, "BLOCKS_PER_SM": cfg.blocks_per_sm, "TAKE_TURNS": int(cfg.take_turns),
         "BF16": int(spec.dtype == torch.bfloat16), "LEFT": int(spec.left is not None),
         "RIGHT": int(spec.right is not None), "SOFTCAP": int(spec.softcap is not None),
-        "PACKED": int(spec.sequences is not None),
+        "PACKED": int(spec.sequences is not None), "GROUPED": int(cfg.grouped),
         "SINKS": 0 if not spec.has_sinks else 1 if sinks in (None, torch.float32) else 2,
     }  # fmt: skip
     return cuda.Variant("flash/cuda_sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()))
 
 
+def heads(spec: FlashSpec, cfg: Config) -> int:
+    """That have tiles of their own: of q or, grouped, of k and v."""
+    return spec.B * (spec.H_KV if cfg.grouped else spec.H)
+
+
 def tiles(spec: FlashSpec, cfg: Config) -> int:
     """Of one head; packed, as many as any mix of lengths may need."""
-    return math.ceil(spec.N_Q / cfg.rows) if spec.sequences is None else spec.N_Q // cfg.rows + spec.sequences
+    length = cfg.length(spec)
+    return math.ceil(spec.N_Q / length) if spec.sequences is None else spec.N_Q // length + spec.sequences
 
 
 def section(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
-    """Query heads worked on at a time: all, or as many as half the L2 cache holds the k and v of, whole groups."""
+    """Heads worked on at a time: all, or as many as half the L2 cache holds the k and v of, whole groups."""
     stored = hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2)
-    heads = max(1, spec.B * spec.H)
-    return heads if cfg.together else min(heads, max(1, stored) * max(spec.group, 1))
+    every = max(1, heads(spec, cfg))
+    return every if cfg.together else min(every, max(1, stored) * (1 if cfg.grouped else max(spec.group, 1)))
 
 
 @functools.lru_cache(maxsize=4096)
 def launch_of(
     spec: FlashSpec, cfg: Config, o_strides: tuple[int, ...], sinks: torch.dtype | None = None
 ) -> cuda.Launch:
+    if cfg.grouped and spec.group not in GROUPS:
+        raise ValueError(f"groups of {spec.group} query heads cannot share tiles, only of {GROUPS}")
     hw = hardware.of(spec.device)
-    heads = spec.B * spec.H
+    every, group = heads(spec, cfg), max(spec.group, 1)
     log2e = math.log2(math.e)
     factor, inner = spec.scale * log2e, 0.0
     if spec.softcap is not None:
         factor, inner = spec.softcap * log2e, spec.scale / spec.softcap
     rest = struct.pack(
-        "3q11i2f", *o_strides, heads, spec.H, max(spec.group, 1), spec.N_Q, spec.N_KV, spec.left or 0, spec.right or 0,
-        int(spec.top_left), spec.sequences or 0, tiles(spec, cfg), section(spec, cfg, hw), factor, inner,
+        "3q11i2fi", *o_strides, every, spec.H_KV if cfg.grouped else spec.H, group, spec.N_Q, spec.N_KV,
+        spec.left or 0, spec.right or 0, int(spec.top_left), spec.sequences or 0, tiles(spec, cfg),
+        section(spec, cfg, hw), factor, inner, group.bit_length() - 1,
     )  # fmt: skip
     rest += bytes(-(len(rest) + 40) % 64)  # the struct begins with maps, and so has their alignment
-    grid = (min(cfg.blocks_per_sm * hw.sm_count, tiles(spec, cfg) * heads), 1, 1)
+    grid = (min(cfg.blocks_per_sm * hw.sm_count, tiles(spec, cfg) * every), 1, 1)
     return cuda.Launch(
         variant(spec, cfg, sinks), spec.device, grid, cfg.threads, cfg.shared(spec.D, spec.E), "128s128s128s5Q", rest,
         early=True,
@@ -123,13 +171,21 @@ def launch_of(
 
 
 class Maps:
-    """What the copy engine needs to know of tensors (B, heads, N, size) of one shape, by their address."""
+    """What the copy engine needs to know of tensors (B, heads, N, size) of one shape, by their address.
 
-    def __init__(self, x: Tensor, rows: int) -> None:
+    Boxes are 64 columns of `rows` positions of a head or, with a group, of rows / group positions of all its heads.
+    """
+
+    def __init__(self, x: Tensor, rows: int, group: int = 1) -> None:
         B, heads, N, size = x.shape
+        step_b, step_h, step_n = x.stride()[:3]
+        dims = [(N, step_n, rows // group), (heads // group, step_h * group, 1), (B, step_b, 1)]
+        if group > 1:
+            dims.insert(0, (group, step_h, group))
+        sizes, steps, box = zip(*dims, strict=True)
         width = x.element_size()
-        apart = [step * width if n > 1 else size * width for n, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
-        self.facts = x.dtype, (size, N, heads, B), tuple(reversed(apart)), (64, rows, 1, 1)
+        apart = tuple(width * (step if n > 1 else size) for n, step in zip(sizes, steps, strict=True))
+        self.facts = x.dtype, (size, *sizes), apart, (64, *box)
         self.known: dict[int, bytes] = {}
 
     def __call__(self, address: int) -> bytes:
@@ -144,12 +200,12 @@ class Maps:
 
 
 @functools.lru_cache(maxsize=4096)
-def maps_of(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> Maps:
-    return Maps(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), rows)
+def maps_of(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, group: int) -> Maps:
+    return Maps(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), rows, group)
 
 
-def mapped(x: Tensor, rows: int) -> Maps:
-    return maps_of(x.dtype, x.shape, x.stride(), rows)
+def mapped(x: Tensor, rows: int, group: int = 1) -> Maps:
+    return maps_of(x.dtype, x.shape, x.stride(), rows, group)
 
 
 def strides(o: Tensor) -> tuple[int, ...]:
@@ -165,7 +221,7 @@ def run(spec: FlashSpec, cfg: Config, x: Residuals, o: Tensor, lse: Tensor | Non
     launch = launch_of(spec, cfg, strides(o), None if x.sinks is None else x.sinks.dtype)
     if launch.empty:
         return
-    q = mapped(x.q, 64)(x.q.data_ptr())
+    q = mapped(x.q, 64, spec.group if cfg.grouped else 1)(x.q.data_ptr())
     k = v = q  # without keys nothing is read through them
     if spec.N_KV:
         k, v = mapped(x.k, cfg.block_n)(x.k.data_ptr()), mapped(x.v, cfg.block_n)(x.v.data_ptr())
@@ -177,7 +233,8 @@ def repeat(spec: FlashSpec, cfg: Config, x: Residuals, o: Tensor) -> Callable[[i
     launch = launch_of(spec, cfg, strides(o))
     if launch.empty or not spec.N_KV:
         return None
-    q_map, k_map, v_map = mapped(x.q, 64), mapped(x.k, cfg.block_n), mapped(x.v, cfg.block_n)
+    q_map = mapped(x.q, 64, spec.group if cfg.grouped else 1)
+    k_map, v_map = mapped(x.k, cfg.block_n), mapped(x.v, cfg.block_n)
 
     def again(q: int, k: int, v: int, o: int) -> None:
         launch(q_map(q), k_map(k), v_map(v), o, 0, 0, 0, 0)

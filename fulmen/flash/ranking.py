@@ -5,7 +5,8 @@ taken to be the same), from results/h200/flash.jsonl: triton, then sdpa with the
 its head dims and from its number of keys on, up to the next row's. Where nothing was measured torch comes first.
 
 Rows of cuda: TFLOP/s of cuda and cuDNN in one run on the same GPU, with queries enough to fill it, from
-results/h200/cuda_trial-2.txt. Its backward is triton's, slower than cuDNN's: none of them is for gradients.
+results/h200/cuda_trial-2.txt. Its backward is cuDNN's wherever cuDNN would serve the call, so that with gradients it
+is ahead by as much time as without, and else triton's.
 """
 
 from __future__ import annotations
@@ -31,25 +32,29 @@ class Row(NamedTuple):
 ROWS = [
     #   arch  D keys causal grad   first         triton          sdpa
     Row(90, 64, 0, True, False, "sdpa"),  # N 512: 0.030, 0.026 (cuDNN); 2048: 0.053, 0.050; 4096: 0.652, 0.632
-    Row(90, 64, 2048, True, False, "cuda"),  # 2048: 323, 253; 4096: 443, 433
+    Row(90, 64, 2048, True, False, "cuda"),  # 2048: 323, 253; 4096: 467, 433
     Row(90, 64, 0, True, True, "sdpa"),  # 2048: 0.053 / 0.147, 0.050 / 0.139; 4096: 0.652 / 1.97, 0.632 / 1.76
+    Row(90, 64, 2048, True, True, "cuda"),
     Row(90, 64, 0, False, False, "sdpa"),  # 512: 0.035, 0.029; 2048: 0.066, 0.063
-    Row(90, 64, 2048, False, False, "cuda"),  # 2048: 440, 400; 4096: 456, 419
+    Row(90, 64, 2048, False, False, "cuda"),  # 2048: 440, 400; 4096: 466, 419
     Row(90, 64, 0, False, True, "sdpa"),  # 2048: 0.066 / 0.183, 0.063 / 0.172; 4096: 1.14 / 3.28, 1.14 / 3.01
+    Row(90, 64, 2048, False, True, "cuda"),
     Row(90, 128, 0, True, False, "sdpa"),  # D 80, 2048: 0.177, 0.149; D 128, 4096: 0.309, 0.265; 16384: 2.00, 1.70
-    Row(90, 128, 2048, True, False, "cuda"),  # 2048: 509, 420; 4096: 607, 531; 8192: 618, 519; 16384: 655, 541
+    Row(90, 128, 2048, True, False, "cuda"),  # 2048: 527, 420; 4096: 607, 531; 8192: 618, 519; 16384: 655, 541
     Row(90, 128, 0, True, True, "sdpa"),  # 4096: 0.309 / 0.887, 0.265 / 0.757; 16384: 2.00 / 5.60, 1.70 / 4.61
+    Row(90, 128, 2048, True, True, "cuda"),
     Row(90, 128, 0, False, False, "sdpa"),  # 4096: 0.534, 0.410; 16384: 4.05, 3.15
-    Row(90, 128, 2048, False, False, "cuda"),  # 2048: 622, 609
-    Row(90, 128, 4096, False, False, "sdpa"),  # 4096: 656, 668
-    Row(90, 128, 8192, False, False, "cuda"),  # 8192: 623, 590; 16384: 642, 603
+    Row(90, 128, 2048, False, False, "cuda"),  # 2048: 624, 609; 4096: 675, 668; 8192: 625, 590; 16384: 641, 603
     Row(90, 128, 0, False, True, "sdpa"),  # 4096: 0.534 / 1.58, 0.410 / 1.21; 16384: 4.05 / 11.7, 3.15 / 9.04
+    Row(90, 128, 2048, False, True, "cuda"),
     Row(90, 256, 0, True, False, "sdpa"),  # 4096: 0.607, 0.454; D 192, E 128: 0.526, 0.324
     Row(90, 256, 4096, True, False, "cuda"),  # ms, cuda and cuDNN: 0.364, 0.448; D 192, E 128: 0.263, 0.320
     Row(90, 256, 0, True, True, "sdpa"),  # 4096: 0.607 / 3.14, 0.454 / 1.81; D 192, E 128: 0.526 / 2.19, 0.324 / 1.07
+    Row(90, 256, 4096, True, True, "cuda"),
     Row(90, 256, 0, False, False, "sdpa"),  # 4096: 1.03, 0.747; D 192, E 128: 0.916, 0.524
     Row(90, 256, 4096, False, False, "cuda"),  # 0.358, 0.380; D 192, E 128: 0.495, 0.522
     Row(90, 256, 0, False, True, "sdpa"),  # 4096: 1.03 / 5.38, 0.747 / 3.33; D 192, E 128: 0.916 / 4.16, 0.524 / 2.98
+    Row(90, 256, 4096, False, True, "cuda"),
 ]
 
 
@@ -63,7 +68,7 @@ def first(spec: FlashSpec) -> str:
             return "cuda"  # us on the GPU, cuda and triton, N128: B1 H1 2.2, 3.5; B8 H4 3.3, 3.8; B32 H8 6.8, 8.6
         return "triton"  # B1 H8 N128 D64: 0.007 / 0.014 against cuDNN's 0.008 / 0.017
     full = spec.N_Q >= 1024 and spec.B * spec.H * spec.N_Q >= FULL
-    if arch == 90 and not plain and not spec.needs_grad:  # sdpa has no options, so triton is the other one
+    if arch == 90 and not plain:  # sdpa has no options, so triton is the other one, and the backward triton's
         return "cuda" if full else "triton"  # ms: window 0.243, 0.323; softcap 0.360, 0.491; packed 0.361, 0.403
     causal, size = spec.right is not None, max(spec.D, spec.E)
     rows = [r for r in ROWS if (r.arch, r.causal, r.grad) == (arch, causal, spec.needs_grad) and size <= r.D]

@@ -29,10 +29,11 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "choice"),
     [
-        (spec(), "sdpa"),
-        (spec(causal=False), "sdpa"),
+        (spec(), "cuda"),
+        (spec(causal=False), "cuda"),
+        (spec(N=1024, B=4), "sdpa"),
         (spec(grad=False), "cuda"),
-        (spec(causal=False, grad=False), "sdpa"),
+        (spec(causal=False, grad=False), "cuda"),
         (spec(N=8192, causal=False, grad=False), "cuda"),
         (spec(D=64, grad=False), "cuda"),
         (spec(D=64, causal=False, grad=False), "cuda"),
@@ -51,12 +52,16 @@ def hopper(monkeypatch):
         (spec(D=64, N=128, B=1), "triton"),
         (spec(D=64, N=300, B=1, grad=False), "triton"),
         (spec(N=128, B=1), "triton"),  # small: the host is what costs
-        (spec(D=192, E=128), "sdpa"),
-        (spec(left=1024), "triton"),  # SDPA has no window
-        (spec(softcap=30.0), "triton"),
-        (spec(has_sinks=True), "triton"),
-        (spec(sequences=3), "triton"),
-        (spec(deterministic=True), "triton"),  # FlashAttention-2 would serve it, slower
+        (spec(D=192, E=128), "cuda"),
+        (spec(D=96), "sdpa"),  # cuda has no such head dim
+        (spec(left=1024), "cuda"),  # SDPA has no window; the backward is triton's
+        (spec(softcap=30.0), "cuda"),
+        (spec(has_sinks=True), "cuda"),
+        (spec(sequences=3), "cuda"),
+        (spec(D=80, left=1024), "triton"),  # cuda has no such head dim
+        (spec(N=512, B=64, softcap=30.0), "triton"),  # not enough queries for its tiles
+        (spec(deterministic=True), "cuda"),  # with triton's backward; FlashAttention-2 would serve it, slower
+        (spec(D=96, deterministic=True), "triton"),
         (spec(D=64, E=32, dtype=torch.float32), "sdpa"),
         (spec(dtype=torch.float32, softcap=30.0), "eager"),
     ],
@@ -85,4 +90,4 @@ def test_rows_are_found_for_every_call():
             for size in (64, 128, 256):
                 rows = [r for r in ranking.ROWS if (r.D, r.causal, r.grad) == (size, causal, grad)]
                 assert min(r.keys for r in rows) == 0
-                assert all(r.first in ("sdpa", "triton") or (r.first == "cuda" and not grad) for r in rows)
+                assert all(r.first in ("sdpa", "triton", "cuda") for r in rows)
