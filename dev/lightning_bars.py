@@ -4,32 +4,13 @@
 """
 import os
 import random
-import statistics
 import torch
 import fulmen
 from fulmen.lightning.op import spec_of
 from fulmen import dispatch
-
-cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-
+from timing import timeit
 
 WARM = os.environ.get('WARM')
-
-
-def timeit(f, reps=15):
-    f()
-    if WARM:
-        return 1.0
-    f()
-    ts = []
-    for _ in range(reps):
-        cache.zero_(); torch.cuda._sleep(2_000_000)
-        s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        s.record(); f(); e.record(); e.synchronize()
-        ts.append(s.elapsed_time(e))
-    return statistics.median(ts)
-
-
 src = torch.empty(1 << 29, dtype=torch.int8, device="cuda"); dst = torch.empty_like(src)
 bw = 2 * src.numel() / timeit(lambda: dst.copy_(src))
 random.seed(1)

@@ -3,33 +3,14 @@
     PYTHONPATH=. python3 dev/lightning_split_trial.py
 """
 import os
-import statistics
 import torch
 from fulmen import decay, hardware
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.op import LightningSpec, Residuals
-
-cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-
+from timing import timeit
 
 WARM = os.environ.get('WARM')  # compile one case and leave
-
-
-def timeit(f, reps=15):
-    f()
-    if WARM:
-        return 1.0
-    f()
-    ts = []
-    for _ in range(reps):
-        cache.zero_(); torch.cuda._sleep(600000)
-        s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        s.record(); f(); e.record(); e.synchronize()
-        ts.append(s.elapsed_time(e))
-    return statistics.median(ts)
-
-
 src = torch.empty(1 << 29, dtype=torch.int8, device="cuda"); dst = torch.empty_like(src)
 bw = 2 * src.numel() / timeit(lambda: dst.copy_(src))
 hw = hardware.of(torch.device("cuda", 0))

@@ -89,22 +89,8 @@ if __name__ == "__main__" and sys.argv[1] == "aot":
                     except Exception as e:
                         print(D, cfg, dec, rev, "ERR", str(e)[:80], flush=True)
 if __name__ == "__main__" and sys.argv[1] == "time":
-    import statistics
     import fulmen
-    cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-
-    def timeit(f, reps=15):
-        f()
-        if WARM:
-            return 1.0
-        f()
-        ts = []
-        for _ in range(reps):
-            cache.zero_(); torch.cuda._sleep(300000)
-            s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            s.record(); f(); e.record(); e.synchronize()
-            ts.append(s.elapsed_time(e))
-        return statistics.median(ts)
+    from timing import timeit
 
     src = torch.empty(1 << 29, dtype=torch.int8, device="cuda"); dst = torch.empty_like(src)
     bw = 2 * src.numel() / timeit(lambda: dst.copy_(src))

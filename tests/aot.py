@@ -63,7 +63,7 @@ class FlashCase(NamedTuple):
 
 
 class RotaryCase(NamedTuple):
-    """Latent attention's RoPE as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
+    """Latent attention as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
 
     arch: int
     interleaved: bool = True
@@ -171,25 +171,29 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     import torch
 
-    from fulmen.layers import latent_triton as norms
+    from fulmen.layers import latent_triton as latent
     from fulmen.layers import rotary_triton as module
 
-    B, N, H, nope, dim, E = 2, 2048, 32, 128, 64, 128
+    B, N, H, nope, dim, E, R, R_Q = 2, 2048, 32, 128, 64, 128, 512, 1536
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
-    q, k, v = rows(B, N, H, nope + dim), rows(B, N, H, nope + dim), rows(B, N, H, E)
-    up, rope = rows(B, N, H * (nope + E)), rows(B, N, dim)
+    q, k, v, rope = rows(B, N, H, nope + dim), rows(B, N, H, nope + dim), rows(B, N, H, E), rows(B, N, dim)
     cos = torch.empty(N, dim // 2, device="meta")
-    part, R = q[..., nope:], 512
-    down, latent, weight = rows(B, N, R + dim), rows(B, N, R), rows(R)
-    rstd, sums = torch.empty(B, N, device="meta"), torch.empty(norms.PROGRAMS, R, device="meta")
-    return [
-        module.turn_launch(q, k, cos, cos, 1.0, case.interleaved, nope),
-        module.turn_launch(part, part, cos, cos, -1.0, case.interleaved, 0),
-        module.join_launch(up, rope, k, cos, cos, nope, E, case.interleaved),
-        module.unjoin_launch(k, v, up, rope, cos, cos, nope, case.interleaved),
-        norms.norm_launch(down, weight, latent, rstd, 1e-6),
-        norms.norm_backward_launch(down, weight, rstd, latent, rope, down, sums),
+    norm = rows(B, N, R + dim), rows(R), rows(B, N, R)
+    q_norm = rows(B, N, R_Q), rows(R_Q), rows(B, N, R_Q)
+    rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(latent.PROGRAMS, R_Q + R, device="meta")
+    found = [
+        module.turn_launch(q, k, cos, cos, 1.0, case.interleaved),
+        latent.norm_launch(*q_norm, *norm, rstd, (1e-6, 1e-6)),
+        latent.norm_launch(*norm, *norm, rstd[:1], (1e-6,)),
+        latent.norm_backward_launch(*q_norm, rows(B, N, 0), q_norm[0], *norm, rope, norm[0], rstd, sums),
+        latent.sum_launch(sums, q_norm[1], norm[1]),
+        latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
+        latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
     ]
+    if case.arch == 90:
+        flat = k.view(B * N, -1), v.view(B * N, -1), rows(H * (nope + E), R), rows(B * N, R)
+        found += [latent.gather_launch(*flat, H, nope, width) for width in latent.WIDTHS]
+    return found
 
 
 def compile(launch: Any, arch: int) -> Any:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from fulmen.boundary import unwatched
 from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec
 from fulmen.layers import dropout as dropping
 from fulmen.layers import weights
@@ -207,11 +208,14 @@ class MultiHeadLatentAttention(weights.Whole):
         cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens, self.cp)
         queries, down = project(x, self._q_first(), self.kv_a_proj_with_mqa)
         if self.q_b_proj is not None and self.q_a_layernorm is not None:
-            queries = self.q_b_proj(normed(queries, self.q_a_layernorm)[0])
-        latent, k_rope = normed(down, self.kv_a_layernorm)
-        kernels = fused(cos, sin, queries, latent, k_rope) if cache is None else None
-        if kernels is not None:
-            o = self._expanded_at_once(kernels, queries, latent, k_rope, cos, sin, rows)
+            queries, _, latent, k_rope = normed((queries, self.q_a_layernorm), (down, self.kv_a_layernorm))
+            queries = self.q_b_proj(queries)
+        else:
+            latent, k_rope = normed((down, self.kv_a_layernorm))
+        served = cache is None and fused(cos, sin, queries, latent, k_rope) is not None
+        weight = self._up_weight(latent) if served else None
+        if weight is not None:
+            o = self._expanded_at_once(queries, latent, k_rope, weight, cos, sin, rows)
             y = self.o_proj(o.flatten(2))
             return y if padding is None else padding.back(y)
         queries = queries.unflatten(2, (-1, self.nope_dim + self.rope_dim))
@@ -262,18 +266,28 @@ class MultiHeadLatentAttention(weights.Whole):
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v.transpose(1, 2), self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
 
+    def _up_weight(self, latent: Tensor) -> Tensor | None:
+        """kv_b_proj's weight as far as it lies here, for products of our own; None: there is more to that module."""
+        module = self.kv_b_proj
+        if not plain(module, planned=self.mesh is not None) or len(list(module.parameters())) > 1:
+            return None
+        weight = module.weight if self.mesh is None else local(module.weight)
+        if torch.is_autocast_enabled(latent.device.type):
+            weight = weight.to(latent.dtype)
+        return weight if weight.dtype == latent.dtype and unwatched(weight) else None
+
     def _expanded_at_once(
-        self, kernels: Any, q: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, rows: Rows | None
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows | None
     ) -> Tensor:
         """The same of q (B, N, H * (nope_dim + rope_dim)) and k_rope as they are projected; q is turned in place."""
-        if not plain(self._q_first() if self.q_b_proj is None else self.q_b_proj):  # somebody may have kept it
+        from fulmen.layers.latent_triton import Expanded
+
+        last = self._q_first() if self.q_b_proj is None else self.q_b_proj
+        if not plain(last) or q._is_view():  # somebody may have kept it; autograd refuses views
             q = q.clone()
-        D, nope, E, interleaved = self.nope_dim + self.rope_dim, self.nope_dim, self.value_dim, self.rope.interleaved
-        H = q.shape[2] // D
-        q = kernels.TurnedInPlace.apply(q, cos, sin, H, nope, interleaved).unflatten(2, (H, D))
-        k_rope = summed_gradient(k_rope, self.mesh)
-        k, v = kernels.Joined.apply(self.kv_b_proj(latent), k_rope, cos, sin, H, nope, E, interleaved)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        latent, k_rope = summed_gradient(latent, self.mesh), summed_gradient(k_rope, self.mesh)
+        q, k, v = Expanded.apply(q, latent, k_rope, weight, cos, sin, self.nope_dim, self.rope.interleaved)
+        q, k, v = (t.transpose(1, 2) for t in (q.unflatten(2, (-1, k.shape[3])), k, v))
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
 
@@ -355,14 +369,20 @@ class MultiHeadLatentAttention(weights.Whole):
         return plan | {"kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
 
 
-def normed(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """The norm of the first columns of x (B, N, width), as many as it is for, and the other columns."""
-    R = norm.weight.shape[0]
-    kernels = kernels_for("latent_triton", x, norm.weight) if type(norm.weight) is nn.Parameter else None
-    if kernels is not None and kernels.serves(x, norm):
-        return kernels.Normed.apply(x, norm.weight, norm.eps)
-    first, rest = x.split([R, x.shape[2] - R], dim=2)
-    return norm(first), rest
+def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
+    """Of each x (B, N, width) and its norm: the norm of as many of x's first columns as it is for, and the others."""
+    tensors = [t for x, norm in pairs for t in (x, norm.weight)]
+    kernels = None
+    if all(type(norm.weight) is nn.Parameter for _, norm in pairs):
+        kernels = kernels_for("latent_triton", *tensors)
+    if kernels is not None and all(kernels.serves(x, norm) for x, norm in pairs):
+        return kernels.Normed.apply(tuple(norm.eps for _, norm in pairs), *tensors)
+    found: list[Tensor] = []
+    for x, norm in pairs:
+        R = norm.weight.shape[0]
+        first, rest = x.split([R, x.shape[2] - R], dim=2)
+        found += [norm(first), rest]
+    return tuple(found)
 
 
 DEEPSEEK_NAMES = {

@@ -18,11 +18,17 @@ from fulmen.boundary import unwatched
 _global = torch.nn.modules.module
 
 
-def plain(*linears: nn.Module | None) -> bool:
-    """Whether each is a Linear and nothing more, so that nobody sees, keeps or changes what it takes and returns."""
+def plain(*linears: nn.Module | None, planned: bool = False) -> bool:
+    """Whether each is a Linear and nothing more, so that nobody sees, keeps or changes what it takes and returns.
+
+    planned  it is under a tensor-parallel plan, whose one hook on either side is no more than that.
+    """
     for module in linears:
-        if type(module) is not nn.Linear or (
-            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        if (
+            type(module) is not nn.Linear
+            or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > planned
+            or module._backward_hooks
+            or module._backward_pre_hooks
         ):
             return False
     return not (

@@ -1,7 +1,6 @@
-"""RoPE on a GPU in one pass over memory: of a layer's q and k, and of latent attention's.
+"""RoPE on a GPU in one pass over memory; `latent_triton.py` has latent attention's, made of the same pieces.
 
-Written with torch's own operations RoPE takes half a dozen passes, some in fp32, and latent attention copies q and k
-once more to put their two parts side by side; its q is turned in place here, and its k joined as it is written.
+Written with torch's own operations RoPE takes half a dozen passes, some in fp32.
 
 A program takes the heads of a token, HEADS at a time. Elements are turned in pairs,
 
@@ -99,62 +98,6 @@ def turn_kernel(
         tl.store(out_rows + (2 * HALF + i)[None, :], tl.load(x_rows + (2 * HALF + i)[None, :], mask), mask)
 
 
-@triton.jit
-def join_kernel(
-    up_ptr, rope_ptr, k_ptr, cos_ptr, sin_ptr, su_b, su_n, sr_b, sr_n, cos_b, N, H,
-    NOPE: tl.constexpr, NOPE_P2: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """k (B, N, H, NOPE + 2 HALF) of up (B, N, H, NOPE + E) and of what all heads share, turned."""
-    blocks = tl.cdiv(H, HEADS)
-    token = tl.program_id(0) // blocks
-    h = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
-    b = (token // N).to(tl.int64)
-    n = (token % N).to(tl.int64)
-    heads = (h < H)[:, None]
-    out_rows = k_ptr + (token.to(tl.int64) * H + h[:, None]) * (NOPE + 2 * HALF)
-    i = tl.arange(0, NOPE_P2)
-    mask = heads & (i < NOPE)[None, :]
-    up = tl.load(up_ptr + b * su_b + n * su_n + h[:, None] * (NOPE + E) + i[None, :], mask)
-    tl.store(out_rows + i[None, :], up, mask)
-    cos, sin = angles(cos_ptr, sin_ptr, b * cos_b + n, 1.0, HALF, HALF_P2)
-    at, there = pairs(HALF, HALF_P2, INTERLEAVED)
-    x = tl.load(rope_ptr + b * sr_b + n * sr_n + at, there, 0.0).to(tl.float32)[None, :]
-    y = turned(x, cos[None, :], sin[None, :], 1, HALF_P2, INTERLEAVED).to(k_ptr.dtype.element_ty)
-    tl.store(out_rows + NOPE + at[None, :], y.broadcast_to(HEADS, 2 * HALF_P2), heads & there[None, :])
-
-
-@triton.jit
-def unjoin_kernel(
-    dk_ptr, dv_ptr, dup_ptr, drope_ptr, cos_ptr, sin_ptr, sk_b, sk_n, sk_h, sv_b, sv_n, sv_h, cos_b, N, H,
-    NOPE: tl.constexpr, NOPE_P2: tl.constexpr, E: tl.constexpr, E_P2: tl.constexpr,
-    HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """The gradients of up and of what the heads share, summed over them in their order."""
-    token = tl.program_id(0)
-    b = (token // N).to(tl.int64)
-    n = (token % N).to(tl.int64)
-    at, there = pairs(HALF, HALF_P2, INTERLEAVED)
-    total = tl.zeros([2 * HALF_P2], tl.float32)
-    i = tl.arange(0, NOPE_P2)
-    j = tl.arange(0, E_P2)
-    for first in range(0, H, HEADS):
-        h = first + tl.arange(0, HEADS)
-        heads = (h < H)[:, None]
-        dk_rows = dk_ptr + b * sk_b + n * sk_n + h.to(tl.int64)[:, None] * sk_h
-        dv_rows = dv_ptr + b * sv_b + n * sv_n + h.to(tl.int64)[:, None] * sv_h
-        out_rows = dup_ptr + (token.to(tl.int64) * H + h[:, None]) * (NOPE + E)
-        nope, values = heads & (i < NOPE)[None, :], heads & (j < E)[None, :]
-        tl.store(out_rows + i[None, :], tl.load(dk_rows + i[None, :], nope), nope)
-        tl.store(out_rows + NOPE + j[None, :], tl.load(dv_rows + j[None, :], values), values)
-        rope = tl.load(dk_rows + NOPE + at[None, :], heads & there[None, :], 0.0)
-        total += tl.sum(rope.to(tl.float32), axis=0)
-    cos, sin = angles(cos_ptr, sin_ptr, b * cos_b + n, -1.0, HALF, HALF_P2)
-    y = turned(total[None, :], cos[None, :], sin[None, :], 1, HALF_P2, INTERLEAVED)
-    out = drope_ptr + token.to(tl.int64) * 2 * HALF + at[None, :]
-    tl.store(out, y.to(drope_ptr.dtype.element_ty), there[None, :])
-
-
 # ------------------------------------------------------------------------------------------------ launches
 
 
@@ -167,32 +110,13 @@ def per_row(cos: Tensor) -> int:
     return cos.shape[-2] if cos.ndim == 3 else 0
 
 
-def turn_launch(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, rest: int) -> Launch:
-    B, N, H, _ = x.shape
+def turn_launch(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> Launch:
+    B, N, H, D = x.shape
     half = cos.shape[-1]
+    rest = D - 2 * half
     sizes = (*x.stride()[:3], *out.stride()[:3], per_row(cos), N, H, sign)
     constants = (half, p2(half), rest, p2(max(rest, 1)), interleaved, HEADS)
     return Launch(turn_kernel, B * N * triton.cdiv(H, HEADS), (x, out, cos, sin), (*sizes, *constants), WARPS)
-
-
-def join_launch(
-    up: Tensor, rope: Tensor, k: Tensor, cos: Tensor, sin: Tensor, nope: int, E: int, interleaved: bool
-) -> Launch:
-    B, N, H, _ = k.shape
-    half = rope.shape[2] // 2
-    sizes = (*up.stride()[:2], *rope.stride()[:2], per_row(cos), N, H)
-    constants = (nope, p2(nope), E, half, p2(half), interleaved, HEADS)
-    return Launch(join_kernel, B * N * triton.cdiv(H, HEADS), (up, rope, k, cos, sin), (*sizes, *constants), WARPS)
-
-
-def unjoin_launch(
-    dk: Tensor, dv: Tensor, dup: Tensor, drope: Tensor, cos: Tensor, sin: Tensor, nope: int, interleaved: bool
-) -> Launch:
-    B, N, H, E = dv.shape
-    half = drope.shape[2] // 2
-    sizes = (*dk.stride()[:3], *dv.stride()[:3], per_row(cos), N, H)
-    constants = (nope, p2(nope), E, p2(E), half, p2(half), interleaved, HEADS)
-    return Launch(unjoin_kernel, B * N, (dk, dv, dup, drope, cos, sin), (*sizes, *constants), WARPS)
 
 
 def run(make: Callable[..., Launch], tensors: tuple[Tensor, ...], *options: Any) -> None:
@@ -202,28 +126,8 @@ def run(make: Callable[..., Launch], tensors: tuple[Tensor, ...], *options: Any)
 
 
 def turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> None:
-    """x, out (B, N, H, D): out is x with its first 2 cos.shape[-1] elements turned; they may be one tensor."""
-    rest = 0 if out is x else x.shape[3] - 2 * cos.shape[-1]
-    run(turn_launch, (x, out, cos, sin), sign, interleaved, rest)
-
-
-def join(up: Tensor, rope: Tensor, cos: Tensor, sin: Tensor, H: int, nope: int, E: int, interleaved: bool) -> Tensor:
-    """up (B, N, H * (nope + E)), rope (B, N, dim) -> k (B, N, H, nope + dim)."""
-    B, N, dim = rope.shape
-    k = torch.empty(B, N, H, nope + dim, dtype=up.dtype, device=up.device)
-    run(join_launch, (up, rope, k, cos, sin), nope, E, interleaved)
-    return k
-
-
-def unjoin(
-    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, nope: int, dim: int, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """dk (B, N, H, nope + dim), dv (B, N, H, E) -> the gradients of `join`'s up and rope."""
-    B, N, H, E = dv.shape
-    dup = torch.empty(B, N, H * (nope + E), dtype=dk.dtype, device=dk.device)
-    drope = torch.empty(B, N, dim, dtype=dk.dtype, device=dk.device)
-    run(unjoin_launch, (dk, dv, dup, drope, cos, sin), nope, interleaved)
-    return dup, drope
+    """x, out (B, N, H, D): out is x with its first 2 cos.shape[-1] elements turned."""
+    run(turn_launch, (x, out, cos, sin), sign, interleaved)
 
 
 # ----------------------------------------------------------------------------------------------- functions
@@ -248,50 +152,3 @@ class Rotated(torch.autograd.Function):
         dx = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
         turn(dout, dx, cos, sin, -1.0, ctx.interleaved)
         return dx, None, None, None
-
-
-class TurnedInPlace(torch.autograd.Function):
-    """q (B, N, H * D): the elements from `first` on of each head are turned where they lie.
-
-    A projection's output, which its own backward does not read and nobody else sees. Nor does anybody else see the
-    gradient that comes back: it is the attention kernel's own, and is turned back where it lies, too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, cos: Tensor, sin: Tensor, H: int, first: int, interleaved: bool) -> Tensor:
-        ctx.options = H, first, interleaved
-        ctx.save_for_backward(cos, sin)
-        ctx.mark_dirty(q)
-        part = q.detach().unflatten(2, (H, -1))[..., first:]
-        turn(part, part, cos, sin, 1.0, interleaved)
-        return q
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: Tensor) -> tuple[Any, ...]:
-        cos, sin = ctx.saved_tensors
-        H, first, interleaved = ctx.options
-        dq = dq.contiguous()
-        part = dq.unflatten(2, (H, -1))[..., first:]
-        turn(part, part, cos, sin, -1.0, interleaved)
-        return dq, None, None, None, None, None
-
-
-class Joined(torch.autograd.Function):
-    """(k, v) of latent attention, (B, N, H, nope + dim) and (B, N, H, E): see `join`; v is a view of up."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, up: Tensor, rope: Tensor, cos: Tensor, sin: Tensor, H: int, nope: int, E: int, interleaved: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.options = nope, rope.shape[2], interleaved
-        ctx.save_for_backward(cos, sin)
-        k = join(up, rope, cos, sin, H, nope, E, interleaved)
-        return k, up.unflatten(2, (H, nope + E))[..., nope:]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
-        dk, dv = (x if x.stride(3) == 1 else x.contiguous() for x in (dk, dv))
-        dup, drope = unjoin(dk, dv, *ctx.saved_tensors, *ctx.options)
-        return dup, drope, *[None] * 6

@@ -18,14 +18,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from fulmen.layers import latent, rotary_triton
 from fulmen.layers.cache import LatentCache, StateCache
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
 
 LATENT = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 12}
+INTERPRETED = "latent, with the kernels"
 CASES = {
     "latent": lambda: MultiHeadLatentAttention(24, 4, **LATENT, q_rank=20, bias=True, sinks=True),
     "latent, q direct": lambda: MultiHeadLatentAttention(24, 4, **LATENT),
+    INTERPRETED: lambda: MultiHeadLatentAttention(24, 4, **LATENT, q_rank=20),
     "minimax": lambda: LightningAttention(24, 4, head_dim=8, layer=1, num_layers=3, bias=True),
     "minimax, shared keys": lambda: LightningAttention(24, 8, num_kv_heads=4, head_dim=8, layer=1, num_layers=3),
     "ring": lambda: LightningAttention(24, 4, head_dim=8, preset="ring", layer=1, num_layers=3),
@@ -54,6 +57,7 @@ def compare(name: str, mesh) -> None:
     shared = copy.deepcopy(alone)
     parallelize_module(shared, mesh, shared.tp_plan())
     x = torch.randn(2, 9, 24)
+    assert name != INTERPRETED or shared._up_weight(x) is not None, "a plan's own hooks are no reason to go another way"
     dy = torch.randn(2, 9, 24)
     results = []
     for layer in (alone, shared):
@@ -85,7 +89,9 @@ def main(rank: int, world_size: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
+    usual = latent.fused
     for name in CASES:
+        latent.fused = (lambda *tensors: rotary_triton) if name == INTERPRETED else usual  # as if on a GPU
         compare(name, mesh)
     refusals(mesh)
     dist.destroy_process_group()

@@ -106,7 +106,7 @@ def test_ranks_compute_what_one_process_does(ranks, tmp_path):
         subprocess.Popen(
             [sys.executable, str(worker), str(rank), str(ranks), str(meet)],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+            env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
         )
         for rank in range(ranks)
     ]  # fmt: skip
