@@ -27,12 +27,13 @@ def doctor() -> None:
 @click.option("--shape", "shapes", multiple=True, help="B=4,H=32,N=8192,D=64; the usual ones without it.")
 @click.option("--dtype", default="bf16", show_default=True, help="bf16 or fp16.")
 @click.option("--all", "everything", is_flag=True, help="Show every candidate, not only the three best.")
-def tune(op: str, shapes: tuple[str, ...], dtype: str, everything: bool) -> None:
+@click.option("--seconds", type=click.FloatRange(min=1), help="For all of it, about; nearest tiles first. All without.")
+def tune(op: str, shapes: tuple[str, ...], dtype: str, everything: bool, seconds: float | None) -> None:
     """Time the tiles of our Triton kernels on this GPU and propose rows for the tables of OP."""
     from fulmen.bench.tune import CannotTune, tune
 
     try:
-        tune(op, shapes, dtype, everything)
+        tune(op, shapes, dtype, everything, seconds)
     except CannotTune as error:
         raise click.ClickException(str(error)) from None
 

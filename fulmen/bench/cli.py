@@ -48,7 +48,7 @@ def bench() -> None:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
 @click.option("--resume", is_flag=True, help="Go on with the file --out.")
 @click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes, and stop.")
-@click.option("--base", metavar="GITREF", help="Measure the kernels of that commit in turns with these.")
+@click.option("--base", metavar="GITREF|FOLDER", help="Measure the kernels of that commit in turns with these.")
 def run(
     suites: tuple[str, ...], out: Path | None, resume: bool, base: str | None, dry_run: bool, **options: Any,
 ) -> None:  # fmt: skip
@@ -235,7 +235,8 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
 @bench.command()
 @click.argument("file", type=RESULTS)
 @click.option("--map", "map_path", type=RESULTS, help="TOML that says which columns are the GPU, the shape, the times.")
-def audit(file: Path, map_path: Path | None) -> None:
+@click.option("--fail-on", type=click.Choice(["wrong", "doubtful"]), help="Exit with 1 if there is any; or worse.")
+def audit(file: Path, map_path: Path | None, fail_on: str | None) -> None:
     """Check published numbers (CSV, JSON lines or a Markdown table) against physics."""
     from rich.console import Console
 
@@ -246,3 +247,7 @@ def audit(file: Path, map_path: Path | None) -> None:
     except (schema.BadResults, ValueError, OSError) as error:
         fail(error)
     published.render(findings, Console())
+    flags = {None: (), "wrong": published.BAD, "doubtful": (*published.BAD, *published.DOUBTFUL)}[fail_on]
+    failed = sum(f.flag in flags for f in findings)
+    if failed:
+        fail(f"{failed} numbers fail --fail-on {fail_on}")

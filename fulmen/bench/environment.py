@@ -198,8 +198,8 @@ def commit() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def archived() -> str | None:
-    path = PACKAGE.parent / ".git_archival.txt"
+def archived(tree: Path = PACKAGE.parent) -> str | None:
+    path = tree / ".git_archival.txt"
     found = re.fullmatch(r"[0-9a-f]{40}", path.read_text().strip()) if path.is_file() else None
     return found[0] if found else None
 

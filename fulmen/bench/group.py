@@ -216,6 +216,7 @@ class Group:
         self.exchange_at = self.rng.choice((1, 2))
         self.check_until = 0
         self.closed = False
+        self.throttled: list[str] = []
         self.entries: list[tuple[Competitor, list[schema.Cell]]] = []
         for competitor in competitors:
             caches = ("cold", "hot") if self.hot else ("cold",)

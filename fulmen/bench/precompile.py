@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels that a run will need, on all cores, before it measures: one by one it would take minutes.
+"""Compiles the kernels that a run will need, on all cores, before it measures: one by one it would take minutes.
 
-Binaries go to Triton's cache on disk, where the run finds them. No GPU is used, and what cannot be compiled here is
-left to the run, which will say why.
+Binaries go to Triton's cache on disk, and those of CUDA C++ to $FULMEN_CACHE_DIR, where the run finds them. No GPU is
+used, and what cannot be compiled here is left to the run, which will say why.
 """
 
 from __future__ import annotations
@@ -11,14 +11,54 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+
 from fulmen import hardware
-from fulmen.bench import adapters
+from fulmen.bench import adapters, competitors
+from fulmen.bench.cases import Line
 from fulmen.bench.competitors import OURS, Competitor
+from fulmen.bench.resources import Native
 
 WORKERS = 14
+
+
+def natives_of(lines: Sequence[Line], device: torch.device, hw: hardware.Hardware) -> list[Any]:
+    """The variants in CUDA C++ of some cases: of the timed shapes and the gate's."""
+    found: dict[Any, None] = {}
+    for line in lines:
+        if adapters.backends_of(line.op) != "flash":
+            continue
+        case = competitors.complete(line, device)
+        for shape in (case, adapters.small_case(case)):
+            with contextlib.suppress(Exception):  # sizes or a GPU it does not serve
+                found |= dict.fromkeys(
+                    launch.variant
+                    for launch in adapters.of(line.op).launches(shape, hw, "cuda", "forward")
+                    if isinstance(launch, Native)
+                )
+    return list(found)
+
+
+def precompile_native(lines: Sequence[Line], device: torch.device, hw: hardware.Hardware) -> int:
+    """How many variants in CUDA C++ were compiled or found compiled.
+
+    To be called before backends are asked whether they serve a case: `cuda` compiles to answer, 1.5 s each. The
+    compiler runs without Python's lock, so threads are enough.
+    """
+    from fulmen import cuda
+
+    def made(variant: Any) -> bool:
+        try:
+            return bool(cuda.cubin(variant))
+        except cuda.Unavailable:
+            return False
+
+    variants = natives_of(lines, device, hw) if hw.arch >= 80 else []
+    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, WORKERS))) as pool:
+        return sum(pool.map(made, variants))
 
 
 class Job(NamedTuple):
@@ -41,12 +81,13 @@ def jobs_of(plans: Sequence[tuple[Any, Sequence[Competitor]]]) -> list[Job]:
             if (
                 not competitor.name.startswith(OURS)
                 or competitor.refusal
-                or not competitor.backend.startswith("triton")
+                or not competitor.backend.startswith(("triton", "cuda"))
             ):
                 continue
+            backend = "triton" if competitor.backend.startswith("cuda") else competitor.backend  # of its backward
             small = adapters.small_case(plan.case)
             kinds = [(plan.case, False), (small, False), *([(small, True)] if competitor.fully else [])]
-            found += [Job(competitor.op, case, competitor.backend, fully) for case, fully in kinds]
+            found += [Job(competitor.op, case, backend, fully) for case, fully in kinds]
     return [job for i, job in enumerate(found) if job not in found[:i]]
 
 

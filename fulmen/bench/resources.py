@@ -1,5 +1,5 @@
-"""What our Triton kernels take of a multiprocessor, from the compiled binary: registers, shared memory, spills, and how
-many of its warps can run at once. No GPU is needed: a binary can be made for one that is not here."""
+"""What our kernels take of a multiprocessor, from the compiled binary: registers, shared memory, spills, and how many
+of its warps can run at once. No GPU is needed: a binary can be made for one that is not here."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ MULTIPROCESSORS = {
 }  # fmt: skip
 RESERVED_SHARED = 1024  # of each block, for the system
 REGISTERS_AT_ONCE = 256  # a warp gets multiples of this
+
+
+class Native(NamedTuple):
+    """A launch of a kernel of ours in CUDA C++, as far as its resources go."""
+
+    variant: Any  # fulmen.cuda.Variant
+    grid: int
+    threads: int
+    shared: int
+    stages: int
 
 
 def occupancy(arch: int, registers: int, shared: int, warps: int) -> float | None:
@@ -84,6 +94,9 @@ def of_launches(launches: list[Any], hw: hardware.Hardware) -> list[dict[str, An
         return []
     rows = []
     for launch in launches:
+        if isinstance(launch, Native):
+            rows.append(of_native(launch, hw))
+            continue
         kernel = compiled(launch, hw.arch)
         try:
             registers, stack = counts(kernel.asm["cubin"])
@@ -97,3 +110,16 @@ def of_launches(launches: list[Any], hw: hardware.Hardware) -> list[dict[str, An
             "occupancy": occupancy(hw.arch, registers, shared, warps),
         })  # fmt: skip
     return rows
+
+
+def of_native(launch: Native, hw: hardware.Hardware) -> dict[str, Any]:
+    """The same of a kernel in CUDA C++; its shared memory is what the launch asks for."""
+    from fulmen import cuda
+
+    registers, stack = counts(cuda.cubin(launch.variant))
+    warps = launch.threads // 32
+    return {
+        "kernel": launch.variant.kernel, "registers": registers, "shared": launch.shared, "stack": stack,
+        "warps": warps, "stages": launch.stages, "programs": launch.grid,
+        "occupancy": occupancy(hw.arch, registers, launch.shared, warps),
+    }  # fmt: skip

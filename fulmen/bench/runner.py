@@ -93,9 +93,7 @@ def lines_of(choice: Choice) -> list[cases.Line]:
     return chosen
 
 
-def plans_of(
-    choice: Choice, machine: Machine, run_id: str, seed: int
-) -> list[tuple[Plan, list[competitors.Competitor]]]:
+def plans_of(choice: Choice, machine: Machine, run_id: str, seed: int) -> list[Planned]:
     found = []
     for line in lines_of(choice):
         case = competitors.complete(line, machine.device)
@@ -107,6 +105,21 @@ def plans_of(
     if not found:
         raise BadRun("nothing to measure: nobody competes (--backend none and --baseline none?)")
     return found
+
+
+def compiled_plans(choice: Choice, machine: Machine, run_id: str, seed: int, watcher: Watcher) -> list[Planned]:
+    """`plans_of`, and on a GPU all kernels of ours that they need on disk."""
+    if machine.device.type != "cuda":
+        return plans_of(choice, machine, run_id, seed)
+    from fulmen.bench.precompile import precompile, precompile_native
+
+    hw = hardware.of(machine.device)
+    watcher.say("compiling our kernels on all cores")
+    if not choice.backends or {"auto", "cuda"} & set(choice.backends):
+        precompile_native(lines_of(choice), machine.device, hw)
+    plans = plans_of(choice, machine, run_id, seed)
+    precompile(plans, hw)
+    return plans
 
 
 PREPARING = 0.5  # seconds of a cell's gate, warm-up and replay; and of a case, the results in fp64
@@ -225,7 +238,8 @@ def run(
         raise BadRun(str(error)) from None
     if out.exists() and not resume:
         raise BadRun(f"{out} exists: --resume goes on with it, another --out leaves it alone")
-    for line in lines_of(choice):  # a wrong name is worth saying before a minute has gone by, and a file is there
+    lines = lines_of(choice)
+    for line in lines:  # a wrong name is worth saying before a minute has gone by, and a file is there
         competitors.complete(line, device)
         competitors.names_in(line, choice.backends, choice.baselines)
     watcher.say("asking the device what it can do")
@@ -235,12 +249,7 @@ def run(
     record = new_run(choice, machine, seed)
     journal, record = open_journal(out, record, resume)
     seed = int(record.environment.get("seed", seed))
-    plans = plans_of(choice, machine, record.run_id, seed)
-    if device.type == "cuda":
-        from fulmen.bench.precompile import precompile
-
-        watcher.say("compiling our kernels on all cores")
-        precompile(plans, hardware.of(device))
+    plans = compiled_plans(choice, machine, record.run_id, seed, watcher)
     seen, wanted = set(journal.finished), []
     for plan, who in plans:  # lines that a --shape made equal share their cells
         wanted.append(_hashes(plan, who) - seen)

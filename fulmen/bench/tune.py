@@ -1,31 +1,42 @@
 """`fulmen tune`: times tile choices of our Triton kernels on this GPU and proposes rows for their config tables.
 
 Nothing is changed: a person looks at the rows, and puts them into `config` of the kernel's file with the measurement
-beside them. Each candidate's result is compared with that of the tiles in use before it is timed.
+beside them. Candidates are compiled on all cores, those nearest to the tiles in use first; the result of each is
+compared with that of the tiles in use before it is timed. `seconds` bounds the whole: what was not compiled in its
+share of the time is left out, and counted.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import multiprocessing
+import os
 import random
+import signal
+import time as clock
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from fulmen.bench import cases
 
 ROUNDS = 15
+HOPELESS = 2.0  # times slower than the fastest in the first rounds: timed no further
 SAME = 0.02  # relative difference of results between tiles, of 16-bit inputs
+COMPILING = 0.75  # of a pass's share of the seconds
+PASSES = {"lightning": ("forward", "backward"), "flash": ("forward", "dq", "dkdv")}
 SHAPES = {
     "lightning": ("B=4,H=32,N=8192,D=64", "B=2,H=32,N=8192,D=128", "B=1,H=32,N=8192,D=256"),
     "flash": ("B=4,H=32,N=4096,D=64", "B=2,H=16,N=8192,D=128", "B=2,H=16,N=4096,D=256"),
 }
+Tiles = tuple[int, ...]
 
 
 class CannotTune(Exception):
@@ -34,17 +45,18 @@ class CannotTune(Exception):
 
 @dataclass(eq=False)
 class Candidate:
-    config: tuple[int, ...]
+    config: Tiles
     work: Callable[[], Any]
     samples: list[float] = field(default_factory=list)
     used: bool = False  # what the table says today
+    spacer_ms: float = 0.1
 
     @property
     def ms(self) -> float:
         return median(self.samples)
 
 
-def tiles(op: str) -> Iterator[tuple[int, ...]]:
+def tiles(op: str) -> Iterator[Tiles]:
     """(chunk or own rows, columns or walked rows, warps, stages)"""
     if op == "lightning":
         yield from itertools.product((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
@@ -52,8 +64,17 @@ def tiles(op: str) -> Iterator[tuple[int, ...]]:
         yield from itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4))
 
 
+def nearest_first(op: str, current: Tiles) -> list[Tiles]:
+    """The tiles in use, then all others by how many steps away they are: doublings, or stages."""
+
+    def steps(c: Tiles) -> float:
+        return sum(abs(math.log2(a / b)) for a, b in zip(c[:3], current[:3], strict=True)) + abs(c[3] - current[3])
+
+    return [current, *sorted((c for c in tiles(op) if c != current), key=steps)]
+
+
 @contextmanager
-def using(module: Any, config: tuple[int, ...]) -> Iterator[None]:
+def using(module: Any, config: Tiles) -> Iterator[None]:
     """The kernel's `config` answers with this one."""
     true = module.config
     module.config = lambda *_, **__: module.Config(*config)
@@ -63,97 +84,99 @@ def using(module: Any, config: tuple[int, ...]) -> Iterator[None]:
         module.config = true
 
 
-def tune(op: str, shapes: Sequence[str], dtype: str, everything: bool, console: Console | None = None) -> None:
-    console = console or Console()
-    import torch
-
-    if not torch.cuda.is_available():
-        raise CannotTune("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
-    import importlib
-
-    from fulmen import hardware
-    from fulmen.bench import adapters
-    from fulmen.bench.group import Machine
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    machine, adapter = Machine.of(device), adapters.of(op)
-    module = importlib.import_module(f"fulmen.{op}.triton")
-    machine.burn_in()
-    for text in shapes or SHAPES[op]:
-        try:
-            case = adapter.complete({"dtype": cases.DTYPES.get(dtype, dtype)} | cases.shape(text))
-        except (ValueError, cases.BadSuite) as error:
-            raise CannotTune(str(error)) from None
-        for pass_ in ("forward", "dq", "dkdv") if op == "flash" else ("forward", "backward"):
-            found = candidates(op, module, adapter, case, pass_, hardware.of(device), console)
-            time(found, machine, console)
-            show(f"{op} {text} {dtype} {pass_}", found, everything, console)
+# --------------------------------------------------------------------------------------------- launches of a pass
 
 
-def candidates(
-    op: str, module: Any, adapter: Any, case: dict[str, Any], pass_: str, hw: Any, console: Console
-) -> list[Candidate]:
-    """Those that compile, fit and give the results of the tiles in use."""
-    import torch
+class Job(NamedTuple):
+    """A pass of an operation at a shape."""
 
-    current = module.config(adapter.spec(case, torch.device("cuda")), hw, *([pass_] if op == "flash" else []))
-    every = [tuple(current), *(c for c in tiles(op) if c != tuple(current))]
-    found: list[Candidate] = []
-    wanted: list[Any] = []
-    for config in track(every, f"{op} {pass_}: compiling", console=console, transient=True):
-        try:
-            launches, results = launches_of(op, module, adapter, case, pass_, hw, config)
-            for x in results:
-                x.fill_(float("nan"))
-            run(launches)
-            torch.cuda.synchronize()
-        except Exception:  # does not fit, or the compiler gives up: no candidate
-            continue
-        if not wanted:
-            wanted = [x.clone() for x in results]
-        worst = max(
-            float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(results, wanted, strict=True)
-        )
-        if worst < SAME:
-            found.append(Candidate(config, lambda launches=launches: run(launches), used=config == tuple(current)))  # type: ignore[misc]
-    if not found:
-        raise CannotTune(f"no tiles of {op} {pass_} work for this shape")
-    return found
+    op: str
+    case: dict[str, Any]
+    pass_: str
+
+    @property
+    def module(self) -> Any:
+        import importlib
+
+        return importlib.import_module(f"fulmen.{self.op}.triton")
+
+    @property
+    def adapter(self) -> Any:
+        from fulmen.bench import adapters
+
+        return adapters.of(self.op)
+
+    def current(self, hw: Any) -> Tiles:
+        import torch
+
+        spec = self.adapter.spec(self.case, torch.device("meta"))
+        return tuple(self.module.config(spec, hw, *([self.pass_] if self.op == "flash" else [])))
 
 
-def launches_of(
-    op: str, module: Any, adapter: Any, case: dict[str, Any], pass_: str, hw: Any, config: tuple[int, ...]
-) -> tuple[list[Any], list[Any]]:
-    """The launches of a pass on random arguments, and what they write."""
-    import torch
+@dataclass
+class Arguments:
+    """Random tensors of a job, made once for all tiles: `x` what a pass reads, `results` what it writes.
 
-    from fulmen.lightning.op import Residuals as LightningResiduals
+    On the device "meta" they are shapes only, which is enough to compile.
+    """
 
-    device = torch.device("cuda")
-    x = adapter.problem(case, device, 1).x
-    q, k, v, do = (t.detach() for t in (x.q, x.k, x.v, x.do))
-    spec = adapter.spec(case, device)
-    if op == "lightning":
-        residuals: Any = LightningResiduals(q, k, v, x.decay, None, None)
-        o, grads = torch.empty_like(do), module.Gradients.empty(spec, residuals)
+    spec: Any
+    x: Any  # the op's Residuals
+    do: Any
+    outputs: Any  # forward: o and lse; backward: Gradients, or flash's Backward
+    results: list[Any]
+
+    @classmethod
+    def of(cls, job: Job, device: Any) -> Arguments:
+        import torch
+
+        from fulmen.bench.adapters import dtype_of, shapes
+
+        if device.type == "meta":
+            dtype = dtype_of(job.case)
+            q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes(job.case))
+            slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
+        else:
+            given = job.adapter.problem(job.case, device, 1).x
+            q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
+            slopes = getattr(given, "decay", None)
+        spec = job.adapter.spec(job.case, device)
+        if job.op == "lightning":
+            from fulmen.lightning.op import Residuals as Lightning
+
+            x: Any = Lightning(q, k, v, slopes, None, None)
+            if job.pass_ == "forward":
+                o = torch.empty_like(do)
+                return cls(spec, x, do, o, [o])
+            grads = job.module.Gradients.empty(spec, x)
+            return cls(spec, x, do, grads, list(grads))
+        from fulmen.flash.op import Residuals
+
+        x, o = Residuals(q, k, v), torch.empty_like(do)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+        if job.pass_ == "forward":
+            return cls(spec, x, do, (o, lse), [o])
+        dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))
+        y = job.module.Backward(o, lse, do, None, delta, dq, dk, dv)
+        return cls(spec, x, do, y, [dq] if job.pass_ == "dq" else [dk, dv])
+
+    def before(self, job: Job, hw: Any) -> None:
+        """What the backward of softmax attention reads: o, lse and delta."""
+        if job.op == "flash" and job.pass_ != "forward":
+            run([job.module.forward_launch(self.spec, hw, self.x, self.outputs.o, self.outputs.lse)])
+            run(job.module.backward_launches(self.spec, hw, self.x, self.outputs)[:1])
+
+    def launches(self, job: Job, hw: Any, config: Tiles) -> list[Any]:
+        module = job.module
         with using(module, config):
-            if pass_ == "forward":
-                return module.forward_launches(spec, hw, residuals, o, None), [o]
-            launches = module.backward_launches(spec, hw, residuals, do, None, grads, None)
-        return launches, [grads.dq, grads.dk, grads.dv]
-    from fulmen.flash.op import Residuals
-
-    residuals, o, lse = Residuals(q, k, v), torch.empty_like(do), torch.empty(q.shape[:3], device=device)
-    if pass_ == "forward":
-        with using(module, config):
-            return [module.forward_launch(spec, hw, residuals, o, lse)], [o]
-    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-    backward = module.Backward(o, lse, do, None, delta, dq, dk, dv)
-    run([module.forward_launch(spec, hw, residuals, o, lse)])
-    run(module.backward_launches(spec, hw, residuals, backward)[:1])  # o, lse and delta as dkdv reads them
-    with using(module, config):
-        both = module.backward_launches(spec, hw, residuals, backward)
-    return ([both[0]], [dq]) if pass_ == "dq" else ([both[1]], [dk, dv])
+            if job.op == "lightning":
+                if job.pass_ == "forward":
+                    return list(module.forward_launches(self.spec, hw, self.x, self.outputs, None))
+                return list(module.backward_launches(self.spec, hw, self.x, self.do, None, self.outputs, None))
+            if job.pass_ == "forward":
+                return [module.forward_launch(self.spec, hw, self.x, *self.outputs)]
+            both = module.backward_launches(self.spec, hw, self.x, self.outputs)
+            return [both[0] if job.pass_ == "dq" else both[1]]
 
 
 def run(launches: Sequence[Any]) -> None:
@@ -163,13 +186,155 @@ def run(launches: Sequence[Any]) -> None:
         one(launch)
 
 
-def time(found: Sequence[Candidate], machine: Any, console: Console) -> None:
-    """In turns, in an order drawn anew each round, with cold L2."""
-    for turn in track(range(ROUNDS + 2), "timing", console=console, transient=True):
-        for candidate in random.sample(list(found), len(found)):
-            sample = machine.timer.sample(candidate.work)
-            if turn >= 2:
-                candidate.samples.append(sample.ms)
+# ------------------------------------------------------------------------------------------------------ compiling
+
+
+def compile_one(job: Job, hw: Any, config: Tiles) -> None:
+    """In a process of its own: the binary goes to Triton's cache on disk, where the run finds it."""
+    import torch
+
+    from fulmen.bench import resources
+
+    for launch in Arguments.of(job, torch.device("meta")).launches(job, hw, config):
+        resources.compiled(launch, hw.arch)
+
+
+def compiled(job: Job, hw: Any, order: Sequence[Tiles], pool: Executor, workers: int, until: float) -> list[Tiles]:
+    """Those of `order` that compile before the time `until`, the first in any case."""
+    done: list[Tiles] = []
+    waiting = list(order)
+    running: dict[Any, Tiles] = {}
+    while waiting or running:
+        while waiting and len(running) < workers and (clock.monotonic() < until or waiting[0] == order[0]):
+            config = waiting.pop(0)
+            running[pool.submit(compile_one, job, hw, config)] = config
+        if not running:
+            break
+        left = max(0.0, until - clock.monotonic()) if order[0] in done and until < math.inf else None
+        finished, _ = wait(running, left, FIRST_COMPLETED)
+        for future in finished:
+            config = running.pop(future)
+            if future.exception() is None:  # otherwise it does not fit, or the compiler gives up: no candidate
+                done.append(config)
+            elif config == order[0]:
+                raise CannotTune(f"the tiles in use, {config}, do not compile: {future.exception()}")
+        if not finished:  # out of time: what still runs goes on for a later pass, and is not waited for
+            break
+    return [config for config in order if config in done]
+
+
+def new_pool(workers: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))  # Ctrl-C: no traces
+
+
+# --------------------------------------------------------------------------------------------------------- timing
+
+
+def candidates(job: Job, hw: Any, configs: Sequence[Tiles], machine: Any, until: float) -> list[Candidate]:
+    """Those that give the results of the first, which are the tiles in use; as many as can be tried by `until`."""
+    arguments = Arguments.of(job, machine.device)
+    arguments.before(job, hw)
+    found: list[Candidate] = []
+    wanted: list[Any] = []
+    for config in configs:
+        if wanted and clock.monotonic() > until:
+            break
+        try:
+            launches = arguments.launches(job, hw, config)
+            for x in arguments.results:
+                x.fill_(float("nan"))
+            run(launches)
+            machine.timer.synchronize()
+        except Exception as error:  # more shared memory than there is, say
+            if not wanted:
+                raise CannotTune(f"the tiles in use, {config}, do not run at this shape: {error}") from error
+            continue
+        if not wanted:
+            wanted = [x.clone() for x in arguments.results]
+        worst = max(
+            float((x.float() - y.float()).norm() / y.float().norm())
+            for x, y in zip(arguments.results, wanted, strict=True)
+        )
+        if worst < SAME:
+            work = lambda launches=launches: run(launches)  # noqa: E731
+            found.append(Candidate(config, work, used=config == configs[0]))
+    if not found:
+        raise CannotTune(f"the tiles in use of {job.op} {job.pass_} do not give finite results at this shape")
+    return found
+
+
+def time(found: list[Candidate], machine: Any, until: float) -> list[Candidate]:
+    """In turns, in an order drawn anew each round, with cold L2; those far behind after two rounds have no more."""
+    for turn in range(ROUNDS + 2):
+        if turn == 2:
+            best = min(c.ms for c in found)
+            found = [c for c in found if c.used or c.ms < HOPELESS * best]
+            for candidate in found:
+                candidate.samples.clear()  # they warmed up
+        for candidate in random.sample(found, len(found)):
+            sample = machine.timer.sample(candidate.work, spacer_ms=candidate.spacer_ms)
+            candidate.spacer_ms = max(candidate.spacer_ms, sample.spacer_ms)
+            candidate.samples.append(sample.ms)
+        if turn >= 4 and clock.monotonic() > until:
+            break
+    return found
+
+
+def tune(
+    op: str, shapes: Sequence[str], dtype: str, everything: bool, seconds: float | None = None,
+    console: Console | None = None,
+) -> None:  # fmt: skip
+    """`seconds`: for all of it; every pass of every shape has an equal share of what is left when it begins."""
+    begin = clock.monotonic()
+    console = console or Console()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CannotTune("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
+    from fulmen import hardware
+    from fulmen.bench.group import Machine
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    jobs = jobs_of(op, shapes, dtype)
+    hw, machine = hardware.of(device), Machine.of(device)
+    machine.burn_in()
+    workers = max(1, min(os.cpu_count() or 1, 14))
+    pool = new_pool(workers)
+    try:
+        for number, (text, job) in enumerate(jobs):
+            now = clock.monotonic()
+            share = math.inf if seconds is None else max(0.0, begin + seconds - now) / (len(jobs) - number)
+            order = nearest_first(op, job.current(hw))
+            ready = compiled(job, hw, order, pool, workers, now + COMPILING * share)
+            tried = candidates(job, hw, ready, machine, now + share)
+            show(f"{op} {text} {dtype} {job.pass_}", time(tried, machine, now + share), everything, console)
+            why = "do not fit" if seconds is None else f"do not fit, or not into {share:.0f} s (--seconds)"
+            rest = f"; the others {why}" if len(tried) < len(order) else ""
+            console.print(f"{len(tried)} of {len(order)} tiles tried{rest}")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.terminate()  # what it compiles nobody waits for
+
+
+def jobs_of(op: str, shapes: Sequence[str], dtype: str) -> list[tuple[str, Job]]:
+    from fulmen.bench import adapters
+
+    adapter, found = adapters.of(op), []
+    for text in shapes or SHAPES[op]:
+        try:
+            given = cases.shape(text)
+            unknown = sorted(set(given) - set(adapter.KEYS))
+            if unknown:
+                raise ValueError(f"--shape: {op} has no {', '.join(unknown)}; it has {', '.join(adapter.KEYS)}")
+            case = adapter.complete({"dtype": cases.DTYPES.get(dtype, dtype)} | given)
+            if adapters.dtype_of(case).itemsize != 2:
+                raise ValueError(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
+        except (ValueError, cases.BadSuite) as error:
+            raise CannotTune(str(error)) from None
+        found += [(text, Job(op, case, pass_)) for pass_ in PASSES[op]]
+    return found
 
 
 def show(title: str, found: Sequence[Candidate], everything: bool, console: Console) -> None:

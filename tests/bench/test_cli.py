@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from fulmen.__main__ import main
-from fulmen.bench import environment, schema
+from fulmen.bench import base, environment, schema
+from fulmen.bench.runner import BadRun
 
 TINY = ["--device", "cpu", "--shape", "B=1,H=2,N=32,D=16", "--backend", "eager", "--baseline", "none", "--seconds", "0"]
 
@@ -78,6 +82,28 @@ def test_unreadable_files_are_named(command: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("ms", "fail_on", "code"),
+    [("0.0001", [], 0), ("0.0001", ["--fail-on", "wrong"], 1), ("0.0001", ["--fail-on", "doubtful"], 1),
+     ("20", ["--fail-on", "doubtful"], 0), ("20", ["--fail-on", "nonsense"], 2)],
+)  # fmt: skip
+def test_an_audit_fails_only_if_asked_to(tmp_path: Path, ms: str, fail_on: list[str], code: int) -> None:
+    """0.1 us for attention over 8192 tokens is impossible, 20 ms is not."""
+    page = tmp_path / "page.csv"
+    page.write_text(f"Kernel,GPU,B,H,N,D,dtype,causal,Fwd (ms)\nflash,H200,4,32,8192,128,bf16,no,{ms}\n")
+    done = call("bench", "audit", page, *fail_on)
+    assert done.exit_code == code, done.output
+    assert ("IMPOSSIBLE" in done.output) == (ms != "20")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp7", "bool"])
+def test_a_dtype_that_is_none_is_refused_by_a_dry_run_too(dtype: str) -> None:
+    for more in ([], ["--dry-run"]):
+        done = call("bench", "run", "quick", "--device", "cpu", "--dtype", dtype, *more)
+        assert done.exit_code == 1, done.output
+        assert "must be one of bf16, fp16, fp32, fp64" in done.output
+
+
 @pytest.mark.parametrize("arguments", [["bench", "run", "--help"], ["bench", "report", "--help"], ["tune", "--help"]])
 def test_help_does_not_import_torch(arguments: list[str]) -> None:
     code = (
@@ -97,19 +123,74 @@ def test_against_another_commit(tmp_path: Path) -> None:
     """The kernels of HEAD in turns with those of the working tree."""
     if environment._git("rev-parse", "HEAD") is None:
         pytest.skip("no git repository here")
-    out = tmp_path / "run.jsonl"
-    options = ["--pass", "forward", "--shape", "B=1,H=2,N=32,D=16,decay=yes"]
-    done = call("bench", "run", "quick", *TINY[:2], "--backend", "eager", "--baseline", "none", *options,
-                "--seconds", "0", "--out", out, "--base", "HEAD")  # fmt: skip
+    out, done = against(tmp_path, "HEAD")
     assert done.exit_code == 0, done.output
     ours, theirs = schema.read([out]), schema.read([tmp_path / "run.base.jsonl"])
     assert {c.config_hash for c in ours.cells} == {c.config_hash for c in theirs.cells}
     assert all(c.status == "ok" for c in [*ours.cells, *theirs.cells])
-    (base,) = theirs.runs.values()
-    assert len(base.commit["sha"]) == 40
+    (run,) = theirs.runs.values()
+    assert len(run.commit["sha"]) == 40
     listed = environment._git("worktree", "list", "--porcelain") or ""
     assert "fulmen-base-" not in listed
-    assert json.dumps(base.commit)
+    assert json.dumps(run.commit)
+
+
+def against(tmp_path: Path, ref: str | Path, *more: str | Path):
+    options = ["--pass", "forward", "--shape", "B=1,H=2,N=32,D=16,decay=yes", "--seconds", "0"]
+    out = tmp_path / "run.jsonl"
+    device = ["--device", "cpu", "--backend", "eager", "--baseline", "none"]
+    return out, call("bench", "run", "quick", *device, *options, "--out", out, "--base", ref, *more)
+
+
+@pytest.mark.slow
+def test_against_a_folder_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has two trees of `git archive` and no git."""
+    folder = tmp_path / "other"
+    shutil.copytree(environment.PACKAGE, folder / "fulmen", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / ".git_archival.txt").write_text("0123456789" * 4 + "\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    out, done = against(tmp_path, folder)
+    assert done.exit_code == 0, done.output
+    (run,) = schema.read([tmp_path / "run.base.jsonl"]).runs.values()
+    assert run.commit["sha"] == "0123456789" * 4
+    assert run.commit["source"]
+    assert {c.status for c in schema.read([out]).cells} == {"ok"}
+
+
+@pytest.mark.parametrize("why", ["no git", "no repository", "no such commit", "an empty folder"])
+def test_a_base_that_cannot_be_had_is_one_sentence(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, words = "HEAD", {"no git": "git cannot be run", "no repository": "not a git repository"}.get(why, "")
+    if why == "no git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif why == "no repository":
+        monkeypatch.setattr(base, "PACKAGE", tmp_path)
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    elif why == "no such commit":
+        ref, words = "no-such-ref", "no such commit"
+        if environment._git("rev-parse", "HEAD") is None:
+            pytest.skip("no git repository here")
+    else:
+        ref, words = str(tmp_path), "no package fulmen in that folder"
+    _, done = against(tmp_path, ref)
+    assert done.exit_code == 1
+    errors = [line for line in done.output.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert why == "an empty folder" or "git archive" in errors[0]
+    assert "Traceback" not in done.output
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_an_interrupted_question_does_not_answer_the_next() -> None:
+    """What was asked before Ctrl-C is still being answered when `finish` asks for the cells."""
+    other = base.Base.__new__(base.Base)
+    other.ref, other.asked = "HEAD", 1
+    answers = [{"done": False, "number": 1}, {"cells": [], "number": 2}]
+    pipes = SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO("".join(json.dumps(a) + "\n" for a in answers)))
+    other.process = pipes  # type: ignore[assignment]
+    assert other.ask("finish")["cells"] == []
+    with pytest.raises(BadRun, match="the process ended"):
+        other.ask("sample")
 
 
 @pytest.mark.parametrize(("name", "said"), [("numpy", True), ("fulmen.bench.cases", False)])

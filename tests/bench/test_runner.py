@@ -10,7 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from fulmen.bench import baselines, cases, competitors, environment, live, runner, schema
+from fulmen import cuda, dispatch, hardware
+from fulmen.bench import adapters, baselines, cases, competitors, environment, live, precompile, runner, schema
 from fulmen.bench.cases import BadSuite, Line
 from fulmen.bench.runner import BadRun, Choice
 
@@ -317,7 +318,8 @@ def test_a_bad_suite_says_where(text: str, words: str) -> None:
         ({"shapes": ("Q=3",)}, "a case says"),
         ({"backends": ("warp",)}, "no backend 'warp'"),
         ({"baselines": ("warp",)}, "no baseline 'warp'"),
-        ({"dtype": "fp7"}, "no such type"),
+        ({"dtype": "fp7"}, "must be one of bf16"),
+        ({"dtype": "int8"}, "must be one of bf16"),
         ({"device": "spoon"}, "must be cpu, cuda"),
         ({"device": "mps"}, "runs on cpu and cuda"),
     ],
@@ -337,6 +339,81 @@ def test_a_shape_selects_or_makes_cases() -> None:
     made = cases.select(lines, [{"N": 77}], keys)
     assert {line.case["N"] for line in made} == {77}
     assert len(made) == 4  # two head dims, with decay and without
+
+
+# ------------------------------------------------------------------------------------- as on a GPU, without one
+
+
+class Elsewhere:
+    """A group of another process that fails before ours has begun."""
+
+    done = False
+
+    def prepare(self) -> None:
+        raise BadRun("--base HEAD: the process ended")
+
+    def finish(self) -> None: ...
+
+
+def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nvml(environment.Nvml):
+        def __init__(self, device: torch.device) -> None:
+            self.nvml, self.handle = object(), None
+
+        def clock_mhz(self) -> float:
+            return 1980.0
+
+        def facts(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr(environment, "Nvml", Nvml)
+    with pytest.raises(BadRun, match="the process ended"):
+        runner.run(Choice(("quick",), **QUICK), out, other=lambda plan: Elsewhere())
+    assert {(c.status, c.reason) for c in cells(out)} == {("interrupted", "before it began")}
+
+
+HOPPER = hardware.TARGETS[90]
+
+
+def test_kernels_in_cuda_are_found_before_anybody_is_asked() -> None:
+    for suite, least in (("flash", 6), ("flash-small", 4), ("layers", 4)):
+        found = precompile.natives_of(cases.read(suite), torch.device("cuda"), HOPPER)
+        assert len(found) == len(set(found)) >= least
+        assert {v.source for v in found} <= {"flash/cuda_sm90.cu", "flash/cuda_small.cu"}
+    assert not precompile.natives_of(cases.read("lightning"), torch.device("cuda"), HOPPER)
+
+
+def test_what_cannot_be_compiled_ahead_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(variant: Any) -> bytes:
+        raise cuda.Unavailable("no compiler")
+
+    monkeypatch.setattr(cuda, "cubin", gone)
+    assert precompile.precompile_native(cases.read("flash-small"), torch.device("cuda"), HOPPER) == 0
+    monkeypatch.setattr(cuda, "cubin", lambda variant: b"code")
+    assert precompile.precompile_native(cases.read("flash-small"), torch.device("cuda"), HOPPER) >= 4
+
+
+def test_resources_of_cuda_and_of_its_triton_backward() -> None:
+    line = next(line for line in cases.read("flash"))
+    case = competitors.complete(line, torch.device("cuda"))
+    launches = adapters.of("flash").launches(case, HOPPER, "cuda (cuda_sm90.cu, some tiles)", "total")
+    assert [type(x).__name__ for x in launches] == ["Native", "Launch", "Launch"]
+    assert launches[0].threads % 128 == 0
+    assert 0 < launches[0].shared <= HOPPER.smem_bytes
+    assert 0 < launches[0].grid <= 2 * HOPPER.sm_count
+    assert not adapters.of("flash").launches(case, HOPPER, "sdpa (cuDNN)", "total")
+
+
+def test_a_backend_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether `cuda` serves a case takes it a compilation: who asks for triton need not wait for that."""
+    asked: list[str] = []
+    for name, kernel in dispatch.kernels("flash").items():
+        spied = kernel._replace(supports=lambda spec, name=name: asked.append(name))
+        monkeypatch.setitem(dispatch._kernels["flash"], name, spied)
+    case = adapters.of("flash").complete({"dtype": "bfloat16"})
+    assert adapters.of("flash").refuses(case, torch.device("cuda"), "triton") is None
+    assert asked == ["triton"]
+    assert "no backend 'warp'" in adapters.of("flash").refuses(case, torch.device("cuda"), "warp")
 
 
 # -------------------------------------------------------------------------------------------------- on screen
@@ -369,8 +446,9 @@ def test_a_run_on_a_gpu(out: Path) -> None:
     assert {c.cache for c in found} == {"cold", "hot"}
     assert any(c.device_ms for c in found)
     assert any(c.kernels for c in found)
-    triton = [c for c in found if c.backend == "triton"]
-    assert all(c.resources for c in triton)
+    ours = [c for c in found if c.backend.startswith(("triton", "cuda")) and c.status != "unsupported"]
+    assert {c.backend.partition(" ")[0] for c in ours} >= {"triton"}
+    assert all(c.resources for c in ours)
 
 
 def test_a_shape_of_one_kind_of_layer_is_made_of_its_lines() -> None:

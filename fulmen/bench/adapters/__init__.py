@@ -9,7 +9,7 @@
     refuses(case, device, backend)       None, or why the backend cannot
     chosen(case, device, backend)        what "auto" takes
     launches(case, hw, backend, pass_, fully)
-                                         the Triton launches of a call, to compile them and ask what they take
+                                         our kernels' launches of a call, to compile them and ask what they take
     floors(case)                         bytes of inputs, output and gradients
     BACKENDS_OF                          the operation whose backends it takes, where that is another
 
@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+from fulmen import dispatch
+from fulmen.bench.cases import DTYPES
+
 ODD_TOKENS = 333  # no multiple of any tile
 
 
@@ -46,10 +48,18 @@ def backends_of(op: str) -> str:
 
 
 def dtype_of(case: dict[str, Any]) -> torch.dtype:
-    dtype = getattr(torch, str(case["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype={case['dtype']}: torch has no such type")
+    if case["dtype"] not in DTYPES.values():
+        raise ValueError(f"dtype={case['dtype']}: must be one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, case["dtype"])
     return dtype
+
+
+def refusal(op: str, spec: Any, backend: str) -> str | None:
+    """Why that backend cannot; the others are not asked, since to answer one may have to compile."""
+    kernel = dispatch.kernels(op).get(backend)
+    if kernel is None:
+        return dispatch._missing[op].get(backend, f"there is no backend {backend!r}")
+    return kernel.supports(spec)
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, shapes, size_of, small_case
+from fulmen.bench.adapters import dtype_of, head_of, normal, refusal, shapes, size_of, small_case
 from fulmen.bench.gate import Problem
+from fulmen.bench.resources import Native
 from fulmen.flash.op import FlashSpec, flash_attention, flash_attention_with_lse
 from fulmen.testing import Expected
 from fulmen.testing import flash as testing
@@ -101,9 +102,7 @@ def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
 
 
 def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    if backend == "auto":
-        return None
-    return dispatch.reasons("flash", spec(case, device)).get(backend, "there is no such backend")
+    return None if backend == "auto" else refusal("flash", spec(case, device), backend)
 
 
 def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
@@ -112,7 +111,8 @@ def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
 
 
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
-    if backend != "triton":
+    name = backend.partition(" ")[0]  # of "cuda (...)", as `chosen` says it
+    if name not in ("triton", "cuda"):
         return []
     from fulmen.flash import triton as module
     from fulmen.flash.op import Residuals
@@ -121,7 +121,10 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     q, k, v, o = (make(shape) for shape in shapes(case))
     lse = torch.empty(q.shape[:3], device="meta")
     call, x = spec(case, q.device)._replace(with_lse=fully), Residuals(q, k, v)
-    forward = [module.forward_launch(call, hw, x, o, lse if call.wants_lse else None)] if pass_ != "backward" else []
+    forward: list[Any] = []
+    if pass_ != "backward":
+        kept = lse if call.wants_lse else None
+        forward = [native_forward(call, hw) if name == "cuda" else module.forward_launch(call, hw, x, o, kept)]
     if pass_ == "forward" or not call.needs_grad:
         return forward
     heads = module.heads_summed(call, hw)
@@ -129,6 +132,18 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     dk, dv = (torch.empty(t.shape[0], call.H // heads, *t.shape[2:], dtype=kind, device="meta") for t in (k, v))
     y = module.Backward(o, lse, o, lse if fully else None, lse, q, dk, dv)
     return forward + module.backward_launches(call, hw, x, y)
+
+
+def native_forward(call: FlashSpec, hw: hardware.Hardware) -> Native:
+    """The one launch of backend cuda; its backward is triton's."""
+    from fulmen.flash import cuda, cuda_sm90, cuda_small
+
+    cfg = cuda.config(call, hw)
+    if isinstance(cfg, cuda_small.Config):
+        blocks, shared = cuda_small.blocks(call, cfg.rows), cfg.shared(call.D)
+        return Native(cuda_small.variant(call, hw, cfg), blocks, cfg.threads, shared, cfg.stages)
+    blocks = min(cfg.blocks_per_sm * hw.sm_count, cuda_sm90.tiles(call, cfg) * call.B * call.H)
+    return Native(cuda_sm90.variant(call, cfg), blocks, cfg.threads, cfg.shared(call.D, call.E), cfg.stages)
 
 
 def floors(case: dict[str, Any]) -> dict[str, int]:

@@ -169,7 +169,7 @@ def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
 
 
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
-    return flash.launches(of_flash(complete(case | {"hidden": None})), hw, backend.partition(" ")[0], pass_, fully)
+    return flash.launches(of_flash(complete(case | {"hidden": None})), hw, backend, pass_, fully)
 
 
 def floors(case: dict[str, Any]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fulmen import decay, dispatch, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, shapes, size_of, small_case
+from fulmen.bench.adapters import dtype_of, head_of, normal, refusal, shapes, size_of, small_case
 from fulmen.bench.gate import Problem
 from fulmen.lightning.op import LightningSpec, lightning_attention, lightning_attention_with_state
 from fulmen.testing import lightning as testing
@@ -90,9 +90,7 @@ def spec(case: dict[str, Any], device: torch.device) -> LightningSpec:
 
 
 def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    return (
-        None if backend == "auto" else dispatch.reasons("lightning", spec(case, device)).get(backend, "no such backend")
-    )
+    return None if backend == "auto" else refusal("lightning", spec(case, device), backend)
 
 
 def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
