@@ -27,6 +27,7 @@ from fulmen.flash.op import Causal, FlashSpec, Residuals, Window, _check, _check
 from fulmen.parallel.blocks import Block, Mask, blocks, reach, shapes
 from fulmen.parallel.groups import Group, Pending, Ranks, Receive, Send, agree, exchange, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
+from fulmen.parallel.states import kernels_for
 
 WHAT = "fulmen.parallel.ring_attention"
 KEYS, SUMS, HOME = 1, 2, 3  # kinds of messages
@@ -214,8 +215,12 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         x, (_, rank, P) = Residuals(q, k, v, sinks), call.ranks
         dtype = torch.promote_types(q.dtype, torch.float32)
-        o = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+        o = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        begun = [(b.q0, b.q1) for b in call.blocks(rank)[:1]] == [(0, q.shape[2])]  # the first block is of all queries
+        if not begun:
+            o.zero_()
+            lse.fill_(-torch.inf)
         held: Shard | None = Shard.of(k, v) if P > 1 else Shard(k, k, v)
         for step in range(P):
             source = (rank - step) % P
@@ -225,7 +230,12 @@ class _Ring(torch.autograd.Function):
                 spec = _spec(x, block, call, backward=False)
                 kernel = dispatch.pick("flash", spec, call.backend)
                 o_i, lse_i = kernel.forward(spec, _residuals(x, held.k, held.v, block))
-                _merge(o[:, :, block.q0 : block.q1], lse[:, :, block.q0 : block.q1], o_i, lse_i)
+                if begun:
+                    o.copy_(o_i)
+                    lse.copy_(lse_i)
+                    begun = False
+                else:
+                    merge(o[:, :, block.q0 : block.q1], lse[:, :, block.q0 : block.q1], o_i, lse_i)
             held = _received(pending, k, v, call.cut.lengths[(source - 1) % P])
         out = empty_rows(q, q.shape[1], v.shape[3]).copy_(o)
         ctx.call = call
@@ -296,8 +306,12 @@ class _Gradients:
         return flat
 
 
-def _merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
-    """Adds a block's result, in place; rows that see nothing have lse = -inf."""
+def merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
+    """Adds a block's result to o and lse, fp32 (fp64), in place; rows that see nothing have lse = -inf."""
+    kernels = kernels_for(o_i)
+    if kernels is not None:
+        kernels.merge(o, lse, o_i, lse_i)
+        return
     both = torch.logaddexp(lse, lse_i)
     pivot = both.masked_fill(both == -torch.inf, 0.0)
     o.mul_(torch.exp(lse - pivot)[..., None]).addcmul_(o_i.to(o.dtype), torch.exp(lse_i - pivot)[..., None])

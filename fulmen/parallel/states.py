@@ -7,13 +7,16 @@ With lambda = exp(-s), N tokens on the rank, S the state that enters it and G th
     entering_gradient    dS = sum_t scale lambda^(t+1) q_t^T do_t
     add_leaving_gradient dk_t += lambda^(N-1-t) v_t G^T,  dv_t += lambda^(N-1-t) k_t G
 
-each in pieces of the sequence, in fp32 (fp64 for fp64). Where lambda^t has fallen below `NOTHING` a weight is zero,
-and heads all of whose weights are zero in a piece are not computed there: with the usual slopes that leaves a third of
-the work. (It also keeps CPUs from denormal numbers, which are ten times as slow.)
+each in pieces of the sequence, in fp32 (fp64 for fp64); M and dS of 16-bit tensors on a GPU by the kernels of lightning
+attention itself (`triton.py`), with their roundings. Where lambda^t has fallen below `NOTHING` a weight is zero, and
+heads all of whose weights are zero in a piece are not computed there: with the usual slopes that leaves a third of the
+work. (It also keeps CPUs from denormal numbers, which are ten times as slow.)
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fulmen import hardware
 
 NOTHING = {torch.float32: 2.0**-60, torch.float64: 2.0**-120}
 EPS = torch.finfo(torch.float32).eps
@@ -64,6 +69,10 @@ class Decay(NamedTuple):
         if not left:
             return None
         return slice(left[0], left[-1] + 1), slice(left[0] * group, (left[-1] + 1) * group)
+
+    def in_fp32(self) -> Tensor | None:
+        """As the kernels take them, None where no head decays."""
+        return self.slopes.float() if any(self.known) else None
 
     def of_heads(self, heads: slice) -> Decay:
         return Decay(self.slopes[heads], self.known[heads])
@@ -138,8 +147,26 @@ def zero_states(B: int, q: Tensor, E: int) -> Tensor:
     return torch.zeros(B, q.shape[1], q.shape[3], E, dtype=dtype, device=q.device)
 
 
+@functools.cache
+def _kernels() -> Any:
+    try:
+        return importlib.import_module("fulmen.parallel.triton")
+    except ImportError:  # no Triton here
+        return None
+
+
+def kernels_for(*tensors: Tensor) -> Any:
+    """Our own kernels, for 16-bit tensors on a GPU they run on; None: torch's operations do it."""
+    if any(x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
+        return None
+    return _kernels() if hardware.of(tensors[0].device).arch >= 80 else None
+
+
 def leaving(q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Tensor:
     """M (B, H, D, E); q tells the heads only."""
+    kernels = kernels_for(k, v)
+    if kernels is not None:
+        return kernels.leaving(q, k, v, decay.in_fp32())
     M = zero_states(q.shape[0], q, v.shape[3])
     N = k.shape[2]
     for span in spans(N, k.shape[1], decay, M, backwards=True):
@@ -157,6 +184,9 @@ def add_entering(o: Tensor, q: Tensor, S: Tensor, decay: Decay, scale: float) ->
 
 def entering_gradient(q: Tensor, do: Tensor, decay: Decay, scale: float) -> Tensor:
     """dS (B, H, D, E)."""
+    kernels = kernels_for(q, do)
+    if kernels is not None:
+        return kernels.entering_gradient(q, do, decay.in_fp32(), scale)
     dS = zero_states(q.shape[0], q, do.shape[3])
     for span in spans(q.shape[2], q.shape[1], decay, dS):
         w = after(span, dS)[..., None] * scale

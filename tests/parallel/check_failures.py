@@ -70,7 +70,12 @@ def refused_alone(way: str) -> None:
             (ValueError, "'reference' has no backward of its own", (q, k, v), {"backend": "reference"}),
             (ValueError, r"decay has shape \(3,\)", (q, k, v, slopes[:3]), {}),
             (ValueError, "decay must be finite and >= 0", (q, k, v, -slopes), {}),
-            (NotImplementedError, "decay.requires_grad: its gradient is not implemented", (q, k, v, slopes.clone().requires_grad_()), {}),
+            (
+                NotImplementedError,
+                "decay.requires_grad: its gradient is not implemented",
+                (q, k, v, slopes.clone().requires_grad_()),
+                {},
+            ),
             (ValueError, "initial_state has shape", (q, k, v), {"initial_state": torch.zeros(1, 4, 8, 7)}),
         ]
     else:

@@ -24,13 +24,13 @@ def _pools():
 def on_ranks(_pools):
     """on_ranks(4, "check_lightning", "values", ...) calls that function on 4 ranks; any error on any of them fails."""
 
-    def run(size: int, module: str, function: str, **arguments) -> None:
-        device = arguments.get("device", "cpu")
-        pool = _pools.get((size, device)) or ranks.Pool(size, device)
-        _pools[size, device] = pool
+    def run(size: int, module: str, function: str, transport: str = "gloo", **arguments) -> None:
+        key = size, arguments.get("device", "cpu"), transport
+        pool = _pools.get(key) or ranks.Pool(*key[:2], transport=transport)
+        _pools[key] = pool
         wrong = pool.run(module, function, **arguments)
         if any(wrong):
-            _pools.pop((size, device)).close()
+            _pools.pop(key).close()
             told = dict.fromkeys(text for text in wrong if text)
             pytest.fail("\n".join(f"rank {wrong.index(text)}: {text}" for text in told), pytrace=False)
 

@@ -1,4 +1,4 @@
-"""Processes that form a gloo group and run checks, many in turn: `python ranks.py WORLD_SIZE FOLDER DEVICE TIMEOUT`.
+"""Processes that form a group and run checks, many in turn: `python ranks.py SIZE FOLDER DEVICE TIMEOUT TRANSPORT`.
 
 torch is imported once and the ranks are forked from that process. A line of JSON on stdin names a module beside this
 file, a function in it and its arguments; every rank calls it, and the answer is a line with one entry for each rank:
@@ -26,11 +26,11 @@ TIMEOUT = 30.0  # seconds a rank is waited for
 class Pool:
     """The ranks, seen from the tests."""
 
-    def __init__(self, size: int, device: str = "cpu", timeout: float = TIMEOUT) -> None:
+    def __init__(self, size: int, device: str = "cpu", timeout: float = TIMEOUT, transport: str = "gloo") -> None:
         self.size, self.device = size, device
         self.folder = tempfile.TemporaryDirectory()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / "ranks.py"), str(size), self.folder.name, device, str(timeout)]
+        command = [sys.executable, str(HERE / "ranks.py"), str(size), self.folder.name, device, str(timeout), transport]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -57,7 +57,7 @@ class Pool:
 # ---------------------------------------------------------------------------------- inside the processes
 
 
-def rank_main(rank: int, size: int, folder: str, timeout: float, pipe) -> None:
+def rank_main(rank: int, size: int, folder: str, timeout: float, transport: str, pipe) -> None:
     sys.path.insert(0, str(HERE))  # not there yet where processes are spawned, as CUDA needs it
     import torch
     import torch.distributed as dist
@@ -65,9 +65,10 @@ def rank_main(rank: int, size: int, folder: str, timeout: float, pipe) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # and uninitialised memory is NaN, as in conftest.py
     torch.utils.deterministic.fill_uninitialized_memory = True
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-    )
+    if transport == "nccl":
+        torch.cuda.set_device(rank)
+    meeting, limit = f"file://{folder}/meeting", timedelta(seconds=timeout)
+    dist.init_process_group(transport, init_method=meeting, rank=rank, world_size=size, timeout=limit)
     while True:
         try:
             module, function, arguments = pipe.recv()
@@ -80,7 +81,7 @@ def rank_main(rank: int, size: int, folder: str, timeout: float, pipe) -> None:
             pipe.send(traceback.format_exc())
 
 
-def main(size: int, folder: str, device: str, timeout: float) -> None:
+def main(size: int, folder: str, device: str, timeout: float, transport: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not answer
     sys.path.insert(0, str(HERE))
@@ -93,7 +94,7 @@ def main(size: int, folder: str, device: str, timeout: float) -> None:
     pipes, children = [], []
     for rank in range(size):
         ours, theirs = start.Pipe()
-        child = start.Process(target=rank_main, args=(rank, size, folder, timeout, theirs), daemon=True)
+        child = start.Process(target=rank_main, args=(rank, size, folder, timeout, transport, theirs), daemon=True)
         child.start()
         theirs.close()
         pipes.append(ours)
@@ -115,4 +116,4 @@ def main(size: int, folder: str, device: str, timeout: float) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]))
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]), sys.argv[5])
