@@ -142,11 +142,11 @@ def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Dtypes were settled in the op's checks; inside, autocast must not touch what a backend computes in fp32."""
 
     @functools.wraps(implementation)
-    def run(q: Tensor, *args: Any) -> Any:
+    def run(q: Tensor, *args: Any, **kwargs: Any) -> Any:
         if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
-            return implementation(q, *args)
+            return implementation(q, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
-            return implementation(q, *args)
+            return implementation(q, *args, **kwargs)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Native kernels: sources without includes, compiled when first needed, kept on disk, launched through the driver.
+"""Native kernels: sources that include nothing but each other, compiled when first needed, kept on disk, launched through the driver.
 
 A `Variant` is one kernel of one source for one architecture, with the macros it is compiled with. `cubin` compiles it
 with NVRTC, which needs no GPU, no nvcc and no C++ compiler; the result is kept in the cache folder under the hash of
@@ -117,9 +117,15 @@ def usage(log: str) -> Usage:
     return Usage(int(registers[1]), spilled, int(shared[1]) if shared else 0, told)
 
 
+def text_of(source: str) -> str:
+    """A source with the files of the package that it includes, by their path below the package, in their places."""
+    text = (PACKAGE / source).read_text("utf-8")
+    return re.sub(r'^#include "(.+)"$', lambda found: text_of(found[1]).rstrip(), text, flags=re.MULTILINE)
+
+
 def compile_variant(variant: Variant) -> tuple[bytes, Usage]:
     """Compiled here and now, past the cache: for tests and tuning."""
-    code, log = compile_now((PACKAGE / variant.source).read_text("utf-8"), variant.source, variant.options)
+    code, log = compile_now(text_of(variant.source), variant.source, variant.options)
     return code, usage(log)
 
 
@@ -171,7 +177,7 @@ def keep(file: Path, code: bytes) -> None:
 def _made(variant: Variant) -> bytes | str:
     """The machine code, or the reason why there is none: neither is asked for twice in a process."""
     try:
-        text = (PACKAGE / variant.source).read_text("utf-8")
+        text = text_of(variant.source)
         file = cache_file(variant, text)
         code = read(file)
         if code is None:

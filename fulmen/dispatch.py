@@ -30,6 +30,7 @@ class Kernel(NamedTuple):
     prepare   (spec, residuals) -> None, or a function of the tensors alone that repeats the forward of a plain call
               with the same shapes and strides; it may answer None, and forward is called
     detail    spec -> what exactly would serve it, for `explain`; None: the name says it
+    saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None
     """
 
     op: str
@@ -40,6 +41,7 @@ class Kernel(NamedTuple):
     backward: Callable[..., Any] | None
     prepare: Callable[..., Any] | None = None
     detail: Callable[[Any], str] | None = None
+    saves: Callable[[Any], tuple[int, ...] | None] | None = None
 
 
 _kernels: dict[str, dict[str, Kernel]] = {op: {} for op in OPS}
@@ -56,8 +58,9 @@ def register(
     backward: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None = None,
     detail: Callable[[Any], str] | None = None,
+    saves: Callable[[Any], tuple[int, ...] | None] | None = None,
 ) -> None:
-    _kernels[op][name] = Kernel(op, name, supports, rank, forward, backward, prepare, detail)
+    _kernels[op][name] = Kernel(op, name, supports, rank, forward, backward, prepare, detail, saves)
 
 
 @functools.lru_cache

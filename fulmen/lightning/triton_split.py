@@ -29,7 +29,7 @@ from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, 
 PROGRAMS_PER_SM = 2
 PACKED_ROUNDS = 8  # so that what is left over at the end of packed sequences is small
 MIN_SEGMENT = 256  # rows; shorter ones spend their time on states
-AT_ONCE = 16  # segments that a scan reads before it adds them up
+AT_ONCE = 16  # segments that a scan reads before it adds them up, at most
 SCAN_BLOCK = 256  # elements of a state that a program carries
 
 
@@ -124,7 +124,11 @@ def lightning_scan_kernel(
         where = at + i.to(tl.int64)[:, None] * stride + offs[None, :]
         there = (i < num_segments)[:, None] & mask[None, :]
         added = tl.load(where, mask=there, other=0.0)  # all of them on their way at once
-        entering = tl.dot(weights, added, input_precision="ieee") + since[:, None] * carry[None, :]
+        if AT_ONCE >= 16:
+            entering = tl.dot(weights, added, input_precision="ieee")
+        else:
+            entering = tl.sum(weights[:, :, None] * added[None, :, :], axis=1)
+        entering += since[:, None] * carry[None, :]
         tl.store(where, entering, mask=there)
         end = tl.minimum((first + AT_ONCE) * segment, N)
         left = tl.maximum(end - tl.minimum((i + 1) * segment, N), 0)
@@ -148,7 +152,7 @@ def scan(
         grid=spec.states * spec.H * triton.cdiv(size, block),
         args=(
             *(states, initial, final, x.decay, None if cut.pieces is None else x.cu_seqlens, cut.pieces),
-            *(spec.H, spec.N, cut.rows, cut.number, size, block, AT_ONCE),
+            *(spec.H, spec.N, cut.rows, cut.number, size, block, min(AT_ONCE, triton.next_power_of_2(cut.number))),
         ),
         options={"num_warps": 4},
     )

@@ -1,0 +1,316 @@
+"""Lightning attention in CUDA C++ for Hopper: `cuda_sm90.cu`, the sweep of triton.py by warps with roles.
+
+bf16, D = E of 64 or 128, as many heads of k and v as of q. Backward, in u (the bytes of q):
+
+    D = 64    the forward saves the state every SAVED_ROWS rows in bf16, 0.125u; from these one launch makes dq, dk and
+              dv, which so read the same rows at about the same time: 4u from memory instead of 7u
+    D = 128   two launches, dv and dk, then dq: in one the blocks of a head do not fit the GPU side by side
+
+Few heads and long sequences are split over blocks as in triton_split.py: a launch gathers the states of segments, a
+scan carries them on, the sweeps start from them. Of the last segment no state is gathered unless it is asked for. At
+D = 128 these states are then what is saved, which spares the backward a launch.
+
+The copy engine takes rows that start at multiples of 16 bytes and do not repeat; other inputs are served by triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fulmen import cuda, hardware
+from fulmen.boundary import empty_rows
+from fulmen.dispatch import register
+from fulmen.lightning import triton as fused
+from fulmen.lightning import triton_split as split
+from fulmen.lightning.op import LightningSpec, Residuals, empty_states
+from fulmen.lightning.triton import Gradients, Segments
+
+CHUNK = 64
+SAVED_ROWS = 512
+MAX_ROWS = 1 << 30
+
+
+def supports(spec: LightningSpec) -> str | None:
+    if spec.dtype != torch.bfloat16:
+        return f"multiplies bf16, and q is {spec.dtype}"
+    if spec.device.type != "cuda":
+        return f"needs a CUDA GPU, and q is on {spec.device}"
+    hw = hardware.of(spec.device)
+    if hw.arch != 90:
+        return f"needs compute capability 9.0, this GPU has {hw.arch / 10}"
+    if spec.D != spec.E or spec.D not in (64, 128):
+        return f"needs D = E of 64 or 128, here D={spec.D}, E={spec.E}"
+    if spec.H != spec.H_KV:
+        return f"needs as many heads of k and v as of q, here H={spec.H}, H_KV={spec.H_KV}"
+    if spec.N > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows, here N={spec.N}"
+    todo = ["forward", "training", "backward", *(["state"] if parts(spec) > 1 else [])]
+    for cfg in dict.fromkeys(config(spec, what) for what in todo):
+        if (why := cuda.problem(variant(spec, cfg), spec.device, cfg.shared(spec.D))) is not None:
+            return why
+    return None
+
+
+def rank(spec: LightningSpec) -> float:
+    """Ahead of both Triton schedules: results/h200/lightning_bars.txt."""
+    return 4.0 if spec.device.type == "cuda" else 1002.0
+
+
+# ------------------------------------------------------------------------------------------------- variants
+
+
+class Config(NamedTuple):
+    stages: int
+    outs: int  # warpgroups that make outputs; 0: a state alone
+    save: int = 0  # 1: saves states, 2: reads saved ones
+
+    @property
+    def threads(self) -> int:
+        return 128 * (2 + self.outs)
+
+    def shared(self, D: int) -> int:
+        """Bytes: the ring, states on their way, outputs on theirs, barriers."""
+        panel, panels = 64 * 128, D // 64
+        if not self.outs:
+            return self.stages * ((panels + 1) * panel + 16) + 64
+        states = (3 if self.save == 2 else 2) * panels
+        return self.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * self.outs) * panel + 64
+
+    def __str__(self) -> str:
+        return f"cuda_sm90.cu, {self.stages} chunks ahead, {self.outs} warpgroups for outputs"
+
+
+def config(spec: LightningSpec, what: str) -> Config:
+    """By dev/ladder_lightning.md."""
+    small = spec.D == 64
+    if what == "state":
+        return Config(8 if small else 6, 0)
+    if what == "backward":
+        return Config(5, 2, save=2) if small else Config(4, 1)
+    return Config(6, 2, save=1 if what == "training" else 0) if small else Config(4, 1)
+
+
+def variant(spec: LightningSpec, cfg: Config) -> cuda.Variant:
+    macros = {
+        "HEAD_DIM": spec.D, "STAGES": cfg.stages, "OUTS": cfg.outs, "DECAY": int(spec.has_decay),
+        "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": cfg.save,
+    }  # fmt: skip
+    return cuda.Variant("lightning/cuda_sm90.cu", "lightning_sm90_kernel", "90a", tuple(macros.items()))
+
+
+def parts(spec: LightningSpec) -> int:
+    """Into how many segments sequences are cut, together: as many as give every SM a block; most calls have one."""
+    blocks = max(spec.B * spec.H * (spec.D // 64), 1)
+    wanted = hardware.of(spec.device).sm_count // blocks
+    if spec.sequences is not None:  # of unknown lengths: many, so that what is left over at the end is small
+        wanted = 0 if wanted < 2 * spec.sequences else wanted * split.PACKED_ROUNDS
+    return max(1, min(wanted, spec.N // SAVED_ROWS))
+
+
+def cut_of(spec: LightningSpec) -> Segments:
+    count = parts(spec)
+    if count == 1:
+        return Segments(max(spec.N, 1), 1)
+    rows = triton.cdiv(spec.N, count * SAVED_ROWS) * SAVED_ROWS
+    number = triton.cdiv(spec.N, rows) if spec.sequences is None else spec.N // rows + spec.sequences
+    return Segments(rows, number)
+
+
+def segments(spec: LightningSpec, x: Residuals) -> Segments:
+    cut = cut_of(spec)
+    if cut.number == 1 or spec.sequences is None:
+        return cut
+    return cut._replace(pieces=x.q.new_empty(spec.sequences + 1, dtype=torch.int32))
+
+
+def saves(spec: LightningSpec) -> tuple[int, ...] | None:
+    """In bf16. D = 64: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed, room for any mix of lengths.
+    D = 128: the states that enter segments, each fp32 number in the place of two."""
+    if spec.D == 128:
+        cut = cut_of(spec)
+        return None if cut.number == 1 else (spec.B * spec.H * cut.number, spec.D, 2 * spec.E)
+    if spec.sequences is None:
+        return spec.B * spec.H, triton.cdiv(spec.N, SAVED_ROWS), spec.E, spec.D
+    return spec.H, spec.N // SAVED_ROWS + spec.sequences, spec.E, spec.D
+
+
+# -------------------------------------------------------------------------------------------------- launches
+
+Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # places of the maps
+
+
+class Sweep(NamedTuple):
+    """One of f's uses: which tensors are a, b, c and out, and what is particular about its states."""
+
+    a: int
+    b: int
+    c: int
+    out: int
+    reverse: bool = False
+    swapped: bool = False
+
+
+SWEEPS = {
+    "o": Sweep(Q, K, V, OUT),
+    "dq": Sweep(DO, V, K, OUT, swapped=True),
+    "dk": Sweep(V, DO, Q, DK, reverse=True, swapped=True),
+    "dv": Sweep(K, Q, DO, DV, reverse=True),
+    "state": Sweep(K, K, V, OUT),
+    "dstate": Sweep(Q, Q, DO, OUT, reverse=True),
+}
+FRONT = struct.Struct("=" + 8 * "128s" + 3 * "Q3q2Q2f7i12x" + "3Q5if2i")
+NO_MAP = bytes(128)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_of(var: cuda.Variant, device: torch.device, blocks: int, threads: int, shared: int) -> cuda.Launch:
+    rest = bytes(-FRONT.size % 64)
+    return cuda.Launch(var, device, (blocks, 1, 1), threads, shared, FRONT.format, rest, early=True)
+
+
+def map_of(x: Tensor) -> bytes:
+    """Of (B, heads, N, size), for boxes of 64 rows and 64 columns."""
+    width = x.element_size()
+    apart = [s * width if n > 1 else x.shape[3] * width for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return cuda.tensor_map(x.dtype, x.data_ptr(), tuple(reversed(x.shape)), tuple(reversed(apart)), (64, 64, 1, 1))
+
+
+class States(NamedTuple):
+    """As in triton.py: fp32 states that enter and leave the rows a block walks, and their gradients."""
+
+    initial: Tensor | None = None
+    final: Tensor | None = None
+    dfinal: Tensor | None = None
+    dinitial: Tensor | None = None
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def run(
+    spec: LightningSpec,
+    cfg: Config,
+    names: tuple[str, ...],
+    x: Residuals,
+    tensors: dict[int, Tensor],
+    states: States,
+    cut: Segments,
+    saved: Tensor | None = None,
+    not_last: bool = False,
+) -> None:
+    """One launch of the sweeps called `names`."""
+    maps = [map_of(tensors[i]) if i in tensors else NO_MAP for i in range(7)]
+    maps.append(NO_MAP if saved is None else map_of(saved))
+    about: list[float] = []
+    for name in names:
+        sweep = SWEEPS[name]
+        out = tensors.get(sweep.out)
+        enters, leaves, times = states.initial, None, 1.0
+        if name in ("o", "state"):
+            enters, leaves = None if name == "state" else states.initial, states.final
+        elif sweep.reverse:
+            enters = None if name == "dstate" else states.dfinal
+            leaves, times = None if name == "dk" else states.dinitial, spec.scale
+        strides = (0, 0, 0) if out is None else tuple(out.element_size() * step for step in out.stride()[:3])
+        about += [address(out), *strides, address(enters), address(leaves), 1 / times, times]
+        about += [sweep.a, sweep.b, sweep.c, sweep.out, sweep.reverse, sweep.swapped]
+        about += [name == "dq" and saved is not None]
+    about += (3 - len(names)) * [0] * 15
+    packed = cut.pieces is not None
+    pieces = (1 if packed else spec.states) * spec.H * cut.number
+    blocks = pieces * len(names) * (spec.D // 64)
+    launch = launch_of(variant(spec, cfg), spec.device, blocks, cfg.threads, cfg.shared(spec.D))
+    launch(
+        *maps, *about, address(x.decay), address(x.cu_seqlens), address(cut.pieces),
+        spec.H, spec.N, cut.rows, spec.states if packed else cut.number, len(names), spec.scale, not_last, 0,
+    )  # fmt: skip
+
+
+def gather(
+    spec: LightningSpec,
+    name: str,
+    x: Residuals,
+    tensors: dict[int, Tensor],
+    cut: Segments,
+    enters: Tensor | None,
+    leaves: Tensor | None,
+    states: Tensor | None = None,
+) -> Tensor:
+    """The states that enter each segment in the direction of `name`, "state" or "dstate"; written to `states`."""
+    states = split.segment_states(spec, x, cut) if states is None else states
+    into = States(final=states) if name == "state" else States(dinitial=states)
+    run(spec, config(spec, "state"), (name,), x, tensors, into, cut, not_last=leaves is None)
+    fused.run([split.scan(spec, x, cut, states, enters, leaves)], spec.device)
+    return states
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether the copy engine takes them."""
+    return all(
+        t.data_ptr() % 16 == 0 and all(n <= 1 or (s % 8 == 0 and s != 0) for n, s in zip(t.shape[:3], t.stride()[:3]))
+        for t in tensors
+    )
+
+
+def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
+    o = empty_rows(x.q, spec.H, spec.E)
+    if not o.numel() or not readable(x.q, x.k, x.v, o):
+        return fused.run_forward(fused.forward_launches, spec, x)
+    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+    tensors = {Q: x.q, K: x.k, V: x.v, OUT: o}
+    cut = segments(spec, x)
+    states = States(initial=x.initial_state, final=final)
+    slots, entering = kinds(spec, x.saved)
+    if cut.number > 1:
+        fused.run(split.find_pieces(spec, x, cut), spec.device)
+        states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, entering))
+    cfg = config(spec, "forward" if slots is None else "training")
+    run(spec, cfg, ("o",), x, tensors, states, cut, slots)
+    return o, final
+
+
+def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What was saved: slots, or states that enter segments."""
+    if saved is None or spec.D == 64:
+        return saved, None
+    return None, saved.view(torch.float32)
+
+
+def backward(
+    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    grads = Gradients.empty(spec, x)
+    if not do.numel() or not readable(x.q, x.k, x.v, do, *grads):
+        return fused.run_backward(fused.backward_launches, spec, x, do, dstate)
+    dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    tensors = {Q: x.q, K: x.k, V: x.v, DO: do, OUT: grads.dq, DK: grads.dk, DV: grads.dv}
+    cut = segments(spec, x)
+    states = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
+    slots, entering = kinds(spec, x.saved)
+    if cut.number > 1:
+        fused.run(split.find_pieces(spec, x, cut), spec.device)
+        if slots is None and entering is None:
+            entering = gather(spec, "state", x, tensors, cut, x.initial_state, None)
+        states = States(initial=entering, dfinal=gather(spec, "dstate", x, tensors, cut, dstate, dinitial))
+    for names in [("dv", "dk"), ("dq",)] if slots is None else [("dv", "dk", "dq")]:
+        run(spec, config(spec, "backward"), names, x, tensors, states, cut, slots)
+    return *grads, dinitial
+
+
+register(
+    "lightning",
+    "cuda",
+    supports=supports,
+    rank=rank,
+    forward=forward,
+    backward=backward,
+    detail=lambda spec: str(config(spec, "forward")),
+    saves=saves,
+)

@@ -1,0 +1,576 @@
+// Lightning attention for Hopper (sm_90a): the sweep of triton.py with TMA, mbarriers, wgmma and warps with roles.
+//
+//     f(a, b, c)_r = scale * sum_{j <= r} lambda^(r-j) (a_r . b_j) c_j      rows r counted in walking order
+//
+// o = f(q, k, v), dq = f(do, v, k) walk left to right, dk = f(v, do, q), dv = f(k, q, do) right to left. A block owns
+// (sequence, head, segment, sweep, 64 columns of c) and walks chunks of 64 rows:
+//
+//     one thread starts copies of a, b and c into a ring;
+//     a warpgroup keeps the state, [64, D] in fp32 registers: before a chunk it hands it out in bf16, through
+//         shared memory, then state = state * lambda^64 + (c * lambda^..)^T b;
+//     OUTS warpgroups, taking chunks in turns, make out = (a b^T * mask) c + (a state^T) * lambda^..
+//
+// so what one chunk must wait for, the state, is never behind the work on outputs. OUTS = 0 gathers a state alone.
+//
+// dq needs the states of (k, v) left to right, and dk, dv walk right to left. So that all three can read the same rows
+// at about the same time, from L2, the forward of a call with gradients saves the state before every EVERY-th chunk
+// in bf16, as it hands it out; dq then takes groups of EVERY chunks from the last to the first, each from its state.
+//
+// A row of shared memory has 128 bytes in units of 16, unit c of row r at c ^ (r % 8), as TMA's 128-byte swizzle writes
+// and wgmma's reads it; D = 128 takes two panels of 64 columns. TMA zeroes rows outside the tensor, on both ends.
+// Rows of a chunk that belong to another packed sequence are zeroed before they are used: they may be no numbers.
+//
+// wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
+// 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed.
+//
+// The compiler defines HEAD_DIM, STAGES, OUTS, DECAY, PACKED, EVERY (chunks between saved states) and
+// SAVE (0: none, 1: writes them, 2: a sweep may read them).
+
+#include "sm90.cuh"
+
+constexpr int D = HEAD_DIM, C = 64;
+constexpr int PANELS = D / 64;                                       // also the tiles of c's columns
+constexpr int PANEL = C * 128;                                       // bytes of 64 rows of 64 columns
+constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1) * PANEL;         // a, b, c
+constexpr int STATE = PANELS * PANEL;                                // a state in bf16
+constexpr int THREADS = 128 * (2 + OUTS);
+
+struct Sweep {
+    char *out;                      // for chunks that are not written whole
+    long long out_b, out_h, out_n;  // strides in bytes
+    float *enters;                  // states, or null
+    float *leaves;
+    float enters_times, leaves_times;
+    int a, b, c, to;                // which maps
+    int reverse, swapped, saved;    // walks right to left; stores its states [V, K]; begins groups from saved states
+    int pad[3];
+};
+
+struct Args {
+    TensorMap map[8];               // (D, N, heads, B), boxes of 64 columns and 64 rows; the last: (D, E, slots, heads)
+    Sweep sweep[3];
+    const float *decay;
+    const int *cu, *pieces;
+    int h, n, segment, segments, sweeps;
+    float scale;
+    int not_last;                   // of the last segment of a sequence, nothing is read
+    int zero;
+};
+static_assert(sizeof(Sweep) == 96 && sizeof(Args) == 1408, "as cuda.py packs them");
+
+// ------------------------------------------------------------------------------------------------- products
+
+// y = x z^T over D: both lie row by row.
+template <int COUNT>
+__device__ __forceinline__ void start_over_d(float (&y)[COUNT], u32 x, u32 z) {
+    const u64 a = operand(x, 16), b = operand(z, 16);
+#pragma unroll
+    for (int d = 0; d < D / 16; d++)
+        multiply(y, a + (d / 4 * PANEL + d % 4 * 32) / 16, b + (d / 4 * PANEL + d % 4 * 32) / 16, d > 0);
+    commit();
+}
+
+// y = x z, or y += x z, over the 64 rows of z.
+template <int COUNT>
+__device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[16], u32 z, bool add) {
+    const u64 b = operand(z, PANEL);
+#pragma unroll
+    for (int j = 0; j < C / 16; j++) multiply(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
+    commit();
+}
+
+// -------------------------------------------------------------------------------------------------- matrices
+
+// x * (hi + lo), rounded once: hi and lo are a factor in twice the digits of bf16.
+__device__ __forceinline__ u32 times(u32 x, u32 hi, u32 lo) {
+    u32 y;
+    asm("{.reg .b32 rest; mul.rn.bf16x2 rest, %1, %3; fma.rn.bf16x2 %0, %1, %2, rest;}"
+        : "=r"(y) : "r"(x), "r"(hi), "r"(lo));
+    return y;
+}
+
+// Unit `unit` of row `row`.
+__device__ __forceinline__ u32 place(u32 base, int row, int unit) {
+    return base + unit / 8 * PANEL + row * 128 + ((unit % 8 ^ row % 8) << 4);
+}
+
+// The registers of an A operand x^T, 64 x 64: columns 16 warp to 16 warp + 16 of a panel x, rows as they come.
+__device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row, int warp) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    u32 from = place(panel, row + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// Accumulators of 64 rows as bf16 to shared memory, row by row.
+template <int COUNT>
+__device__ __forceinline__ void store_rows(const float (&x)[COUNT], u32 to, int warp) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = 16 * warp + matrix % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; j += 2) {
+        u32 at = place(to, row, j + matrix / 2);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     :: "r"(at), "r"(pack(x[4 * j], x[4 * j + 1])), "r"(pack(x[4 * j + 2], x[4 * j + 3])),
+                        "r"(pack(x[4 * j + 4], x[4 * j + 5])), "r"(pack(x[4 * j + 6], x[4 * j + 7])) : "memory");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- walks
+
+// What a block owns, and in which order it takes its chunks.
+struct Walk {
+    int b, h, tile, number;         // number: of (sequence, head, segment), which names its states
+    int first, length, chunks;      // the rows: first is the one before the end, if it walks right to left
+    int slot, head;                 // of saved states
+    float rate;                     // a row decays by 2^rate
+    bool reverse, grouped;
+
+    __device__ __forceinline__ const Sweep &find(const Args &x) {
+        int pid = blockIdx.x;
+        tile = pid % PANELS;
+        pid /= PANELS;
+        const Sweep &sweep = x.sweep[pid % x.sweeps];
+        number = pid / x.sweeps;
+        reverse = sweep.reverse;
+        grouped = SAVE == 2 && sweep.saved;
+        int sequence, segment, begin = 0, end = x.n;
+        if (PACKED && x.pieces) {   // the last sequence that begins with this segment or before
+            h = number % x.h;
+            sequence = 0;
+            for (int beyond = x.segments; beyond - sequence > 1;) {
+                int middle = (sequence + beyond) / 2;
+                if (__ldg(x.pieces + middle) <= number / x.h) sequence = middle;
+                else beyond = middle;
+            }
+            segment = number / x.h - __ldg(x.pieces + sequence);
+        } else {
+            segment = number % x.segments;
+            h = number / x.segments % x.h;
+            sequence = number / x.segments / x.h;
+        }
+        b = PACKED ? 0 : sequence;
+        if (PACKED) {               // clamped: a wrong cu_seqlens must not reach foreign memory
+            begin = min(max(__ldg(x.cu + sequence), 0), x.n);
+            end = min(max(__ldg(x.cu + sequence + 1), begin), x.n);
+        }
+        const int skip = segment * x.segment;
+        length = max(0, min(end - begin - skip, x.segment));
+        if (x.not_last && begin + skip + x.segment >= end) length = 0;
+        chunks = (length + C - 1) / C;
+        first = reverse ? end - skip : begin + skip;
+        rate = DECAY ? -1.4426950408889634f * __ldg(x.decay + h) : 0.0f;
+        if (DECAY && !OUTS) {       // of a state alone: chunks from whose time less than 2^-64 is left are not read
+            const int seen = (int)fminf(-64.0f / fminf(rate, -1e-30f), 1e9f), over = max(length - seen, 0) / C;
+            first += reverse ? -over * C : over * C;
+            length -= over * C;
+            chunks -= over;
+        }
+        slot = skip / (EVERY * C);
+        head = b * x.h + h;
+        if (PACKED) slot += begin / (EVERY * C) + sequence, head = h;
+        return sweep;
+    }
+
+    // The n-th chunk by its place from `first` on.
+    __device__ __forceinline__ int chunk(int n) const {
+        if (!grouped) return n;
+        const int groups = (chunks + EVERY - 1) / EVERY, top = chunks - (groups - 1) * EVERY;
+        if (n < top) return (groups - 1) * EVERY + n;
+        return (groups - 2 - (n - top) / EVERY) * EVERY + (n - top) % EVERY;
+    }
+
+    __device__ __forceinline__ int row(int n) const { return reverse ? first - (n + 1) * C : first + chunk(n) * C; }
+    __device__ __forceinline__ int left(int n) const { return length - chunk(n) * C; }
+    __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
+};
+
+struct Shared {
+    u32 ring, states, staging, saved;
+    u32 full, empty, state_full, state_empty, saved_full, saved_empty;
+    __device__ __forceinline__ explicit Shared(u32 base) : ring(base) {
+        states = ring + STAGES * STAGE;
+        staging = states + (OUTS ? 2 * STATE : 0);
+        saved = staging + 2 * OUTS * PANEL;
+        full = saved + (SAVE == 2 ? STATE : 0);
+        empty = full + 8 * STAGES;
+        state_full = empty + 8 * STAGES;
+        state_empty = state_full + 16;
+        saved_full = state_empty + 16;
+        saved_empty = saved_full + 8;
+    }
+    __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
+    __device__ __forceinline__ u32 a(int n) const { return stage(n) + (PANELS + 1) * PANEL; }
+    __device__ __forceinline__ u32 b(int n) const { return stage(n); }
+    __device__ __forceinline__ u32 c(int n) const { return stage(n) + PANELS * PANEL; }
+    __device__ __forceinline__ void await_full(int n) const { await(full + n % STAGES * 8, n / STAGES % 2); }
+    __device__ __forceinline__ void await_empty(int n) const { await(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
+    __device__ __forceinline__ u32 state(int n) const { return states + n % 2 * STATE; }
+};
+
+__device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
+    int group = 0;
+    for (int n = 0; n < w.chunks; n++) {
+        if (w.grouped && w.opens_group(n)) {
+            await(at.saved_empty, group % 2 ^ 1);
+            expect(at.saved_full, STATE);
+            const int slot = w.slot + w.chunk(n) / EVERY;
+#pragma unroll
+            for (int i = 0; i < PANELS; i++)
+                load_box(at.saved + i * PANEL, x.map[7], at.saved_full, 64 * w.tile, 64 * i, slot, w.head);
+            group++;
+        }
+        const u32 full = at.full + n % STAGES * 8;
+        const int row = w.row(n);
+        at.await_empty(n);
+        expect(full, STAGE);
+#pragma unroll
+        for (int i = 0; i < PANELS; i++) {
+            if (OUTS) load_box(at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
+            load_box(at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+        }
+        load_box(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, w.h, w.b);
+    }
+}
+
+// Rows of b and c that belong to another sequence: every warpgroup zeroes them for itself, before it uses any.
+__device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n, int group) {
+    if (!PACKED || w.left(n) >= C) return;
+    const int from = w.reverse ? 0 : w.left(n), to = w.reverse ? C - w.left(n) : C;
+    for (int unit = from * 8 + threadIdx.x % 128; unit < to * 8; unit += 128)
+#pragma unroll
+        for (int i = 0; i < PANELS + 1; i++)
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};"
+                         :: "r"(at.b(n) + i * PANEL + unit * 16), "r"(0) : "memory");
+    fence_async();
+    meet(group);
+}
+
+// ---------------------------------------------------------------------------------------------------- state
+
+// What the warpgroup that keeps the state holds.
+struct State {
+    float state[D / 2];             // [v, k]
+    u32 hi[8], lo[8];               // lambda^(rows walked after row j), for pairs of rows, in twice the digits of bf16
+    int warp, walked;
+
+    // fp32, from or to memory: [k, v] or, swapped, [v, k].
+    template <bool LOAD>
+    __device__ __forceinline__ void move(float *x, float times, const Walk &w, bool swapped) {
+        const int lane = threadIdx.x % 32, along_v = swapped ? D : 1, along_k = swapped ? 1 : D;
+        x += (long long)w.number * D * D + (64 * w.tile + 16 * warp + lane / 4) * along_v + 2 * (lane % 4) * along_k;
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) {
+            float &here = x[8 * (i / 2 % 2) * along_v + (8 * (i / 4) + i % 2) * along_k];
+            if (LOAD) state[i] = here * times;
+            else here = state[i] * times;
+        }
+    }
+
+    // From a saved state, which lies transposed.
+    __device__ __forceinline__ void take_saved(u32 saved) {
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            u32 y[4];
+            load_transposed(y, saved, 16 * k, warp);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                state[8 * k + 2 * i] = low(y[i]);
+                state[8 * k + 2 * i + 1] = high(y[i]);
+            }
+        }
+    }
+
+    // c of a chunk, transposed, times what its rows have decayed at the chunk's end.
+    __device__ __forceinline__ void take_c(u32 (&c)[16], u32 from, float rate, bool reverse, int rows) {
+        if (rows != walked) {       // once, and again where a sequence ends
+            walked = rows;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float f[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int j = 8 * i + 2 * (threadIdx.x % 4) + e, turn = reverse ? C - 1 - j : j;
+                    f[e] = exp2_(rate * max(rows - (reverse ? 0 : 1) - turn, 0));
+                }
+                hi[i] = pack(f[0], f[1]);
+                lo[i] = pack(f[0] - low(hi[i]), f[1] - high(hi[i]));
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 y[4];
+            load_transposed(y, from, 16 * j, warp);
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[4 * j + i] = times(y[i], hi[2 * j + i / 2], lo[2 * j + i / 2]);
+        }
+    }
+
+    // Without decay c goes into the product as it lies in shared memory.
+    __device__ __forceinline__ void start_add(u32 c, u32 b) {
+        const u64 x = operand(c, PANEL), z = operand(b, PANEL);
+        pin(state);
+        begin();
+#pragma unroll
+        for (int j = 0; j < C / 16; j++) multiply_rows(state, x + j * 16 * 128 / 16, z + j * 16 * 128 / 16, 1);
+        commit();
+    }
+};
+
+__device__ __forceinline__ void keep_state(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
+    const bool leads = threadIdx.x == 0, reports = threadIdx.x % 32 == 0;
+    State y;
+    u32 c[2][16];                   // of this chunk and of the next, which is made while the product of this one runs
+    y.warp = threadIdx.x / 32;
+    y.walked = 0;
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) y.state[i] = 0.0f;
+    if (sweep.enters) y.move<true>(sweep.enters, sweep.enters_times, w, sweep.swapped);
+    int group = 0;
+    auto fetch = [&](int n, u32 (&c)[16]) {
+        at.await_full(n);
+        zero_rows(at, w, n, 0);
+        if (DECAY) y.take_c(c, at.c(n), w.rate, w.reverse, min(w.left(n), C));
+    };
+    auto step = [&](int n, u32 (&c)[16], u32 (&next)[16]) {
+        if (SAVE == 2 && w.grouped && w.opens_group(n)) {
+            await(at.saved_full, group++ % 2);
+            y.take_saved(at.saved);
+            __syncwarp();
+            if (reports) arrive(at.saved_empty);
+        }
+        if (OUTS) {
+            if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the copy of what this place held must be over
+                if (leads) await_stores_read<0>();
+                meet(0);
+            }
+            await(at.state_empty + n % 2 * 8, n / 2 % 2 ^ 1);
+            store_rows(y.state, at.state(n), y.warp);
+            fence_async();
+            __syncwarp();
+            if (reports) arrive(at.state_full + n % 2 * 8);
+            if (SAVE == 1 && n % EVERY == 0) {
+                meet(0);
+                if (leads) {
+#pragma unroll
+                    for (int i = 0; i < PANELS; i++)
+                        store_box(at.state(n) + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + n / EVERY, w.head);
+                    close_stores();
+                }
+            }
+        }
+        if (DECAY) {
+            const float keep = exp2_(w.rate * min(w.left(n), C));
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) y.state[i] *= keep;
+        }
+        if constexpr (DECAY) {
+            pin(y.state);
+            begin();
+            start_over_rows(y.state, c, at.b(n), true);
+        } else {
+            y.start_add(at.c(n), at.b(n));
+        }
+        if (n + 1 < w.chunks) fetch(n + 1, next);
+        finish<0>();
+        pin(y.state);
+        if (DECAY) hold(c, x.zero);
+        if (reports) arrive(at.empty + n % STAGES * 8);
+    };
+    if (w.chunks) fetch(0, c[0]);
+    for (int n = 0; n < w.chunks; n += 2) {
+        step(n, c[0], c[1]);
+        if (n + 1 < w.chunks) step(n + 1, c[1], c[0]);
+    }
+    if (sweep.leaves) y.move<false>(sweep.leaves, sweep.leaves_times, w, sweep.swapped);
+    if (SAVE == 1 && leads) await_stores_read<0>();
+}
+
+// -------------------------------------------------------------------------------------------------- outputs
+
+// With decay the part that comes from the state has a factor of its own: it waits for it in registers of its own, or,
+// where there are too few, is multiplied before the other part is added.
+constexpr bool APART = DECAY && OUTS == 1;
+
+// What a warpgroup that makes outputs holds.
+struct Outputs {
+    u32 seen;                       // which of its 32 pairs of rows have the earlier one first
+    float near[2], far[9];          // scale * lambda^(rows apart) within a block of 8 x 8 pairs, and between blocks
+    float since[2];                 // scale * lambda^(rows since the state)
+    float p[32], out[32], inter[APART ? 32 : 1];
+    u32 q[16];                      // p of those pairs, decayed
+    int who, warp, buffer;
+    bool leads, reports;
+
+    __device__ __forceinline__ void prepare(const Args &x, const Walk &w, int role) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        who = role - 1;
+        warp = threadIdx.x / 32 % 4;
+        buffer = 0;
+        leads = threadIdx.x % 128 == 0;
+        reports = lane == 0;
+        seen = 0;
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            const int row = 16 * warp + g + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * t + i % 2;
+            seen |= (u32)(w.reverse ? column >= row : row >= column) << i;
+            p[i] = 0.0f;
+        }
+        if (DECAY) {
+#pragma unroll
+            for (int e = 0; e < 2; e++)  // may be > 1, then `far` is at most lambda^8; no infinity, for that may be 0
+                near[e] = x.scale * fminf(exp2_(w.rate * (w.reverse ? 2 * t + e - g : g - 2 * t - e)), 1e37f);
+#pragma unroll
+            for (int k = 0; k < 9; k++)
+                far[k] = exp2_(w.rate * (8 * max(w.reverse ? k - 1 - 2 * warp : 2 * warp + 1 - k, 0)));
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = 16 * warp + g + 8 * r;
+            since[r] = x.scale * exp2_(w.rate * (w.reverse ? C - 1 - row : row + 1));
+        }
+#pragma unroll
+        for (int i = 0; i < 32; i++) out[i] = inter[APART ? i : 0] = 0.0f;
+    }
+
+    __device__ __forceinline__ float decayed(int i) const {
+        if (!(seen >> i & 1)) return 0.0f;
+        return DECAY ? p[i] * (near[i % 2] * far[i / 4 + 1 - i / 2 % 2]) : p[i];
+    }
+
+    // Starts p = a b^T.
+    __device__ __forceinline__ void start_p(const Shared &at, const Walk &w, int n) {
+        at.await_full(n);
+        zero_rows(at, w, n, 1 + who);
+        pin(p);
+        begin();
+        start_over_d(p, at.a(n), at.b(n));
+    }
+
+    // Waits for p, and starts the other products of the chunk.
+    __device__ __forceinline__ void start_out(const Shared &at, int n) {
+        await(at.state_full + n % 2 * 8, n / 2 % 2);
+        finish<0>();
+        pin(p);
+        pin(out);
+        pin(inter);
+        begin();
+        if constexpr (APART) start_over_d(inter, at.a(n), at.state(n));
+        else start_over_d(out, at.a(n), at.state(n));
+        pin(near);                  // else the compiler multiplies near by far ahead of the walk, for 32 more registers
+        pin(far);
+        asm volatile("" : "+r"(seen));
+#pragma unroll
+        for (int i = 0; i < 16; i++) q[i] = pack(decayed(2 * i), decayed(2 * i + 1));
+        if (DECAY && !APART) {
+            finish<0>();
+            pin(out);
+#pragma unroll
+            for (int i = 0; i < 32; i++) out[i] *= since[i / 2 % 2];
+            pin(out);
+        }
+        pin(q);
+        begin();
+        start_over_rows(out, q, at.c(n), !APART);
+    }
+
+    __device__ __forceinline__ void deliver(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n) {
+        pin(out);
+        pin(inter);
+        hold(q, x.zero);
+        if (reports) {
+            arrive(at.state_empty + n % 2 * 8);
+            arrive(at.empty + n % STAGES * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
+            if (!DECAY) out[i] *= since[0];
+        }
+        const u32 from = at.staging + (2 * who + buffer) * PANEL;
+        buffer ^= 1;
+        if (leads) await_stores_read<1>();
+        meet(1 + who);
+        store_rows(out, from, warp);
+        fence_async();
+        meet(1 + who);
+        const int row = w.row(n), left = w.left(n);
+        if (left >= C || !(PACKED || w.reverse)) {  // the copy engine drops rows beyond the end, but takes none below 0
+            if (leads) {
+                store_box(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b);
+                close_stores();
+            }
+            return;
+        }
+        const int skip = w.reverse ? C - left : 0;
+        for (int unit = threadIdx.x % 128; unit < left * 8; unit += 128) {
+            const int r = skip + unit / 8, u = unit % 8;
+            uint4 y;
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(place(from, r, u)) : "memory");
+            char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
+            *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
+        }
+    }
+};
+
+// The product a b^T of the next chunk is started before this one's output is delivered.
+__device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int role) {
+    Outputs y;
+    y.prepare(x, w, role);
+    int n = y.who;
+    if (n >= w.chunks) return;
+    y.start_p(at, w, n);
+#pragma unroll 1
+    for (; n + OUTS < w.chunks; n += OUTS) {
+        y.start_out(at, n);
+        y.start_p(at, w, n + OUTS);
+        finish<1>();
+        y.deliver(x, at, w, sweep, n);
+    }
+    y.start_out(at, n);
+    finish<0>();
+    y.deliver(x, at, w, sweep, n);
+    if (y.leads) await_stores_read<0>();
+}
+
+// Registers of a thread, for which those at launch are pooled.
+constexpr int OF_PRODUCER = 40, OF_STATE = OUTS == 1 ? 232 : 152, OF_OUTPUT = OUTS == 1 ? 232 : 160;
+constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
+static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
+              && OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+lightning_sm90_kernel(const __grid_constant__ Args x) {
+    extern __shared__ __align__(1024) char shared[];
+    const Shared at((u32)__cvta_generic_to_shared(shared));
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            init(at.full + 8 * i, 1);
+            init(at.empty + 8 * i, OUTS ? 8 : 4);
+        }
+        for (int i = 0; i < 2; i++) {
+            init(at.state_full + 8 * i, 4);
+            init(at.state_empty + 8 * i, 4);
+        }
+        init(at.saved_full, 1);
+        init(at.saved_empty, 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_async();
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    Walk w;
+    const Sweep &sweep = w.find(x);
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 1 + OUTS) {
+        if (OUTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(OF_PRODUCER));
+        if (threadIdx.x % 128 == 0) produce(x, at, w, sweep);
+    } else if (role == 0) {
+        if (OUTS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_STATE));
+        keep_state(x, at, w, sweep);
+    } else if (OUTS) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_OUTPUT));
+        make_outputs(x, at, w, sweep, role);
+    }
+}

@@ -1,0 +1,135 @@
+// What kernels for Hopper (sm_90a) are made of: barriers, the copy engine (TMA), products of a warpgroup (wgmma).
+//
+// A row of shared memory has 128 bytes in units of 16, unit c of row r at c ^ (r % 8), as TMA's 128-byte swizzle writes
+// and wgmma's reads it; a panel is 64 columns of 16 bits.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+// ------------------------------------------------------------------------------------------------- barriers
+
+__device__ __forceinline__ void init(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Until the phase of this parity is over; the phase before the first has parity 1.
+__device__ __forceinline__ void await(u32 barrier, int parity) {
+    asm volatile("{.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+__device__ __forceinline__ void store_box(u32 from, const TensorMap &map, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];"
+                 :: "r"(from), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+__device__ __forceinline__ void close_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void await_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------- products
+
+#define LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST_64 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D8(i) D4(i), D4(i + 4)
+#define D_32 D8(0), D8(8), D8(16), D8(24)
+#define D_64 D_32, D8(32), D8(40), D8(48), D8(56)
+#define FROM_SHARED(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
+    __device__ __forceinline__ void NAME(float (&d)[REGS], u64 a, u64 b, int add) { \
+        asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST_##REGS "}, " \
+                     A ", " B ", add, 1, 1, " TRANSPOSED ";}" \
+                     : D_##REGS : "l"(a), "l"(b), "r"(add)); \
+    }
+#define FROM_REGISTERS(REGS, N, A, B, ADD) \
+    __device__ __forceinline__ void multiply(float (&d)[REGS], u32 *a, u64 b, int add) { \
+        asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST_##REGS "}, " \
+                     "{" A "}, " B ", add, 1, 1, 1;}" \
+                     : D_##REGS, "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : "l"(b), "r"(add)); \
+    }
+FROM_SHARED(multiply, 32, 64, "%32", "%33", "%34", "0, 0")
+FROM_SHARED(multiply_rows, 32, 64, "%32", "%33", "%34", "1, 1")      // both are summed over their rows
+FROM_SHARED(multiply_rows, 64, 128, "%64", "%65", "%66", "1, 1")
+FROM_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
+FROM_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
+
+// Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
+// over its rows, panels of 64 columns `panel` bytes apart.
+__device__ __forceinline__ u64 operand(u32 address, int panel) {
+    return (u64)(address >> 4) | (u64)(panel >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void finish() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+// Registers that a product under way reads or writes: nothing about them moves across this.
+template <int COUNT>
+__device__ __forceinline__ void pin(float (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(x[i]) :: "memory");
+}
+
+template <int COUNT>
+__device__ __forceinline__ void pin(u32 (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(x[i]) :: "memory");
+}
+
+// A use of registers after the product that reads them. Without one they are free for the assembler as soon as the
+// product was started, and what is computed meanwhile may be put there: tests/sass.py looks for that. The product names
+// them as changed, so that these very registers are meant. `zero` is 0, which only we know.
+__device__ __forceinline__ void hold(const u32 (&x)[16], int zero) {
+    u32 all = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) all ^= x[i];
+    asm volatile("{.reg .pred never; setp.eq.u32 never, %0, %1; @never trap;}" :: "r"(all | 1), "r"(zero) : "memory");
+}
+
+// -------------------------------------------------------------------------------------------------- numbers
+
+__device__ __forceinline__ float exp2_(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 x;
+    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+__device__ __forceinline__ float low(u32 x) { return __int_as_float(x << 16); }
+__device__ __forceinline__ float high(u32 x) { return __int_as_float(x & 0xffff0000u); }

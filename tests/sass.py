@@ -1,0 +1,113 @@
+"""Reads disassembled machine code for a hazard the assembler does not see.
+
+A product (HGMMA) whose first operand lies in registers reads them while it runs. To the assembler they are free as soon
+as it was started, and it may give them to whatever comes next: the product then multiplies that. `overwritten` follows
+every path from such products to the wait that ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+PRODUCT = re.compile(r"HGMMA\.\S+ R\d+, R(\d+), gdesc.*")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+BRANCH = re.compile(r"BRA(?:\.\S+)?\s+(.*)`\((\.L_\w+)\)")  # what it depends on, if no predicate; where to
+STORES = (
+    "ST",
+    "RED",
+    "BAR",
+    "SYNCS.ARRIVE",
+    "UTMA",
+    "MEMBAR",
+    "EXIT",
+    "WARPGROUP",
+    "CCTL",
+    "ERRBAR",
+    "NOP",
+    "R2UR",
+    "VOTEU",
+)
+
+
+def disassemble(cubin: bytes) -> str:
+    import triton
+
+    tool = next(Path(triton.__file__).parent.rglob("nvdisasm"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    finally:
+        os.unlink(file.name)
+
+
+class Instruction(NamedTuple):
+    text: str  # without its predicate
+    predicated: bool
+
+
+def written(text: str) -> set[int]:
+    """The registers an instruction writes; of one whose width is not known, as many as any has."""
+    if text.startswith(STORES) or not (found := re.match(r"(\S+)\s+(?:U?P\w+, )*R(\d+)\b", text)):
+        return set()
+    name, first = found[1], int(found[2])
+    if "SETP" in name:  # writes predicates alone
+        return set()
+    if shape := re.match(r"HGMMA\.64x(\d+)x", name):
+        width = int(shape[1]) // 2
+    elif re.search(r"\.(128|4)$|\.(128|4)\.", name):
+        width = 4
+    elif "64" in name or "WIDE" in name or name.startswith(("D", "F2F.F64")):
+        width = 2
+    else:
+        width = 1
+    return set(range(first, first + width))
+
+
+def overwritten(sass: str) -> list[str]:
+    """Instructions that write a register which a product under way may still read."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if found := re.match(r"\s*(\.L_\w+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;", line):
+            code.append(Instruction(found[2], found[1] is not None))
+
+    bad: dict[int, str] = {}
+    seen: set[tuple[int, tuple[frozenset[int], ...]]] = set()
+    todo: list[tuple[int, tuple[frozenset[int], ...]]] = [(0, (frozenset(),))]  # closed groups, then the open one
+    while todo:
+        at, groups = todo.pop()
+        while at < len(code) and (at, groups) not in seen:
+            seen.add((at, groups))
+            text, predicated = code[at]
+            if found := WAIT.match(text):
+                keep = int(found[1], 16)
+                groups = (*groups[:-1][len(groups) - 1 - keep :], groups[-1]) if keep < len(groups) - 1 else groups
+            busy = frozenset().union(*groups)
+            if hit := written(text) & busy:
+                bad[at] = f"{text}  overwrites {sorted(hit)}"
+            if text.startswith("HGMMA"):
+                mine = (
+                    frozenset(range(int(found[1]), int(found[1]) + 4))
+                    if (found := PRODUCT.match(text))
+                    else frozenset()
+                )
+                groups = (*groups[:-1], groups[-1] | mine)
+                if "gsb0" in text:
+                    groups = (*groups, frozenset())[-5:]
+            if found := BRANCH.search(text):
+                if predicated or found[1]:
+                    todo.append((at + 1, groups))
+                at = labels[found[2]]
+            elif text.startswith("EXIT") and not predicated:
+                break
+            else:
+                at += 1
+    return list(bad.values())
