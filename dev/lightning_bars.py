@@ -5,7 +5,9 @@
 import random
 import torch
 import fulmen
-from fulmen.lightning.op import spec_of
+from fulmen.hardware import TARGETS
+from fulmen.lightning import triton as fused
+from fulmen.lightning.op import Residuals, spec_of
 from fulmen import dispatch
 from timing import timeit
 
@@ -32,10 +34,22 @@ for shape, packed in rows:
                 f = timeit(call)
             t, o = timeit(call), call()
             b = timeit(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
-            del o
+            o = None
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() - 4 * u
             torch.autograd.grad(call(), (q, k, v), do)
             peak = (torch.cuda.max_memory_allocated() - before) / u
             print(f"{str(shape) + (' packed' if packed else ''):28s} {'decay' if slopes is not None else 'none':5s} {name:12s} {took:12s}"
                   f" fwd {4 * u / f / bw:6.1%} {4 * u / t / bw:6.1%} bwd {7 * u / b / bw:6.1%} peak {peak:.2f}u", flush=True)
+
+# Tiles for GPUs with 101,376 bytes of shared memory (sm_86, sm_89, sm_120), on this one: a proxy.
+for shape in ((4, 32, 8192, 64), (2, 32, 8192, 128)):
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    u = q.numel() * 2
+    for slopes in (fulmen.decay.alibi(shape[1]).cuda(), None):
+        spec, x = spec_of(q, k, v, slopes), Residuals(q, k, v, slopes, None, None)
+        run = {pass_: (lambda *a, at=at: at(a[0], TARGETS[89], *a[2:])) for pass_, at in (("f", fused.forward_launches), ("b", fused.backward_launches))}
+        f = timeit(lambda: fused.run_forward(run["f"], spec, x))
+        b = timeit(lambda: fused.run_backward(run["b"], spec, x, do, None))
+        print(f"{shape} {'decay' if slopes is not None else 'none'} triton with the tiles of sm_89, {fused.config(spec, TARGETS[89])}:"
+              f" fwd {4 * u / f / bw:6.1%} bwd {7 * u / b / bw:6.1%}", flush=True)

@@ -1,4 +1,4 @@
-"""Every Triton kernel once, on odd shapes, for compute-sanitizer (memcheck, initcheck, racecheck):
+"""Every kernel once, on odd shapes, for compute-sanitizer (memcheck, initcheck, racecheck):
 
 PYTHONPATH=. compute-sanitizer --tool memcheck python3 dev/sanitize_lightning.py
 """
@@ -17,4 +17,10 @@ for dtype in (torch.bfloat16, torch.float16):
         testing.check(testing.inputs(**x), "triton_split")
         x = dict(B=1, H=2, N=200, D=64, dtype=dtype, device="cuda", decay=decay, lengths=[0, 1, 70, 0, 129])
         testing.check(testing.inputs(**x, layout="bnhd"), "triton")
+for decay in ("mixed", None):
+    for D in (64, 128):
+        x = dict(D=D, dtype=torch.bfloat16, device="cuda", decay=decay)
+        testing.check(testing.inputs(B=2, H=40, N=333, initial_state=True, **x), "cuda")
+        testing.check(testing.inputs(B=1, H=2, N=1500, **x, layout="bnhd"), "cuda")
+        testing.check(testing.inputs(B=1, H=2, N=700, lengths=[0, 1, 70, 0, 629], **x), "cuda")
 print("checked")

@@ -138,6 +138,18 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def aligned(*tensors: Tensor) -> bool:
+    """Whether rows of (B, heads, N, size) begin at multiples of 16 bytes, and no two at the same: what the copy engine
+    of Hopper and later takes."""
+    for x in tensors:
+        unit = 16 // x.element_size()
+        if x.data_ptr() % 16 or any(
+            n > 1 and (s % unit or s == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
+        ):
+            return False
+    return True
+
+
 def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Dtypes were settled in the op's checks; inside, autocast must not touch what a backend computes in fp32."""
 

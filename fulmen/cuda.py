@@ -1,4 +1,4 @@
-"""Native kernels: sources that include nothing but each other, compiled when first needed, kept on disk, launched through the driver.
+"""Native kernels: sources that include only each other, compiled when needed, kept on disk, launched by the driver.
 
 A `Variant` is one kernel of one source for one architecture, with the macros it is compiled with. `cubin` compiles it
 with NVRTC, which needs no GPU, no nvcc and no C++ compiler; the result is kept in the cache folder under the hash of
@@ -344,7 +344,7 @@ class Launch:
         )
         return Slot(config, self.rest)
 
-    def __call__(self, *front: int | bytes) -> None:
+    def __call__(self, *front: float | bytes) -> None:
         if self.empty:
             return
         try:

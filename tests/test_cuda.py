@@ -15,6 +15,7 @@ import torch
 from fulmen import cuda, hardware
 from fulmen.flash import cuda as flash
 from fulmen.flash.op import FlashSpec
+from tests import sass
 
 ROOT = Path(__file__).parents[1]
 SMALL = cuda.Variant("flash/cuda_small.cu", "flash_small_forward_kernel", "80", (
@@ -185,3 +186,94 @@ def test_doctor_tells():
 def test_importing_fulmen_compiles_nothing():
     program = "import sys, fulmen; assert not any(m.split('.')[0] == 'cuda' for m in sys.modules)"
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=ROOT)
+
+
+# --------------------------------------------------------------------------- registers a product still reads
+
+
+def listing(*lines: str) -> str:
+    """As nvdisasm prints it: labels, and instructions behind their address."""
+    return "\n".join(
+        line if line.startswith(".L_") else f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines)
+    )
+
+
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0"  # reads R4 to R7, and ends a group
+WAIT, LATER, OVERWRITES = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R6, R80"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        [PRODUCT, OVERWRITES, WAIT],
+        [PRODUCT, "@!P0 MOV R6, R80", WAIT],
+        [PRODUCT, "LDS.128 R4, [R80]", WAIT],
+        [PRODUCT, "LDS.64 R6, [R80]", WAIT],
+        [PRODUCT, "LDSM.16.MT88.4 R4, [R80]", WAIT],
+        [PRODUCT, "IMAD.WIDE R6, R80, 0x4, R82", WAIT],
+        [PRODUCT, "LOP3.LUT P0, R7, R80, R81, RZ, 0x3c, !PT", WAIT],
+        [PRODUCT, "HGMMA.64x64x16.F32.BF16 R0, gdesc[UR8], R0, gsb0", WAIT],  # into R0 to R31
+        ["HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24", PRODUCT.replace("R4", "R8"), "MOV R5, RZ", WAIT],
+        [PRODUCT, PRODUCT.replace("R4", "R8"), LATER, "MOV R8, R80", WAIT],  # of the later one, which may still run
+        # across the back edge of a loop
+        [".L_x_1:", OVERWRITES, "WARPGROUP.ARRIVE", PRODUCT, "@P0 BRA `(.L_x_1)", WAIT],
+        # on one side of a branch, whatever it depends on
+        [PRODUCT, "@P0 BRA `(.L_x_1)", WAIT, "EXIT", ".L_x_1:", OVERWRITES, WAIT],
+        [PRODUCT, "@P0 BRA `(.L_x_1)", OVERWRITES, ".L_x_1:", WAIT],
+        [PRODUCT, "BRA.U UP0, `(.L_x_1)", OVERWRITES, ".L_x_1:", WAIT],
+        [PRODUCT, "BRA.DIV UR4, `(.L_x_1)", WAIT, "EXIT", ".L_x_1:", OVERWRITES, WAIT],
+    ],
+    ids=lambda code: " | ".join(code)[:80],
+)  # fmt: skip
+def test_a_register_overwritten_in_use_is_found(code):
+    (found,) = sass.overwritten(listing(*code, "EXIT"))
+    assert "overwrites" in found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        [PRODUCT, WAIT, OVERWRITES],
+        [PRODUCT, PRODUCT.replace("R4", "R8"), LATER, OVERWRITES, WAIT],  # of the earlier one, which is over
+        [PRODUCT, "MOV R8, R6", "STS.128 [R80], R4", "ISETP.GE.AND P0, PT, R6, R80, PT", "R2UR UR4, R6", WAIT],
+        [PRODUCT, "MOV R3, R80", "LDS.64 R2, [R80]", "MOV RZ, R80", WAIT],
+        [".L_x_1:", OVERWRITES, "WARPGROUP.ARRIVE", PRODUCT, WAIT, "@P0 BRA `(.L_x_1)"],
+        [PRODUCT, "BRA `(.L_x_1)", OVERWRITES, ".L_x_1:", WAIT],  # nobody comes by
+        [PRODUCT, "EXIT", OVERWRITES],
+    ],
+    ids=lambda code: " | ".join(code)[:80],
+)  # fmt: skip
+def test_what_is_no_hazard(code):
+    assert sass.overwritten(listing(*code, "EXIT")) == []
+
+
+# -------------------------------------------------------------------------------------- sources that include
+
+
+def test_what_a_source_includes_is_put_in_its_place(monkeypatch, tmp_path):
+    (tmp_path / "op").mkdir()
+    (tmp_path / "shared.cuh").write_text("// shared\n\n")
+    (tmp_path / "op" / "more.cuh").write_text('#include "shared.cuh"\nint more;\n')
+    (tmp_path / "op" / "kernel.cu").write_text('a\n#include "op/more.cuh"\nb  // #include "shared.cuh"\n')
+    monkeypatch.setattr(cuda, "PACKAGE", tmp_path)
+    assert cuda.text_of("op/kernel.cu") == 'a\n// shared\nint more;\nb  // #include "shared.cuh"\n'
+    (tmp_path / "shared.cuh").unlink()
+    variant = SMALL._replace(source="op/kernel.cu")
+    with pytest.raises(cuda.Unavailable, match=r"shared\.cuh"):
+        cuda.cubin(variant)
+
+
+def test_a_changed_include_is_another_kernel(monkeypatch, tmp_path):
+    """The cache's name is made of the text with everything it includes."""
+    (tmp_path / "k.cu").write_text('#include "x.cuh"\n')
+    monkeypatch.setattr(cuda, "PACKAGE", tmp_path)
+    names = set()
+    for text in ("int a;", "int b;"):
+        (tmp_path / "x.cuh").write_text(text)
+        names.add(cuda.cache_file(SMALL, cuda.text_of("k.cu")).name)
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("source", ["flash/cuda_small.cu", "flash/cuda_sm90.cu", "lightning/cuda_sm90.cu"])
+def test_no_include_is_left(source):
+    assert "#include" not in cuda.text_of(source)

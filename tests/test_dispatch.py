@@ -89,7 +89,7 @@ def test_a_backend_that_cannot_be_imported_stays_in_the_table(monkeypatch):
 
 def test_every_file_of_an_operation_but_its_story_is_a_backend():
     files = {path.stem for path in Path(dispatch.__file__).with_name("lightning").glob("*.py")}
-    assert set(dispatch.kernels("lightning")) == files - {"__init__", "op"}
+    assert set(dispatch.kernels("lightning")) == files - {"__init__", "op", "slopes"}
 
 
 def spec(**changes) -> LightningSpec:
@@ -99,20 +99,29 @@ def spec(**changes) -> LightningSpec:
 @pytest.mark.parametrize(
     ("asked", "chosen"),
     [
-        (spec(), "triton"),
+        (spec(), "cuda"),
+        (spec(D=128, E=128), "cuda"),
+        (spec(has_decay=False), "cuda"),
+        (spec(B=1, H=8, H_KV=8, N=65536), "cuda"),
+        (spec(B=1, H=8, H_KV=8, N=65536, sequences=4), "cuda"),
+        (spec(B=1, H=32, N=65536, sequences=64), "cuda"),
+        (spec(H_KV=8), "triton"),
+        (spec(D=128), "triton"),
+        (spec(D=256, E=256), "triton"),
         (spec(dtype=torch.float16), "triton"),
         (spec(dtype=torch.float32), "triton"),
         (spec(dtype=torch.float64), "eager"),
-        (spec(B=1, H=8, N=65536), "triton_split"),
-        (spec(B=1, H=8, N=512), "triton"),
-        (spec(B=1, H=8, N=65536, sequences=4), "triton_split"),
-        (spec(B=1, H=32, N=65536, sequences=64), "triton"),
+        (spec(dtype=torch.float16, B=1, H=8, N=65536), "triton_split"),
+        (spec(dtype=torch.float16, B=1, H=8, N=512), "triton"),
+        (spec(dtype=torch.float16, B=1, H=8, N=65536, sequences=4), "triton_split"),
+        (spec(dtype=torch.float16, B=1, H=32, N=65536, sequences=64), "triton"),
+        (spec(B=1, H=8, H_KV=4, N=65536), "triton_split"),
         (spec(device=torch.device("cpu"), dtype=torch.float32), "eager"),
         (spec(device=torch.device("cpu"), dtype=torch.bfloat16, sequences=4), "eager"),
     ],
 )
 def test_what_auto_picks_on_an_h200(asked, chosen, monkeypatch):
-    """Few heads and many rows are split; a CPU never gets the interpreter."""
+    """What cuda serves; else few heads and many rows are split. A CPU never gets the interpreter."""
     real = hardware.of
     monkeypatch.setattr(hardware, "of", lambda d: hardware.TARGETS[90] if d.type == "cuda" else real(d))
     dispatch.pick.cache_clear()

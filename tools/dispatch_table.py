@@ -11,6 +11,7 @@ from fulmen.flash import ranking
 from fulmen.flash import triton as flash
 from fulmen.flash.op import FlashSpec
 from fulmen.hardware import TARGETS
+from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning
 from fulmen.lightning.op import LightningSpec
 
@@ -20,7 +21,8 @@ INTRODUCTION = """\
 # What each GPU runs
 
 Made by `tools/dispatch_table.py` from the code; `make check` and the tests fail when they differ. `config` picks
-tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares.
+tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares. Backends `cuda`
+ask for a compute capability.
 
 ## Lightning attention, backends `triton` and `triton_split`
 
@@ -32,6 +34,17 @@ columns of a program, warps, pipeline stages.
 """
 
 
+LIGHTNING_CUDA = """
+## Lightning attention, backend `cuda`
+
+Compute capability 9.0, bf16, D = E of 64 or 128, H_KV = H: there `auto` takes it. Chunks of {chunk} rows, with and
+without decay, packed or not. "Chunks ahead" are those the ring in shared memory holds; beside the warpgroups that
+make outputs one keeps the state and one copies. Saved states are {rows} rows apart, in bf16; where the sequence is
+split, states of segments are gathered first (at D = 128 those are kept for the backward, in fp32).
+
+| D, E | pass | chunks ahead | warpgroups for outputs | threads | shared memory | saved states |
+|---|---|---|---|---|---|---|
+"""
 FLASH = """
 ## Softmax attention, backend `triton`
 
@@ -44,8 +57,8 @@ RANKING = """
 ## Softmax attention, `auto`
 
 On a compute capability with rows below, the backend measured to be the fastest; then sdpa, triton, eager, whichever
-serves the call. cuda is taken from 1024 queries a head and {full} in all on; without gradients also where options
-(window, softcap, sinks, packed sequences) leave triton as the only other one. Calls of less than
+serves the call. cuda is taken from 1024 queries a head and {full} in all on, also where options (window, softcap,
+sinks, packed sequences) leave triton as the only other one. Calls of less than
 {small:g} FLOP forward go to triton, as the host takes longer than the GPU, and without gradients, up to 256 queries and
 keys with D = E = 64, to cuda. Elsewhere torch's kernels come first, as nothing was measured. The measurements stand
 beside the rows in `fulmen/flash/ranking.py`.
@@ -72,6 +85,25 @@ def flash_lines() -> list[str]:
     return lines
 
 
+def lightning_cuda_lines() -> list[str]:
+    lines = [LIGHTNING_CUDA.format(chunk=lightning_cuda.CHUNK, rows=lightning_cuda.SAVED_ROWS)]
+    passes = {
+        "forward": "forward",
+        "training": "forward with gradients",
+        "backward": "backward",
+        "state": "states of segments",
+    }
+    for D in (64, 128):
+        spec = LightningSpec(4, 32, 32, 8192, D, D, torch.bfloat16, torch.device("cuda"))
+        for what, words in passes.items():
+            cfg = lightning_cuda.config(spec, what)
+            saved = ("none", "written", "read")[cfg.save]
+            lines.append(
+                f"| {D} | {words} | {cfg.stages} | {cfg.outs} | {cfg.threads} | {cfg.shared(D):,} B | {saved} |\n"
+            )
+    return lines
+
+
 def tiles(config: lightning.Config) -> str:
     return f"{config.chunk} x {config.block_v}, {config.num_warps} warps, {config.num_stages} stages"
 
@@ -85,7 +117,7 @@ def render() -> str:
                 spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"))
                 picked.append(tiles(lightning.config(spec, hw)))
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
-    return INTRODUCTION + "".join([*lines, *flash_lines()])
+    return INTRODUCTION + "".join([*lines, *lightning_cuda_lines(), *flash_lines()])
 
 
 def main(arguments: list[str]) -> int:

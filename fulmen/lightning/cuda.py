@@ -10,7 +10,8 @@ Few heads and long sequences are split over blocks as in triton_split.py: a laun
 scan carries them on, the sweeps start from them. Of the last segment no state is gathered unless it is asked for. At
 D = 128 these states are then what is saved, which spares the backward a launch.
 
-The copy engine takes rows that start at multiples of 16 bytes and do not repeat; other inputs are served by triton.
+The copy engine takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not
+are copied; for other inputs `auto` takes triton.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton
 from torch import Tensor
 
 from fulmen import cuda, hardware
-from fulmen.boundary import empty_rows
+from fulmen.boundary import aligned, empty_rows
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
@@ -48,8 +49,10 @@ def supports(spec: LightningSpec) -> str | None:
         return f"needs D = E of 64 or 128, here D={spec.D}, E={spec.E}"
     if spec.H != spec.H_KV:
         return f"needs as many heads of k and v as of q, here H={spec.H}, H_KV={spec.H_KV}"
-    if spec.N > MAX_ROWS:
-        return f"takes up to {MAX_ROWS} rows, here N={spec.N}"
+    if not 0 < spec.N <= MAX_ROWS or not spec.B * spec.H:
+        return f"takes 1 to {MAX_ROWS} rows of at least one head, here B={spec.B}, H={spec.H}, N={spec.N}"
+    if not spec.aligned:
+        return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     todo = ["forward", "training", "backward", *(["state"] if parts(spec) > 1 else [])]
     for cfg in dict.fromkeys(config(spec, what) for what in todo):
         if (why := cuda.problem(variant(spec, cfg), spec.device, cfg.shared(spec.D))) is not None:
@@ -130,7 +133,7 @@ def segments(spec: LightningSpec, x: Residuals) -> Segments:
 
 
 def saves(spec: LightningSpec) -> tuple[int, ...] | None:
-    """In bf16. D = 64: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed, room for any mix of lengths.
+    """In bf16. D = 64: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed, room for any lengths.
     D = 128: the states that enter segments, each fp32 number in the place of two."""
     if spec.D == 128:
         cut = cut_of(spec)
@@ -251,18 +254,8 @@ def gather(
     return states
 
 
-def readable(*tensors: Tensor) -> bool:
-    """Whether the copy engine takes them."""
-    return all(
-        t.data_ptr() % 16 == 0 and all(n <= 1 or (s % 8 == 0 and s != 0) for n, s in zip(t.shape[:3], t.stride()[:3]))
-        for t in tensors
-    )
-
-
 def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
     o = empty_rows(x.q, spec.H, spec.E)
-    if not o.numel() or not readable(x.q, x.k, x.v, o):
-        return fused.run_forward(fused.forward_launches, spec, x)
     final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
     tensors = {Q: x.q, K: x.k, V: x.v, OUT: o}
     cut = segments(spec, x)
@@ -287,8 +280,7 @@ def backward(
     spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     grads = Gradients.empty(spec, x)
-    if not do.numel() or not readable(x.q, x.k, x.v, do, *grads):
-        return fused.run_backward(fused.backward_launches, spec, x, do, dstate)
+    do = do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: do, OUT: grads.dq, DK: grads.dk, DV: grads.dv}
     cut = segments(spec, x)

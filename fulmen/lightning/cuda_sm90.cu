@@ -34,6 +34,7 @@ constexpr int PANEL = C * 128;                                       // bytes of
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1) * PANEL;         // a, b, c
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
 constexpr int THREADS = 128 * (2 + OUTS);
+static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 
 struct Sweep {
     char *out;                      // for chunks that are not written whole
@@ -160,7 +161,7 @@ struct Walk {
         first = reverse ? end - skip : begin + skip;
         rate = DECAY ? -1.4426950408889634f * __ldg(x.decay + h) : 0.0f;
         if (DECAY && !OUTS) {       // of a state alone: chunks from whose time less than 2^-64 is left are not read
-            const int seen = (int)fminf(-64.0f / fminf(rate, -1e-30f), 1e9f), over = max(length - seen, 0) / C;
+            const int seen = 1 + (int)fminf(-64.0f / fminf(rate, -1e-30f), 1e9f), over = max(length - seen, 0) / C;
             first += reverse ? -over * C : over * C;
             length -= over * C;
             chunks -= over;
@@ -417,8 +418,12 @@ struct Outputs {
         }
         if (DECAY) {
 #pragma unroll
-            for (int e = 0; e < 2; e++)  // may be > 1, then `far` is at most lambda^8; no infinity, for that may be 0
-                near[e] = x.scale * fminf(exp2_(w.rate * (w.reverse ? 2 * t + e - g : g - 2 * t - e)), 1e37f);
+            for (int e = 0; e < 2; e++) {
+                const int apart = w.reverse ? 2 * t + e - g : g - 2 * t - e;
+                near[e] = x.scale * exp2_(w.rate * apart);
+                if (apart < 0)      // met only by a `far` of lambda^8 at most, which may be 0: no infinity
+                    near[e] = fminf(fmaxf(near[e], -1e37f), 1e37f);
+            }
 #pragma unroll
             for (int k = 0; k < 9; k++)
                 far[k] = exp2_(w.rate * (8 * max(w.reverse ? k - 1 - 2 * warp : 2 * warp + 1 - k, 0)));
@@ -501,6 +506,7 @@ struct Outputs {
             }
             return;
         }
+        if (leads) close_stores();  // an empty group: groups are counted to know when a buffer is free again
         const int skip = w.reverse ? C - left : 0;
         for (int unit = threadIdx.x % 128; unit < left * 8; unit += 128) {
             const int r = skip + unit / 8, u = unit % 8;

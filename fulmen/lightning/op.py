@@ -4,7 +4,8 @@
 
 or, token by token, S_t = exp(-s) S_{t-1} + k_t v_t^T and o_t = scale * q_t S_t, which is why cost grows with N and
 not with N^2. This file is the whole story of a call: check, build the spec, let `dispatch.pick` choose, and in the
-backward do the same again; nothing but the arguments is saved. Compilers and modes see two `torch.library` operators.
+backward do the same again; nothing but the arguments is saved, unless a kernel asks for it. The gradient of the decay
+is the same for all of them (slopes.py). Compilers and modes see three `torch.library` operators.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fulmen import dispatch
 from fulmen.boundary import (
+    aligned,
     autocast,
     check_offset_values,
     check_offsets,
@@ -49,6 +51,7 @@ class LightningSpec(NamedTuple):
     has_initial_state: bool = False
     with_final_state: bool = False
     sequences: int | None = None  # None: not packed
+    aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes and do not repeat
 
     @property
     def states(self) -> int:
@@ -65,6 +68,7 @@ class Residuals(NamedTuple):
     decay: Tensor | None  # (H,)
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
+    saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it
 
 
 def lightning_attention(
@@ -84,7 +88,8 @@ def lightning_attention(
                    passed as `x.transpose(1, 2)` at no cost. bf16, fp16 or fp32 (fp64 on the eager backend).
     k, v           (B, H_KV, N, D) and (B, H_KV, N, E); H_KV divides H, query head h reads head h // (H / H_KV).
     decay          None, or the slopes s >= 0 as fp32 (H,) or (H, 1, 1); `fulmen.decay` builds the usual ones.
-                   Not differentiable yet. Its sign is checked on the CPU only: on a GPU that would synchronise.
+                   Differentiable; a backward that is not asked for its gradient does not pay for it.
+                   Its sign is checked on the CPU only: on a GPU that would synchronise.
     scale          multiplies the output; 1 as in the Lightning Attention papers (fla defaults to D ** -0.5).
     initial_state  fp32 (B, H, D, E), the state before the first token; differentiable.
     cu_seqlens     int32 (sequences + 1,) on the inputs' device, rising from 0 to N: B is 1 and N holds packed
@@ -93,7 +98,7 @@ def lightning_attention(
                    and rows that belong to no sequence are undefined.
     backend        "auto" takes the fastest that supports the call; a name works or raises, it never falls back.
     """
-    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens)
+    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens, decay_gradient=True)
     return _attend(x, float(scale), False, backend)[0]
 
 
@@ -112,7 +117,7 @@ def lightning_attention_with_state(
 
     The state is not scaled and is differentiable; pass it as the next call's `initial_state` to continue.
     """
-    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens)
+    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens, decay_gradient=True)
     return _attend(x, float(scale), True, backend)
 
 
@@ -144,10 +149,13 @@ def _check(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    decay_gradient: bool = False,
 ) -> Residuals:
     """The tensors of a call as backends take them; one clear error for each wrong argument.
 
     What would take a look at values is left to `_check_values`.
+
+    decay_gradient  whether the caller has one; without it, a decay that asks for it is refused
     """
     require_tensors(
         {"q": q, "k": k, "v": v}, {"decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
@@ -156,14 +164,14 @@ def _check(
     check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
     H, E = q.shape[1], v.shape[3]
     check_scale(scale)
-    _check_decay(q, decay)
+    _check_decay(q, decay, decay_gradient)
     _check_states(q, initial_state, cu_seqlens, E)
-    slopes = None if decay is None else decay.detach().reshape(H).contiguous()
+    slopes = None if decay is None else decay.reshape(H).contiguous()
     ends = None if cu_seqlens is None else cu_seqlens.contiguous()
     return Residuals(q, k, v, slopes, initial_state, ends)
 
 
-def _check_decay(q: Tensor, decay: Tensor | None) -> None:
+def _check_decay(q: Tensor, decay: Tensor | None, differentiable: bool) -> None:
     if decay is None:
         return
     H = q.shape[1]
@@ -173,7 +181,7 @@ def _check_decay(q: Tensor, decay: Tensor | None) -> None:
         raise ValueError(f"decay is {decay.dtype}, must be float32")
     if decay.device != q.device:
         raise ValueError(f"decay is on {decay.device}, must be on q's {q.device}")
-    if decay.requires_grad and torch.is_grad_enabled():
+    if not differentiable and decay.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("decay.requires_grad: its gradient is not implemented, pass decay.detach()")
 
 
@@ -234,6 +242,7 @@ def spec_of(
         has_initial_state=initial_state is not None,
         with_final_state=with_final_state,
         sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        aligned=aligned(q, k, v),
     )
 
 
@@ -248,7 +257,7 @@ def checked_spec(
     cu_seqlens: Tensor | None = None,
 ) -> LightningSpec:
     """The spec `lightning_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
-    return _spec(_check(q, k, v, decay, scale, initial_state, cu_seqlens), float(scale), False)
+    return _spec(_check(q, k, v, decay, scale, initial_state, cu_seqlens, True), float(scale), False)
 
 
 def plain_spec(device: torch.device) -> LightningSpec:
@@ -275,6 +284,7 @@ _lib.define(
     f"lightning_backward({_TENSORS}, Tensor do, Tensor? dstate, float scale, str backend)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dinitial_state)"
 )
+_lib.define(f"lightning_decay_gradient({_TENSORS}, Tensor do, Tensor? dstate, float scale) -> Tensor")
 
 
 def _spec(x: Residuals, scale: float, with_state: bool) -> LightningSpec:
@@ -293,13 +303,19 @@ def _nothing(x: Residuals) -> Tensor:
 
 
 @outside_autocast
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any, saves: bool = False) -> tuple[Tensor, ...]:
+    """o, the final state and, if a backward will follow and the kernel saves something for it, that."""
     *tensors, scale, with_state, backend = args
     x = Residuals(*tensors)
     spec = _spec(x, scale, with_state)
     _check_values(x.decay, x.cu_seqlens, spec.N)
-    o, state = dispatch.pick("lightning", spec, backend).forward(spec, x)
-    return o, _nothing(x) if state is None else state
+    kernel = dispatch.pick("lightning", spec, backend)
+    shape = kernel.saves(spec) if saves and kernel.saves is not None else None
+    if shape is not None:
+        x = x._replace(saved=x.q.new_empty(shape))
+    o, state = kernel.forward(spec, x)
+    outputs = o, _nothing(x) if state is None else state
+    return outputs if x.saved is None else (*outputs, x.saved)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -311,9 +327,9 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @outside_autocast
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(*args: Any, saved: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, do, dstate, scale, backend = args
-    x = Residuals(*tensors)
+    x = Residuals(*tensors)._replace(saved=saved)
     spec = _spec(x, scale, dstate is not None)
     kernel = dispatch.pick("lightning", spec, backend)
     assert kernel.backward is not None, "natively differentiable backends do not come here"
@@ -329,38 +345,63 @@ def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return dq, dk, dv, _nothing(x) if x.initial_state is None else torch.empty_like(x.initial_state)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+@outside_autocast
+def _decay_gradient(*args: Any) -> Tensor:
+    from fulmen.lightning import slopes
+
+    *tensors, do, dstate, scale = args
+    x = Residuals(*tensors)
+    return slopes.gradient(_spec(x, scale, dstate is not None), x, do, dstate)
+
+
+def _decay_gradient_fake(*args: Any) -> Tensor:
+    return torch.empty_like(args[3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale, ctx.with_state, ctx.backend = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, *output[2:])
 
 
 def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Any, ...]:
     x = Residuals(*ctx.saved_tensors)
     if do is None:  # only the state was used
         do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
+    args = (*x[:6], do, dstate if ctx.with_state else None, ctx.scale)
     plain = unwatched(*x, do, dstate) and not torch.is_grad_enabled()
-    run = _backward if plain else torch.ops.fulmen.lightning_backward
-    dq, dk, dv, dinitial = run(*x, do, dstate if ctx.with_state else None, ctx.scale, ctx.backend)
-    return dq, dk, dv, None, None if x.initial_state is None else dinitial, None, None, None, None
+    if plain:
+        dq, dk, dv, dinitial = _backward(*args, ctx.backend, saved=x.saved)
+    else:
+        dq, dk, dv, dinitial = torch.ops.fulmen.lightning_backward(*args, ctx.backend)
+    ddecay = None
+    if x.decay is not None and ctx.needs_input_grad[3]:
+        ddecay = (_decay_gradient if plain else torch.ops.fulmen.lightning_decay_gradient)(*args)
+    return dq, dk, dv, ddecay, None if x.initial_state is None else dinitial, None, None, None, None
 
 
 _lib.impl("lightning_forward", _forward, "CompositeExplicitAutograd")
 _lib.impl("lightning_backward", _backward, "CompositeExplicitAutograd")
+_lib.impl("lightning_decay_gradient", _decay_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("fulmen::lightning_forward", _forward_fake, lib=_lib)
 torch.library.register_fake("fulmen::lightning_backward", _backward_fake, lib=_lib)
+torch.library.register_fake("fulmen::lightning_decay_gradient", _decay_gradient_fake, lib=_lib)
 torch.library.register_autograd("fulmen::lightning_forward", _gradients, setup_context=_save, lib=_lib)
-torch.library.register_autograd("fulmen::lightning_backward", no_second_derivative("lightning_attention"), lib=_lib)
+for _name in ("lightning_backward", "lightning_decay_gradient"):
+    torch.library.register_autograd(f"fulmen::{_name}", no_second_derivative("lightning_attention"), lib=_lib)
 
 
 class LightningFunction(torch.autograd.Function):
-    """The gradient registered above, for plain eager calls, past the dispatcher's Python wrappers."""
+    """The gradient registered above, for plain eager calls, past the dispatcher's Python wrappers.
+
+    Only here does a kernel save more than its inputs: an operator's outputs must not depend on the kernel.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        outputs = _forward(*inputs)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs = _forward(*inputs, saves=True)
         _save(ctx, inputs, outputs)
-        return outputs
+        return outputs[:2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -372,10 +413,10 @@ def _attend(x: Residuals, scale: float, with_state: bool, backend: str) -> tuple
         _check_values(x.decay, x.cu_seqlens, x.q.shape[2])
         spec = _spec(x, scale, with_state)
         return dispatch.pick("lightning", spec, backend).forward(spec, x)
-    inputs = (*x, scale, with_state, backend)
+    inputs = (*x[:6], scale, with_state, backend)
     refuse_derivatives_we_lack("lightning_attention", x)
     if not unwatched(*x):
         return torch.ops.fulmen.lightning_forward(*inputs)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.initial_state)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:5]):
         return LightningFunction.apply(*inputs)
     return _forward(*inputs)

@@ -296,7 +296,7 @@ def lightning_sweep_kernel(
     # a state alone: rows from whose time less than 2^-FORGOTTEN is left need not be read
     first = 0
     if not HAS_OUT and decay_ptr is not None:
-        seen = tl.minimum(FORGOTTEN / (LOG2E * tl.maximum(slope, 1e-30)), 2.0e9).to(tl.int32)
+        seen = 1 + tl.minimum(FORGOTTEN / (LOG2E * tl.maximum(slope, 1e-30)), 2.0e9).to(tl.int32)
         first = tl.maximum(length - seen, 0) // C * C
         b_ptr += first // C * STEP * b_stride
         c_ptr += first // C * STEP * c_stride

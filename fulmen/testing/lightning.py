@@ -5,7 +5,8 @@
 
 The yardstick is the attention matrix written out. A state and its gradient are carried, and rounded, from chunk to
 chunk, where the plain formula rounds once: they get the square root of the number of chunks (of 16 rows, the shortest
-a backend uses) in roundings.
+a backend uses) in roundings. So does the gradient of the decay, a sum over all rows, of the norm of its terms: they
+cancel. Of sequences whose matrix is too large, `sampled` writes out some rows.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected, assert_clo
 
 __all__ = [
     "DECAYS", "FORWARD_FACTOR", "GRADIENT_FACTOR", "Attend", "Inputs", "Outputs", "assert_close", "backend", "check",
-    "evaluate", "expected", "fused_rows", "inputs", "low_precision", "reference", "rows", "slopes",
+    "decay_terms", "evaluate", "expected", "fused_rows", "inputs", "low_precision", "reference", "rows", "sampled",
+    "slopes",
 ]  # fmt: skip
 
-DECAYS = {"zero": (0.0,), "weak": (0.02,), "strong": (8.0,), "mixed": (0.004, 0.7, 0.0, 8.0, 0.06)}
+DECAYS = {
+    "zero": (0.0,), "weak": (0.02,), "strong": (8.0,), "steep": (3.0, 40.0, 0.0), "mixed": (0.004, 0.7, 0.0, 8.0, 0.06),
+}  # fmt: skip
 
 
 class Inputs(NamedTuple):
@@ -62,6 +66,7 @@ class Outputs(NamedTuple):
     dk: Tensor
     dv: Tensor
     dinitial: Tensor | None
+    ddecay: Tensor | None = None  # where inputs.decay requires it
 
 
 Attend = Callable[[Inputs], tuple[Tensor, Tensor]]
@@ -126,12 +131,15 @@ def evaluate(attend: Attend, x: Inputs, use: Sequence[str] = ("o", "state")) -> 
     leaves = {name: getattr(x, name).detach().requires_grad_() for name in ("q", "k", "v")}
     if x.initial_state is not None:
         leaves["initial_state"] = x.initial_state.detach().requires_grad_()
+    if x.decay is not None and x.decay.requires_grad:
+        leaves["decay"] = x.decay.detach().requires_grad_()
     o, state = attend(x._replace(**leaves))
     given = {"o": (o, x.do), "state": (state, x.dstate.to(state.dtype))}
     results, gradients = zip(*(given[name] for name in use), strict=True)
     grads = torch.autograd.grad(results, list(leaves.values()), gradients, materialize_grads=True)
-    dinitial = None if x.initial_state is None else grads[3]
-    return Outputs(o.detach(), state.detach(), grads[0], grads[1], grads[2], dinitial)
+    of = dict(zip(leaves, grads, strict=True))
+    dq, dk, dv = grads[:3]
+    return Outputs(o.detach(), state.detach(), dq, dk, dv, of.get("initial_state"), of.get("decay"))
 
 
 def backend(name: str) -> Attend:
@@ -154,7 +162,8 @@ def low_precision(x: Inputs, use: Sequence[str] = ("o", "state")) -> Outputs:
 
     In fp16 a product or a sum over k v^T can pass 65,504 where the results do not. All results are
     homogeneous in the inputs, so then the yardstick is measured on inputs times 2^-a, which only moves the
-    exponents: o and the gradients of q, k, v come back times 2^3a, the states times 2^2a (all in fp64).
+    exponents: o and the gradients of q, k, v come back times 2^3a, the states times 2^2a, the gradient of the decay
+    times 2^4a (all in fp64).
     """
     for a in (0, 3, 6):
         shrunk = x._replace(**{n: getattr(x, n) * 2.0**-a for n in ("q", "k", "v", "do")})
@@ -166,7 +175,7 @@ def low_precision(x: Inputs, use: Sequence[str] = ("o", "state")) -> Outputs:
             break
     if a == 0:
         return out
-    degree = {"state": 2, "dinitial": 2}
+    degree = {"state": 2, "dinitial": 2, "ddecay": 4}
     grown = {n: y.double() * 2.0 ** (a * degree.get(n, 3)) for n, y in out._asdict().items() if y is not None}
     return out._replace(**grown)
 
@@ -209,15 +218,91 @@ def expected(x: Inputs, use: Sequence[str] = ("o", "state"), rows: int | None = 
         low, exact = low_precision(x, use), reference(x, use)
     else:
         low, exact = evaluate(functools.partial(_pieces, _plain, rows), x, use), _exact_pieces(x, use, rows)
-    roundings = {name: math.sqrt(math.ceil(max(x.q.shape[2], 1) / 16)) for name in ("state", "dinitial")}
+    carried = carried_roundings(x.q.shape[2])
+    roundings = dict.fromkeys(("state", "dinitial", "ddecay"), carried)
     return {
         name: Expected(
             getattr(low, name), value, GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR,
-            roundings.get(name, 1.0),
+            roundings.get(name, 1.0), decay_terms(x, use).norm(dim=1) if name == "ddecay" else None,
         )
         for name, value in exact._asdict().items()
         if value is not None
     }  # fmt: skip
+
+
+def carried_roundings(N: int) -> float:
+    return math.sqrt(math.ceil(max(N, 1) / 16))
+
+
+def decay_terms(x: Inputs, use: Sequence[str] = ("o", "state")) -> Tensor:
+    """(H, terms), fp64: what the gradient of the decay is the sum of, a term for each row of q and of k."""
+    assert x.decay is not None
+    group, s = x.q.shape[1] // max(x.k.shape[1], 1), x.decay.detach().double().view(-1, 1)
+    x = x.to(torch.float64)
+    terms = []
+    ends = [0, x.q.shape[2]] if x.cu_seqlens is None else x.cu_seqlens.tolist()
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        which = slice(None) if x.cu_seqlens is None else slice(i, i + 1)
+        q, do = (y[:, :, begin:end] for y in (x.q, x.do))
+        k, v = (y[:, :, begin:end].repeat_interleave(group, dim=1) for y in (x.k, x.v))
+        N = end - begin
+        t = torch.arange(N, dtype=torch.float64, device=q.device)
+        apart = (t[:, None] - t).clamp(min=0)
+        if "o" in use:
+            each = apart * torch.exp(-s[..., None] * apart) * (q @ k.mT).tril() * (do @ v.mT)
+            terms.append(-x.scale * each.sum((0, 3)))
+            if x.initial_state is not None:
+                seen = (q @ x.initial_state[which] * do).sum((0, 3))
+                terms.append(-x.scale * (t + 1) * torch.exp(-s * (t + 1)) * seen)
+        if "state" in use:
+            met = ((k @ x.dstate[which]) * v).sum((0, 3))
+            terms.append(-(N - 1 - t) * torch.exp(-s * (N - 1 - t)) * met)
+            if x.initial_state is not None:
+                met = (x.initial_state[which] * x.dstate[which]).sum((0, 2, 3)).view(-1, 1)
+                terms.append(-N * torch.exp(-s * N) * met)
+    return torch.cat([x.q.new_zeros(x.q.shape[1], 1), *terms], dim=1)
+
+
+def sampled(x: Inputs, at: Sequence[int]) -> dict[str, Expected]:
+    """What rows `at` of o and of the gradients must be, and the state after the last row, where the attention matrix is
+    too large to be written out whole; from o's gradient alone, no initial state, nothing packed or shared.
+
+    The state is carried in fp32 over chunks, so that o and the gradients get its roundings, too.
+    """
+    N, dtype = x.q.shape[2], x.q.dtype
+    carried = carried_roundings(N)
+    more = carried * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
+    sums = {
+        "o": (x.q, x.k, x.v, False), "dq": (x.do, x.v, x.k, False),
+        "dk": (x.v, x.do, x.q, True), "dv": (x.k, x.q, x.do, True),
+    }  # fmt: skip
+    found = {}
+    for name, (a, b, c, reverse) in sums.items():
+        low, exact = (_some_rows(a, b, c, x.decay, x.scale, at, reverse, kind) for kind in (dtype, torch.float64))
+        found[name] = Expected(low, exact, FORWARD_FACTOR if name == "o" else GRADIENT_FACTOR, 1 + more)
+    low, exact = (_last_state(x.k, x.v, x.decay, kind) for kind in (dtype, torch.float64))
+    found["state"] = Expected(low, exact, FORWARD_FACTOR, carried)
+    return found
+
+
+def _some_rows(
+    a: Tensor, b: Tensor, c: Tensor, decay: Tensor | None, scale: float, at: Sequence[int], reverse: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Rows `at` of ((a b^T) * M) c, or of ((a b^T) * M^T) c, computed in `dtype`; the exponents in fp64."""
+    rows = torch.tensor(at, device=a.device)
+    apart = rows[:, None] - torch.arange(a.shape[2], device=a.device)
+    apart = (-apart if reverse else apart).double()
+    s = torch.zeros(a.shape[1], device=a.device) if decay is None else decay
+    m = torch.where(apart >= 0, torch.exp(-s.double().view(-1, 1, 1) * apart.clamp(min=0)) * scale, 0.0).to(dtype)
+    return (a[:, :, rows].to(dtype) @ b.to(dtype).mT * m) @ c.to(dtype)
+
+
+def _last_state(k: Tensor, v: Tensor, decay: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if decay is None:
+        return k.to(dtype).mT @ v.to(dtype)
+    age = torch.arange(k.shape[2], device=k.device, dtype=torch.float64).flip(0)
+    return (k.to(dtype) * torch.exp(-decay.double().view(-1, 1, 1) * age[:, None]).to(dtype)).mT @ v.to(dtype)
 
 
 def _pieces(attend: Attend, rows: int, x: Inputs) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from fulmen.flash import cuda_sm90, cuda_small
 from fulmen.flash.op import FlashSpec
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
+from tests import sass
 
 CUDA = torch.device("cuda", 0)
 
@@ -216,6 +217,7 @@ def test_hopper_overlaps_and_keeps_p(call, tmp_path):
     assert not usage.warnings, usage.warnings
     assert usage.registers == 65_536 // (cfg.threads * cfg.blocks_per_sm) // 8 * 8
     assert cfg.shared(call.D, call.E) <= TARGETS[90].smem_bytes // cfg.blocks_per_sm
+    assert sass.overwritten(sass.disassemble(code)) == []
     lines = machine_code(code, tmp_path)
     assert not any(line.startswith(("STL", "LDL")) for line in lines)
     starts = [i for i, line in enumerate(lines) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x1", line)]

@@ -33,6 +33,7 @@ OPTIONS = [
     {"backend": "triton_split", "B": 1, "H": 8, "N": 65536, "D": 64},
     {"backend": "triton_split", "B": 1, "H": 16, "N": 65536, "D": 128, "packed": True},
     {"backend": "triton_split", "B": 1, "H": 8, "N": 65536, "D": 128, "states": True},
+    {"backend": "triton_split", "B": 1, "H": 40, "N": 4096, "D": 64, "states": True},  # few segments: another scan
 ]  # fmt: skip
 VARIED = [Case(arch, pass_, **o) for arch in (86, 90) for o in OPTIONS for pass_ in ("forward", "backward")]
 

@@ -6,7 +6,9 @@ with its own sentence. On a CPU the Triton kernels are interpreted, so those sha
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -84,6 +86,28 @@ GPU_CASES = {
     "packed, heads": case(H=4, H_KV=2, D=128, lengths=[700, 1, 63], layout="bnhd", initial_state=True),
 }  # fmt: skip
 
+# Around the edges of chunks (64 rows) and of the groups of chunks whose state is saved (512), in every combination of
+# decay, states and layout that comes up; few heads, so the longest are split over blocks.
+KINDS = [None, "mixed", "zero", "steep"]
+for _i, (_N, _D) in enumerate(itertools.product((1, 63, 64, 65, 511, 512, 513, 777, 4095), (64, 128))):
+    _turn = _i // 2 + _i % 2
+    GPU_CASES[f"edge N={_N} D={_D}"] = case(
+        B=2, H=3, N=_N, D=_D, decay=KINDS[_turn % 4], initial_state=_turn % 3 > 0,
+        layout=("bhnd", "bnhd", "fused")[(_i // 2 + 2 * (_i % 2)) % 3], scale=(1.0, 0.5)[_turn % 2],
+    )  # fmt: skip
+# Enough heads for every SM, so nothing is split: groups of chunks in one block. Packed: sequences that share chunks
+# of rows in memory, empty ones, single rows; split and not.
+for _D in (64, 128):
+    GPU_CASES |= {
+        f"many heads D={_D}": case(B=1, H=140, N=1100, D=_D, decay="mixed", initial_state=True),
+        f"many heads, no decay D={_D}": case(B=2, H=70, N=600, D=_D, layout="bnhd"),
+        f"packed D={_D}": case(
+            H=70, D=_D, lengths=[1, 0, 63, 64, 65, 300, 0, 511, 513, 1], decay="mixed", initial_state=True),
+        f"packed, split D={_D}": case(
+            H=2, D=_D, lengths=[1, 700, 0, 64, 513, 0, 3000, 1], decay="steep", initial_state=True),
+        f"packed, split, no decay D={_D}": case(H=3, D=_D, lengths=[0, 1024, 2047, 0], layout="bnhd"),
+    }  # fmt: skip
+
 # All in bf16; in the others, where the code differs: tiles, the rescaled fp16 state, exact fp32.
 GPU_RUNS = [("bf16", name) for name in GPU_CASES] + [
     (dtype, name)
@@ -117,7 +141,8 @@ def segments(monkeypatch):
 def check(backend: str, x: testing.Inputs, segments: list[int], use=("o", "state")) -> None:
     supported(backend, x)
     testing.check(x, backend, use)
-    if backend == "triton_split" and x.q.numel() and x.q.shape[2] > (64 if x.q.device.type == "cpu" else 512):
+    few = x.q.shape[:2].numel() <= 64  # heads; on a GPU more leave nothing to split for
+    if backend == "triton_split" and few and x.q.numel() and x.q.shape[2] > (64 if x.q.device.type == "cpu" else 512):
         assert min(segments) > 1, f"nothing was split: {segments}"
 
 
@@ -237,6 +262,75 @@ def test_weak_decay_over_many_chunks():
     for name in ("state", "dinitial"):
         got, plain, want = (getattr(y, name) for y in (actual, low, exact))
         testing.assert_close(name, got, plain, want, factor=2, roundings=math.sqrt(1600 / 16))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("lengths", [None, [0, 1024, 512, 1536]], ids=["batch", "packed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decay_that_leaves_one_row(backend, lengths, device, segments):
+    """exp(-50): 2^-72 is left of a row when the next has come, so the state is what the last row added, and that whole.
+
+    Segments and chunks end with the sequence: who reads only the rows of which 2^-64 is left must not stop at none.
+    """
+    if device == "cpu":
+        lengths, D, N, dtype = lengths and [n // 8 for n in lengths], 16, 128, torch.float32
+    else:
+        D, N, dtype = 64, 2048, torch.bfloat16
+    decay = torch.tensor([50.0, 1000.0], device=device)
+    x = testing.inputs(1, 2, N, D, decay=decay, lengths=lengths, dtype=dtype, device=device)
+    check(backend, x, segments)
+
+
+# ----------------------------------------------------------------------------------------------- a million rows
+
+
+def check_sampled(backend: str, x: testing.Inputs) -> None:
+    """The first and the last rows and some between, and the state after the last."""
+    supported(backend, x)
+    N = x.q.shape[2]
+    at = sorted({0, 1, 63, 64, 511, 512, N // 2, N - 65, N - 64, N - 2, N - 1, *random.Random(N).sample(range(N), 21)})
+    actual = testing.evaluate(testing.backend(backend), x, ("o",))
+    for name, wanted in testing.sampled(x, at).items():
+        value = getattr(actual, name)
+        testing.assert_close(name, value if name == "state" else value[:, :, at], *wanted)
+
+
+LONG_DECAYS = {"none": None, "zero": 0.0, "1e-5": 1e-5, "alibi": 2.0**-8}
+
+
+@pytest.mark.parametrize("decay", LONG_DECAYS)
+def test_long_by_sampled_rows(decay):
+    s = LONG_DECAYS[decay]
+    x = testing.inputs(1, 1, 2**16, 16, decay=None if s is None else torch.tensor([s]), scale=2.0**-6)
+    check_sampled("eager", x)
+
+
+def test_sampled_rows_are_those_of_the_whole():
+    """Two ways to the same numbers, and a row that is wrong is seen."""
+    x = testing.inputs(2, 3, 300, 16, decay="mixed", scale=0.5)
+    whole, at = testing.reference(x, ("o",)), [0, 7, 150, 299]
+    found = testing.sampled(x, at)
+    for name in ("o", "dq", "dk", "dv"):
+        torch.testing.assert_close(found[name].exact, getattr(whole, name)[:, :, at], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["state"].exact, whole.state, rtol=1e-12, atol=1e-12)
+    wrong = found["o"].exact.float()
+    testing.assert_close("o", wrong, *found["o"])
+    wrong[1, 2, 3] *= 1 + 1e-4
+    with pytest.raises(AssertionError, match=r"o .*error"):
+        testing.assert_close("o", wrong, *found["o"])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", LONG_DECAYS)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("eager", "reference")])
+def test_a_million_rows(backend, dtype, D, decay):
+    s = LONG_DECAYS[decay]
+    slopes = None if s is None else torch.tensor([s], device="cuda")
+    x = testing.inputs(1, 1, 2**20, D, decay=slopes, scale=2.0**-6, dtype=DTYPES[dtype], device="cuda")
+    check_sampled(backend, x)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

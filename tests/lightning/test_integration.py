@@ -22,6 +22,7 @@ from fulmen.testing import lightning as testing
 ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(dispatch.kernels("lightning"))
 BACKEND_MODULES = tuple(f"fulmen.lightning.{name}" for name in BACKENDS)
+ON_GPU = [name for name in BACKENDS if name.startswith(("triton", "cuda"))]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 FULL = {"E": 24, "H_KV": 2, "decay": "mixed", "scale": 0.5, "initial_state": True}
@@ -277,17 +278,20 @@ def test_import_time():
 # --------------------------------------------------------------------------------------------------- GPU
 
 
-def graph_inputs(backend: str) -> testing.Inputs:
-    x = testing.inputs(1, 4, 2048, 64, H_KV=2, decay="mixed", initial_state=True, lengths=[500, 0, 1, 1547],
+def graph_inputs(backend: str, packed: bool) -> testing.Inputs:
+    heads = 4 if backend == "cuda" else 2
+    lengths = [500, 0, 1, 1547] if packed else None
+    x = testing.inputs(1, 4, 2048, 64, H_KV=heads, decay="mixed", initial_state=True, lengths=lengths,
                        dtype=torch.bfloat16, device="cuda")  # fmt: skip
     serving(x, backend)
     return x
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
-def test_no_synchronisation(backend):
-    x = graph_inputs(backend)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("backend", ON_GPU)
+def test_no_synchronisation(backend, packed):
+    x = graph_inputs(backend, packed)
     testing.evaluate(testing.backend(backend), x)  # compile first: loading a module may synchronise
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -298,10 +302,11 @@ def test_no_synchronisation(backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
-def test_cuda_graph(backend):
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("backend", ON_GPU)
+def test_cuda_graph(backend, packed):
     """Captured once, replayed on other numbers and, packed, on other lengths."""
-    x = graph_inputs(backend)
+    x = graph_inputs(backend, packed)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -333,7 +338,7 @@ def evaluate_o(x: testing.Inputs, backend: str) -> testing.Outputs:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("shape", [(1, 1, 2**25 + 640, 64), (2**14 + 10, 2, 1024, 64)], ids=["long", "wide"])
 def test_beyond_2_to_31_elements(shape, backend):
     """Offsets pass 2^31 along a head, or across heads. Strong decay forgets at once: a window suffices."""
@@ -355,12 +360,13 @@ def test_beyond_2_to_31_elements(shape, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("triton")])
+@pytest.mark.parametrize("backend", ON_GPU)
 def test_more_than_65535_heads(backend):
-    x = huge(700, 100, 33, 16, decay="mixed")
+    D = 64 if backend == "cuda" else 16
+    x = huge(700, 100, 33, D, decay="mixed")
     out = evaluate_o(x, backend)
-    exact = testing.reference(x._replace(dstate=x.dstate.expand(700, 100, 16, 16)), ("o",))
-    low = testing.low_precision(x._replace(dstate=x.dstate.expand(700, 100, 16, 16)), ("o",))
+    exact = testing.reference(x._replace(dstate=x.dstate.expand(700, 100, D, D)), ("o",))
+    low = testing.low_precision(x._replace(dstate=x.dstate.expand(700, 100, D, D)), ("o",))
     for name in ("o", "dq", "dk", "dv"):
         testing.assert_close(name, getattr(out, name), getattr(low, name), getattr(exact, name), 3.0)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fulmen import decay, dispatch, hardware
 from fulmen.bench.adapters import dtype_of, head_of, normal, refusal, shapes, size_of, small_case
 from fulmen.bench.gate import Problem
+from fulmen.bench.resources import Native
 from fulmen.lightning.op import LightningSpec, lightning_attention, lightning_attention_with_state
 from fulmen.testing import lightning as testing
 
@@ -98,6 +99,8 @@ def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
 
 
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
+    if backend == "cuda":
+        return native_launches(case, hw, pass_, fully)
     if not backend.startswith("triton"):
         return []
     import importlib
@@ -116,6 +119,37 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     if pass_ == "forward":
         return forward
     return forward + module.backward_launches(call, hw, x, o, state, Gradients.empty(call, x), state)
+
+
+def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, fully: bool) -> list[Any]:
+    """Those of backend cuda, with gradients: what it saves, it saves. Between segments a scan of triton_split's."""
+    from fulmen.lightning import cuda, triton_split
+    from fulmen.lightning.op import Residuals
+
+    call = spec(case, torch.device("cuda"))._replace(has_initial_state=fully, with_final_state=fully)
+    if hw.arch != 90 or call.D != call.E or call.D not in (64, 128) or call.H != call.H_KV:
+        return []
+    cut, saves = cuda.cut_of(call), cuda.saves(call) is not None
+
+    def native(what: str, sweeps: int) -> Native:
+        cfg = cuda.config(call, what)
+        blocks = call.B * call.H * cut.number * sweeps * (call.D // 64)
+        return Native(cuda.variant(call, cfg), blocks, cfg.threads, cfg.shared(call.D), cfg.stages)
+
+    def gather() -> list[Any]:
+        """The states that enter segments."""
+        if cut.number == 1:
+            return []
+        none = torch.empty(0, device="meta")
+        x = Residuals(none, none, none, none if call.has_decay else None, None, None)
+        return [native("state", 1), triton_split.scan(call, x, cut, none, None, None)]
+
+    forward = [*gather(), native("training" if saves else "forward", 1)] if pass_ != "backward" else []
+    if pass_ == "forward":
+        return forward
+    together = saves and call.D == 64
+    last = [native("backward", 3)] if together else [native("backward", 2), native("backward", 1)]
+    return [*forward, *([] if saves else gather()), *gather(), *last]
 
 
 def floors(case: dict[str, Any]) -> dict[str, int]:

@@ -1,0 +1,597 @@
+"""The CUDA backend: compiled without a GPU, its host's decisions, the arithmetic of its walks; then what only it does.
+
+Its results are checked beside the other backends', in test_backends.py and test_integration.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fulmen import cuda as build
+from fulmen import dispatch, hardware
+from fulmen.boundary import aligned
+from fulmen.hardware import TARGETS
+from fulmen.lightning import cuda, triton_split
+from fulmen.lightning import triton as fused
+from fulmen.lightning.op import LightningSpec, Residuals, spec_of
+from fulmen.testing import lightning as testing
+from tests import sass
+
+CUDA = torch.device("cuda", 0)
+PASSES = ("forward", "training", "backward", "state")
+
+
+def spec(B=1, H=1, N=512, D=64, decay=False, **changes) -> LightningSpec:
+    return LightningSpec(B, H, H, N, D, D, torch.bfloat16, CUDA, has_decay=decay)._replace(**changes)
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+
+
+# ---------------------------------------------------------------------------------------------- compiled
+
+
+class Made(NamedTuple):
+    cfg: cuda.Config
+    D: int
+    usage: build.Usage
+    sass: str
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Everything `config` chooses, compiled once: 24 variants in 20 s on two cores."""
+    found: dict[build.Variant, tuple[cuda.Config, int]] = {}
+    was, hardware.of = hardware.of, lambda device: TARGETS[90]
+    try:
+        for D, decay, packed in itertools.product((64, 128), (False, True), (None, 4)):
+            for B, H, N in ((1, 128, 8192), (1, 8, 65536)):  # in one piece, and split
+                call = spec(B, H, N, D, decay, sequences=packed)
+                for cfg in (cuda.config(call, what) for what in PASSES):
+                    found[cuda.variant(call, cfg)] = cfg, D
+    finally:
+        hardware.of = was
+
+    def compiled(variant: build.Variant) -> Made:
+        code, usage = build.compile_variant(variant)
+        return Made(*found[variant], usage, sass.disassemble(code))
+
+    with ThreadPoolExecutor(2) as pool:  # the compiler runs without Python's lock
+        return dict(zip(found, pool.map(compiled, found), strict=True))
+
+
+def test_every_variant_is_there(made):
+    assert len(made) >= 20
+    for name, values in {"DECAY": {0, 1}, "PACKED": {0, 1}, "HEAD_DIM": {64, 128}, "OUTS": {0, 1, 2}}.items():
+        assert {dict(v.macros)[name] for v in made} == values
+
+
+def test_fits(made):
+    """Also the registers that warpgroups trade among themselves: as many as the launch has."""
+    for variant, (cfg, D, usage, _) in made.items():
+        assert usage.shared == 0
+        assert cfg.shared(D) <= TARGETS[90].smem_bytes == 232_448, variant
+        assert usage.registers * cfg.threads <= 65_536, variant
+        assert cfg.threads <= 1024
+
+
+def test_no_spills_no_serialised_products(made):
+    for variant, (_, _, usage, text) in made.items():
+        assert usage.spilled == 0, (variant, usage)
+        assert not usage.warnings, (variant, usage)
+        assert "STL" not in text, variant
+        assert "HGMMA" in text, variant
+
+
+def test_no_register_is_overwritten_while_a_product_reads_it(made):
+    """Where outputs are made, at least their products have an operand in registers."""
+    for variant, (cfg, _, _, text) in made.items():
+        assert not cfg.outs or sass.PRODUCT.search(text), variant
+        assert sass.overwritten(text) == [], variant
+
+
+# ------------------------------------------------------------------------------------------ what the host says
+
+
+@pytest.mark.parametrize(
+    ("call", "arch", "why"),
+    [
+        (spec(dtype=torch.float16), 90, "multiplies bf16, and q is torch.float16"),
+        (spec(dtype=torch.float32), 90, "multiplies bf16, and q is torch.float32"),
+        (spec(device=torch.device("cpu")), 90, "needs a CUDA GPU, and q is on cpu"),
+        (spec(), 80, "needs compute capability 9.0, this GPU has 8.0"),
+        (spec(), 100, "needs compute capability 9.0, this GPU has 10.0"),
+        (spec(D=96), 90, "needs D = E of 64 or 128, here D=96, E=96"),
+        (spec(E=128), 90, "needs D = E of 64 or 128, here D=64, E=128"),
+        (spec(D=256), 90, "needs D = E of 64 or 128, here D=256, E=256"),
+        (spec(H=4, H_KV=2), 90, "needs as many heads of k and v as of q, here H=4, H_KV=2"),
+        (spec(N=2**30 + 1), 90, "takes 1 to 1073741824 rows of at least one head, here B=1, H=1, N=1073741825"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refuses_in_words(call, arch, why, monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[arch])
+    assert cuda.supports(call) == why
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_serves(D, h200, monkeypatch):
+    """And says what would serve; a compiler that fails is the reason why not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for call in (spec(4, 32, 8192, D), spec(1, 8, 65536, D, sequences=4)):
+        assert cuda.supports(call) is None
+    assert "warpgroups for outputs" in dispatch.kernels("lightning")["cuda"].detail(spec(D=D))
+    asked = []
+    monkeypatch.setattr(build, "problem", lambda variant, device, shared: asked.append(variant) or "no compiler")
+    assert cuda.supports(spec(D=D)) == "no compiler"
+    assert len(asked) == 1
+
+
+def test_every_pass_is_asked_for_in_supports(h200, monkeypatch):
+    """What a call may launch must have been compiled before it is promised."""
+    asked = []
+    monkeypatch.setattr(build, "problem", lambda variant, device, shared: asked.append(variant))
+    for D, (B, H, N, sequences) in itertools.product(
+        (64, 128), ((4, 32, 8192, None), (1, 8, 65536, None), (1, 8, 65536, 4))
+    ):
+        asked.clear()
+        call = spec(B, H, N, D, True, sequences=sequences)
+        assert cuda.supports(call) is None
+        needed = [what for what in PASSES if what != "state" or cuda.parts(call) > 1]
+        assert {cuda.variant(call, cuda.config(call, what)) for what in needed} <= set(asked)
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        (spec(4, 32, 8192), 1),
+        (spec(1, 67, 8192), 1),  # 132 SMs: there is no second block for every one
+        (spec(1, 66, 8192), 2),
+        (spec(1, 66, 8192, 128), 1),  # whose heads are two blocks each
+        (spec(1, 8, 65536), 16),
+        (spec(1, 8, 65536, 128), 8),
+        (spec(1, 1, 1 << 20), 132),
+        (spec(1, 1, 1023), 1),  # no segment is shorter than 512 rows
+        (spec(1, 1, 1024), 2),
+        (spec(1, 1, 0), 1),
+        (spec(1, 0, 4096), 8),
+        (spec(1, 8, 65536, sequences=4), 128),
+        (spec(1, 8, 65536, sequences=9), 1),  # enough of them for 16 blocks
+        (spec(1, 8, 600, sequences=4), 1),
+    ],
+)
+def test_parts(call, number, h200):
+    assert cuda.parts(call) == number
+
+
+def test_cuts(h200):
+    """Whole groups of SAVED_ROWS rows, no more segments than asked for, none of them empty."""
+    for N, H, D in itertools.product((0, 1, 511, 1023, 1024, 1025, 4095, 65536, 10**6 + 1), (1, 3, 40, 100), (64, 128)):
+        cut = cuda.cut_of(spec(1, H, N, D))
+        if cut.number == 1:
+            assert cut.rows == max(N, 1)
+            continue
+        assert cut.rows % cuda.SAVED_ROWS == 0
+        assert (cut.number - 1) * cut.rows < N <= cut.number * cut.rows
+        assert cut.number <= cuda.parts(spec(1, H, N, D))
+        packed = cuda.cut_of(spec(1, H, N, D, sequences=1))
+        assert packed.number == (N // packed.rows + 1 if packed.number > 1 else 1)
+
+
+def test_saves(h200):
+    assert cuda.saves(spec(4, 32, 8192)) == (128, 16, 64, 64)
+    assert cuda.saves(spec(4, 32, 8193)) == (128, 17, 64, 64)
+    assert cuda.saves(spec(4, 32, 0)) == (128, 0, 64, 64)
+    assert cuda.saves(spec(1, 32, 8192, sequences=5)) == (32, 21, 64, 64)
+    assert cuda.saves(spec(4, 32, 8192, 128)) is None
+    assert cuda.saves(spec(1, 8, 65536, 128)) == (8 * 8, 128, 256)  # fp32 states, as twice as many bf16
+    u = 4 * 32 * 8192 * 64
+    assert torch.Size(cuda.saves(spec(4, 32, 8192))).numel() == u / 8
+
+
+class Launched(NamedTuple):
+    names: tuple[str, ...]
+    cfg: cuda.Config
+    saved: bool
+    not_last: bool
+
+
+@pytest.fixture
+def launched(h200, monkeypatch):
+    """What a call would launch, in order; nothing is."""
+    found: list[object] = []
+
+    def run(spec, cfg, names, x, tensors, states, cut, saved=None, not_last=False):
+        for name in names:
+            sweep = cuda.SWEEPS[name]
+            needed = [sweep.a, sweep.b, sweep.c] + ([sweep.out] if cfg.outs else [])
+            assert set(needed) <= set(tensors)
+        assert aligned(*tensors.values())
+        found.append(Launched(names, cfg, saved is not None, not_last))
+
+    monkeypatch.setattr(cuda, "run", run)
+    monkeypatch.setattr(fused, "run", lambda launches, device: found.extend(x.kernel.__name__ for x in launches))
+    return found
+
+
+def call_of(B, H, N, D, sequences=None, states=False, saved=False):
+    x = testing.inputs(B, H, N, D, dtype=torch.bfloat16, initial_state=states, lengths=sequences)
+    call = spec_of(x.q, x.k, x.v, **x.options(), with_final_state=states)._replace(device=CUDA)
+    shape = cuda.saves(call) if saved else None
+    kept = None if shape is None else x.q.new_empty(shape)
+    return call, Residuals(x.q, x.k, x.v, None, x.initial_state, x.cu_seqlens, kept), x
+
+
+def names_of(launched: list) -> list:
+    return [one if isinstance(one, str) else one.names for one in launched]
+
+
+SCAN, PIECES = "lightning_scan_kernel", "lightning_pieces_kernel"
+
+
+def test_launches_of_one_piece(launched):
+    call, x, given = call_of(1, 70, 600, 64, saved=True)
+    cuda.forward(call, x)
+    cuda.backward(call, x, given.do, None)
+    assert names_of(launched) == [("o",), ("dv", "dk", "dq")]
+    assert [one.cfg.save for one in launched] == [1, 2]
+    assert all(one.saved for one in launched)
+    launched.clear()
+    call, x, given = call_of(1, 70, 600, 64)
+    cuda.forward(call, x)
+    cuda.backward(call, x, given.do, None)
+    assert names_of(launched) == [("o",), ("dv", "dk"), ("dq",)]
+    assert launched[0].cfg.save == 0
+    assert not any(one.saved for one in launched)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("states", [False, True])
+def test_launches_of_segments(D, states, launched):
+    """The state of the last segment is gathered where it is asked for: as the final state, as dinitial."""
+    call, x, given = call_of(1, 2, 2000, D, states=states, saved=True)
+    cuda.forward(call, x)
+    assert names_of(launched) == [("state",), SCAN, ("o",)]
+    assert launched[0].not_last is not states
+    launched.clear()
+    cuda.backward(call, x, given.do, None)
+    last = [("dv", "dk", "dq")] if D == 64 else [("dv", "dk"), ("dq",)]
+    assert names_of(launched) == [("dstate",), SCAN, *last]
+    assert launched[0].not_last is not states
+    launched.clear()
+    cuda.backward(call, x._replace(saved=None), given.do, None)
+    assert names_of(launched) == [("state",), SCAN, ("dstate",), SCAN, ("dv", "dk"), ("dq",)]
+    assert launched[0].not_last
+
+
+def test_launches_of_packed_segments(launched):
+    call, x, given = call_of(1, 2, 0, 64, sequences=[700, 0, 1300], saved=True)
+    cuda.forward(call, x)
+    cuda.backward(call, x, given.do, None)
+    assert names_of(launched) == [PIECES, ("state",), SCAN, ("o",), PIECES, ("dstate",), SCAN, ("dv", "dk", "dq")]
+
+
+def strided(shape, strides, offset=0):
+    store = torch.zeros(
+        offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1, dtype=torch.bfloat16
+    )
+    return store.as_strided(shape, strides, offset)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "good"),
+    [
+        ((2, 3, 70, 64), (13440, 4480, 64, 1), 0, True),
+        ((2, 3, 70, 64), (13440, 64, 192, 1), 0, True),  # bnhd
+        ((2, 3, 70, 64), (40320, 64, 576, 1), 192, True),  # a part of a fused projection
+        ((2, 3, 70, 64), (13440, 4480, 64, 1), 4, False),  # begins in the middle of 16 bytes
+        ((2, 3, 70, 64), (14070, 4690, 67, 1), 0, False),  # so do its rows
+        ((2, 3, 70, 64), (13444, 4480, 64, 1), 0, False),
+        ((2, 3, 70, 64), (0, 4480, 64, 1), 0, False),  # expanded
+        ((2, 3, 70, 64), (192, 64, 0, 1), 0, False),
+        ((1, 1, 70, 64), (7, 0, 64, 1), 0, True),  # of one, no stride matters
+    ],
+)
+def test_aligned(shape, strides, offset, good):
+    x, fine = strided(shape, strides, offset), strided((1, 1, 1, 64), (64, 64, 64, 1))
+    assert x.data_ptr() % 16 == 2 * offset % 16
+    assert aligned(x) is good
+    assert aligned(fine, x, fine) is good
+
+
+def test_what_the_copy_engine_does_not_take(h200, monkeypatch):
+    monkeypatch.setattr(build, "problem", lambda *args: None)
+    good = torch.zeros(1, 2, 200, 64, dtype=torch.bfloat16)
+    wide = torch.zeros(1, 2, 200, 67, dtype=torch.bfloat16)[..., :64]
+    for i in range(3):
+        call = spec_of(*(wide if i == j else good for j in range(3)))._replace(device=CUDA)
+        assert cuda.supports(call) == "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
+    assert cuda.supports(spec_of(good, good, good)._replace(device=CUDA)) is None
+    assert "takes 1 to" in cuda.supports(spec(1, 2, 0))
+
+
+def test_a_gradient_that_the_copy_engine_does_not_take_is_copied(launched):
+    call, x, _ = call_of(1, 2, 2000, 64)
+    cuda.backward(call, x, torch.zeros(1, 2, 2000, 67, dtype=torch.bfloat16)[..., :64], None)
+    assert any(isinstance(one, Launched) and "dv" in one.names for one in launched)  # with tensors that are aligned
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+u64, i64, f32, i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+
+
+class SweepArgs(ctypes.Structure):
+    """struct Sweep of cuda_sm90.cu."""
+
+    _fields_ = [
+        ("out", u64), ("out_b", i64), ("out_h", i64), ("out_n", i64), ("enters", u64), ("leaves", u64),
+        ("enters_times", f32), ("leaves_times", f32), ("a", i32), ("b", i32), ("c", i32), ("to", i32),
+        ("reverse", i32), ("swapped", i32), ("saved", i32), ("pad", i32 * 3),
+    ]  # fmt: skip
+
+
+class Args(ctypes.Structure):
+    """struct Args, which the compiler pads to a multiple of the 64 bytes tensor maps begin at."""
+
+    _fields_ = [
+        ("map", ctypes.c_char * 128 * 8), ("sweep", SweepArgs * 3), ("decay", u64), ("cu", u64), ("pieces", u64),
+        ("h", i32), ("n", i32), ("segment", i32), ("segments", i32), ("sweeps", i32), ("scale", f32),
+        ("not_last", i32), ("zero", i32),
+    ]  # fmt: skip
+
+
+def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
+    """The sizes are asserted in cuda_sm90.cu as well, which was compiled above."""
+    assert ctypes.sizeof(SweepArgs) == 96
+    assert cuda.FRONT.size == ctypes.sizeof(Args)
+    assert -(-cuda.FRONT.size // 64) * 64 == 1408
+    packed: list[bytes] = []
+    monkeypatch.setattr(cuda, "launch_of", lambda *args: lambda *front: packed.append(cuda.FRONT.pack(*front)))
+    monkeypatch.setattr(cuda, "map_of", lambda x: bytes([x.shape[2] % 251]) * 128)
+    call, x, given = call_of(1, 3, 700, 64, states=True)
+    call = call._replace(scale=0.5)
+    tensors = {cuda.Q: x.q, cuda.K: x.k, cuda.V: x.v, cuda.DO: given.do, cuda.OUT: x.q, cuda.DK: x.k, cuda.DV: x.v}
+    states = cuda.States(x.initial_state, None, given.dstate, x.initial_state)
+    cut = cuda.segments(call, x)
+    cuda.run(call, cuda.config(call, "backward"), ("dv", "dk"), x, tensors, states, cut, not_last=True)
+    args = Args.from_buffer_copy(packed[0])
+    dv, dk, none = args.sweep
+    assert (dv.out, dk.out, none.out) == (x.v.data_ptr(), x.k.data_ptr(), 0)
+    assert (dv.out_b, dv.out_h, dv.out_n) == tuple(2 * s for s in x.v.stride()[:3])
+    assert (dv.a, dv.b, dv.c, dv.to, dv.reverse, dv.swapped, dv.saved) == (cuda.K, cuda.Q, cuda.DO, cuda.DV, 1, 0, 0)
+    assert (dk.a, dk.b, dk.c, dk.to, dk.reverse, dk.swapped, dk.saved) == (cuda.V, cuda.DO, cuda.Q, cuda.DK, 1, 1, 0)
+    assert dv.enters == dk.enters == given.dstate.data_ptr()
+    assert (dv.leaves, dk.leaves) == (x.initial_state.data_ptr(), 0)  # one of them says it
+    assert (dv.enters_times, dv.leaves_times) == (2.0, 0.5)
+    assert (args.h, args.n, args.segment, args.segments, args.sweeps, args.scale) == (3, 700, 700, 1, 2, 0.5)
+    assert (args.not_last, args.zero, args.cu, args.pieces) == (1, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pass_", "names"),
+    [
+        ((4, 32, 8192, 64), "total", ["training", "backward"]),
+        ((4, 32, 8192, 64), "forward", ["training"]),
+        ((4, 32, 8192, 128), "total", ["training", "backward", "backward"]),
+        ((1, 8, 65536, 64), "total", ["state", SCAN, "training", "state", SCAN, "backward"]),
+        ((1, 8, 65536, 128), "backward", ["state", SCAN, "backward", "backward"]),
+        ((1, 8, 65536, 96), "total", []),
+    ],
+)
+def test_what_a_benchmark_asks_the_resources_of(shape, pass_, names, h200):
+    """As many launches as `forward` and `backward` make, of the same variants."""
+    from fulmen.bench.adapters import lightning as adapter
+
+    B, H, N, D = shape
+    case = adapter.complete({"B": B, "H": H, "N": N, "D": D, "dtype": "bfloat16"})
+    found = adapter.launches(case, TARGETS[90], "cuda", pass_)
+    call = adapter.spec(case, CUDA)
+    assert len(found) == len(names)
+    for launch, name in zip(found, names, strict=True):
+        if name == SCAN:
+            assert launch.kernel.__name__ == SCAN
+        else:
+            assert launch.variant == cuda.variant(call, cuda.config(call, name))
+            assert launch.threads == cuda.config(call, name).threads
+            assert 0 < launch.shared <= TARGETS[90].smem_bytes
+            assert launch.grid % (B * H * (D // 64)) == 0
+    assert not adapter.launches(case, TARGETS[80], "cuda", pass_)
+
+
+# ---------------------------------------------------------------------------------------------------- walks
+
+EVERY, C = cuda.SAVED_ROWS // cuda.CHUNK, cuda.CHUNK
+
+
+class Walk:
+    """Walk of cuda_sm90.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
+    shown of it here holds there. To be changed with it."""
+
+    def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False):
+        packed = spec.sequences is not None
+        pieces = None if cut.pieces is None else cut.pieces.tolist()
+        segments = spec.states if pieces is not None else cut.number
+        self.tile, pid = block % (spec.D // 64), block // (spec.D // 64)
+        self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps)
+        self.reverse = cuda.SWEEPS[self.sweep].reverse
+        self.grouped = saved and self.sweep == "dq"
+        begin, end = 0, spec.N
+        if packed and pieces is not None:
+            self.h, sequence, beyond = self.number % spec.H, 0, segments
+            while beyond - sequence > 1:
+                middle = (sequence + beyond) // 2
+                if pieces[middle] <= self.number // spec.H:
+                    sequence = middle
+                else:
+                    beyond = middle
+            segment = self.number // spec.H - pieces[sequence]
+        else:
+            segment = self.number % segments
+            self.h = self.number // segments % spec.H
+            sequence = self.number // segments // spec.H
+        self.b = 0 if packed else sequence
+        if packed:
+            begin = min(max(cu[sequence], 0), spec.N)
+            end = min(max(cu[sequence + 1], begin), spec.N)
+        skip = segment * cut.rows
+        self.length = max(0, min(end - begin - skip, cut.rows))
+        if not_last and begin + skip + cut.rows >= end:
+            self.length = 0
+        self.chunks = (self.length + C - 1) // C
+        self.first = end - skip if self.reverse else begin + skip
+        self.slot = skip // (EVERY * C)
+        self.head = self.b * spec.H + self.h
+        if packed:
+            self.slot += begin // (EVERY * C) + sequence
+            self.head = self.h
+
+    def chunk(self, n):
+        if not self.grouped:
+            return n
+        groups = (self.chunks + EVERY - 1) // EVERY
+        top = self.chunks - (groups - 1) * EVERY
+        if n < top:
+            return (groups - 1) * EVERY + n
+        return (groups - 2 - (n - top) // EVERY) * EVERY + (n - top) % EVERY
+
+    def row(self, n):
+        return self.first - (n + 1) * C if self.reverse else self.first + self.chunk(n) * C
+
+    def left(self, n):
+        return self.length - self.chunk(n) * C
+
+    def own_rows(self, n):
+        """The rows that `deliver` writes: all, or from the side where the sequence goes on."""
+        left = min(self.left(n), C)
+        return range(self.row(n) + (C - left if self.reverse else 0), self.row(n) + (C if self.reverse else left))
+
+
+def walks(spec, names, lengths=None, saved=False):
+    """Every block of a launch, with the cut and the pieces that the host makes."""
+    cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, None, None, offsets)
+    cut = cuda.segments(spec, x)
+    fused.run(triton_split.find_pieces(spec, x, cut), torch.device("cpu"))
+    heads = (1 if cut.pieces is not None else spec.states) * spec.H * cut.number
+    blocks = heads * len(names) * (spec.D // 64)
+    return [Walk(i, spec, cut, names, saved, cu) for i in range(blocks)], cut
+
+
+def random_lengths(seed: int) -> list[int]:
+    chance = random.Random(seed)
+    sizes = [0, 1, 63, 64, 65, 511, 512, 513, 1024, chance.randint(1, 3000), chance.randint(1, 6000)]
+    return [chance.choice(sizes) for _ in range(chance.randint(1, 9))]
+
+
+CUTS = {
+    "one piece": (spec(2, 70, 777), None),
+    "one row": (spec(2, 3, 1), None),
+    "whole groups": (spec(1, 80, 1024), None),
+    "split": (spec(2, 3, 4095), None),
+    "split evenly": (spec(1, 2, 4096, 128), None),
+    "split, short last": (spec(1, 3, 1025, 128), None),
+    "packed": (spec(1, 40), [1, 300, 64, 0, 700, 435, 0]),
+    "packed, split": (spec(1, 2), [1, 300, 64, 0, 1700, 435, 0]),
+    "packed, split, D=128": (spec(1, 2, D=128), [0, 5000, 0, 0, 513, 1]),
+    **{f"random {i}": (spec(1, (1, 2, 30)[i % 3]), random_lengths(i)) for i in range(12)},
+}
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
+@pytest.mark.parametrize("case", CUTS)
+def test_every_row_is_visited_once(case, saved, h200):
+    call, lengths = CUTS[case]
+    if lengths is not None:
+        call = call._replace(N=sum(lengths), sequences=len(lengths))
+    if not call.N:
+        pytest.skip("no rows")
+    for names in (("o",), ("dv", "dk", "dq") if saved else ("dv", "dk")):
+        found, cut = walks(call, names, lengths, saved)
+        assert (cut.number > 1) == ("split" in case or cuda.parts(call) > 1)
+        seen: dict[tuple, int] = {}
+        for w in found:
+            assert 0 <= w.number < call.B * call.H * cut.number * (call.sequences or 1)
+            assert sorted(map(w.chunk, range(w.chunks))) == list(range(w.chunks))
+            for n in range(w.chunks):
+                assert w.left(n) > 0
+                for row in w.own_rows(n):
+                    key = (w.sweep, w.tile, w.b, w.h, row)
+                    seen[key] = seen.get(key, 0) + 1
+        assert set(seen.values()) == {1}
+        assert len(seen) == len(names) * (call.D // 64) * call.B * call.H * call.N
+        assert {row for *_, row in seen} == set(range(call.N))
+
+
+@pytest.mark.parametrize("case", [name for name, (call, _) in CUTS.items() if call.D == 64])
+def test_saved_states_do_not_collide_and_are_found_again(case, h200):
+    """A slot for every (head, group of EVERY chunks): what the forward writes there, dq reads for the same rows."""
+    call, lengths = CUTS[case]
+    if lengths is not None:
+        call = call._replace(N=sum(lengths), sequences=len(lengths))
+    if not call.N:
+        pytest.skip("no rows")
+    heads, slots, *_ = cuda.saves(call)
+    written: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for w in walks(call, ("o",), lengths)[0]:
+        for n in range(0, w.chunks, EVERY):  # keep_state: w.slot + n / EVERY
+            place = w.head, w.slot + n // EVERY
+            assert place not in written
+            assert 0 <= place[0] < heads
+            assert 0 <= place[1] < slots
+            written[place] = w.b, w.h, w.row(n)
+    read = {}
+    for w in walks(call, ("dv", "dk", "dq"), lengths, saved=True)[0]:
+        if w.sweep == "dq":
+            opened = None
+            for n in range(w.chunks):
+                if w.chunk(n) % EVERY == 0:  # opens_group: w.slot + w.chunk(n) / EVERY
+                    opened = w.head, w.slot + w.chunk(n) // EVERY
+                    assert opened not in read
+                    read[opened] = w.b, w.h, w.row(n)
+                assert opened == (w.head, w.slot + w.chunk(n) // EVERY)  # a chunk is in the group that is open
+    assert read == written
+
+
+@pytest.mark.parametrize("case", [name for name in CUTS if "split" in name])
+def test_only_the_last_segments_are_left_out(case, h200):
+    """not_last: of every sequence that has rows the segment that is walked last, in either direction."""
+    call, lengths = CUTS[case]
+    cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
+    if lengths is not None:
+        call = call._replace(N=sum(lengths), sequences=len(lengths))
+    for name in ("state", "dstate"):
+        found, cut = walks(call, (name,), lengths)
+        short = [Walk(i, call, cut, (name,), cu=cu, not_last=True) for i in range(len(found))]
+        missing = [w for w, less in zip(found, short, strict=True) if w.length != less.length]
+        sequences = call.B if lengths is None else sum(n > 0 for n in lengths)
+        assert len(missing) == sequences * call.H * (call.D // 64)
+        ends = set() if cu is None else set(cu)
+        for w in missing:
+            edge = w.first - w.length if w.reverse else w.first + w.length
+            assert edge in ({0} if w.reverse else {call.N}) | ends
+
+
+def test_wrong_offsets_stay_in_the_tensor(h200):
+    """Clamped: whatever cu_seqlens says, no row beyond N is touched, no state beyond those there are."""
+    for wrong in ([0, 5000, 1000, 2000], [-7, 300, 100, 9999], [2000, 0, 2000, 0], [0, 2**31 - 1, -(2**31), 7]):
+        call = spec(1, 2, 2000, sequences=3)
+        x = Residuals(torch.empty(0), None, None, None, None, torch.tensor(wrong, dtype=torch.int32))
+        cut = cuda.segments(call, x)
+        fused.run(triton_split.find_pieces(call, x, cut), torch.device("cpu"))
+        _, slots, *_ = cuda.saves(call)
+        for block in range(call.H * cut.number):
+            w = Walk(block, call, cut, ("o",), cu=wrong)
+            for n in range(w.chunks):
+                assert all(0 <= row < call.N for row in w.own_rows(n))
+                assert 0 <= w.slot + n // EVERY < slots
