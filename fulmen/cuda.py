@@ -291,11 +291,15 @@ def tensor_map(
     buffer = ctypes.create_string_buffer(192)
     start = -ctypes.addressof(buffer) % 64
     whole, part = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
-    status = library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(buffer) + start), DATA_TYPES[dtype], rank, ctypes.c_void_p(address),
-        whole(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides), part(*box), part(*[1] * rank), 0, SWIZZLE_128,
-        PROMOTE_256, 0,
+    encode = functools.partial(
+        library().cuTensorMapEncodeTiled, ctypes.c_void_p(ctypes.addressof(buffer) + start), DATA_TYPES[dtype], rank,
+        ctypes.c_void_p(address), whole(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides), part(*box),
+        part(*[1] * rank), 0, SWIZZLE_128, PROMOTE_256, 0,
     )  # fmt: skip
+    status = encode()
+    if status == INVALID_CONTEXT:  # as in a thread of autograd's that has not used the GPU yet
+        torch.cuda.set_device(torch.cuda.current_device())
+        status = encode()
     if status:
         raise ValueError(f"TMA cannot read sizes {sizes} with strides {strides} in boxes of {box}: CUDA error {status}")
     return buffer.raw[start : start + 128]

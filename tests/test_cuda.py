@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,23 @@ def test_without_a_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda index: threading.Lock())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"query": lambda self: True})())
     assert "driver" in str(answer(SMALL, 0, 1000)).lower()
+
+
+def test_a_map_made_by_a_thread_without_a_context(monkeypatch):
+    """As the threads of autograd are, until something there has used the GPU."""
+    answers, made = [cuda.INVALID_CONTEXT, 0], []
+    driver = types.SimpleNamespace(cuTensorMapEncodeTiled=lambda *args: made.append(args) or answers.pop(0))
+    monkeypatch.setattr(cuda, "library", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    call = torch.bfloat16, 4096, (64, 100, 2, 1), (128, 12800, 25600), (64, 64, 1, 1)
+    assert len(cuda.tensor_map(*call)) == 128
+    assert made[1] == 3
+    assert made[0] == made[2]
+    cuda.tensor_map.cache_clear()
+    answers += [1]
+    with pytest.raises(ValueError, match=r"TMA cannot read sizes .* CUDA error 1"):
+        cuda.tensor_map(*call)
 
 
 def test_doctor_tells():
