@@ -29,16 +29,12 @@ def natives_of(lines: Sequence[Line], device: torch.device, hw: hardware.Hardwar
     """The variants in CUDA C++ of some cases: of the timed shapes and the gate's."""
     found: dict[Any, None] = {}
     for line in lines:
-        if adapters.backends_of(line.op) != "flash":
-            continue
         case = competitors.complete(line, device)
         for shape in (case, adapters.small_case(case)):
             with contextlib.suppress(Exception):  # sizes or a GPU it does not serve
-                found |= dict.fromkeys(
-                    launch.variant
-                    for launch in adapters.of(line.op).launches(shape, hw, "cuda", "forward")
-                    if isinstance(launch, Native)
-                )
+                for pass_ in ("forward", "total"):
+                    launches = adapters.of(line.op).launches(shape, hw, "cuda", pass_)
+                    found |= dict.fromkeys(x.variant for x in launches if isinstance(x, Native))
     return list(found)
 
 
@@ -84,7 +80,11 @@ def jobs_of(plans: Sequence[tuple[Any, Sequence[Competitor]]]) -> list[Job]:
                 or not competitor.backend.startswith(("triton", "cuda"))
             ):
                 continue
-            backend = "triton" if competitor.backend.startswith("cuda") else competitor.backend  # of its backward
+            backend = competitor.backend
+            if backend.startswith("cuda"):
+                if adapters.backends_of(competitor.op) == "lightning":  # all of it is in CUDA C++
+                    continue
+                backend = "triton"  # where its backward is not cuDNN's
             small = adapters.small_case(plan.case)
             kinds = [(plan.case, False), (small, False), *([(small, True)] if competitor.fully else [])]
             found += [Job(competitor.op, case, backend, fully) for case, fully in kinds]

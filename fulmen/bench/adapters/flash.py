@@ -125,7 +125,7 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     if pass_ != "backward":
         kept = lse if call.wants_lse else None
         forward = [native_forward(call, hw) if name == "cuda" else module.forward_launch(call, hw, x, o, kept)]
-    if pass_ == "forward" or not call.needs_grad:
+    if pass_ == "forward" or not call.needs_grad or (name == "cuda" and cudnn_goes_back(call)):
         return forward
     heads = module.heads_summed(call, hw)
     kind = torch.float32 if heads < call.group else q.dtype
@@ -134,15 +134,22 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     return forward + module.backward_launches(call, hw, x, y)
 
 
+def cudnn_goes_back(call: FlashSpec) -> bool:
+    """Whether the backward of backend cuda is cuDNN's, of which we know no launches; else it is triton's."""
+    from fulmen.flash import cuda
+
+    return torch.cuda.is_available() and cuda.paired(call._replace(device=torch.device("cuda")))
+
+
 def native_forward(call: FlashSpec, hw: hardware.Hardware) -> Native:
-    """The one launch of backend cuda; its backward is triton's."""
+    """The one launch of backend cuda."""
     from fulmen.flash import cuda, cuda_sm90, cuda_small
 
     cfg = cuda.config(call, hw)
     if isinstance(cfg, cuda_small.Config):
         blocks, shared = cuda_small.blocks(call, cfg.rows), cfg.shared(call.D)
         return Native(cuda_small.variant(call, hw, cfg), blocks, cfg.threads, shared, cfg.stages)
-    blocks = min(cfg.blocks_per_sm * hw.sm_count, cuda_sm90.tiles(call, cfg) * call.B * call.H)
+    blocks = min(cfg.blocks_per_sm * hw.sm_count, cuda_sm90.tiles(call, cfg) * cuda_sm90.heads(call, cfg))
     return Native(cuda_sm90.variant(call, cfg), blocks, cfg.threads, cfg.shared(call.D, call.E), cfg.stages)
 
 
