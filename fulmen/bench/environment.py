@@ -198,8 +198,9 @@ def commit() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def archived(tree: Path = PACKAGE.parent) -> str | None:
-    path = tree / ".git_archival.txt"
+def archived(tree: Path | None = None) -> str | None:
+    """The commit that `git archive` wrote into a tree, this one unless another is given."""
+    path = (tree or PACKAGE.parent) / ".git_archival.txt"
     found = re.fullmatch(r"[0-9a-f]{40}", path.read_text().strip()) if path.is_file() else None
     return found[0] if found else None
 
@@ -208,7 +209,7 @@ def source_hash() -> str:
     """Of what is measured, and not of what measures it."""
     total = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
-        if path.suffix in (".py", ".cu") and "bench" not in path.relative_to(PACKAGE).parts:
+        if path.suffix in (".py", ".cu", ".cuh") and "bench" not in path.relative_to(PACKAGE).parts:
             total.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:16]
 

@@ -387,7 +387,7 @@ def test_on_a_gpu():
         ({"decay": torch.ones(3)}, r"decay has shape \(3,\)"),
         ({"decay": -torch.ones(4)}, r"finite and >= 0"),
         ({"layer": 4}, r"layer=4"),
-        ({"backend": "cuda"}, r"backend='cuda'"),
+        ({"backend": "warp"}, r"backend='warp'"),
     ],
 )
 def test_bad_construction(options, message):
