@@ -6,6 +6,17 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+#ifndef BF16
+#define BF16 1
+#endif
+#if BF16
+#define TYPES "bf16.bf16"
+#define PAIR "bf16x2"
+#else
+#define TYPES "f16.f16"
+#define PAIR "f16x2"
+#endif
+
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
 // ------------------------------------------------------------------------------------------------- barriers
@@ -52,33 +63,41 @@ __device__ __forceinline__ void await_stores_read() {
 
 // ------------------------------------------------------------------------------------------------- products
 
+// A kernel makes those it needs of FROM_SHARED and FROM_REGISTERS: d = a b, or d += a b, of 64 rows and N columns, from
+// operands in shared memory, each with its rows or, TRANSPOSED, its columns along the sum, or with a in registers.
+
+#define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define LIST_64 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LIST_80 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define LIST_88 LIST_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define LIST_128 LIST_88 ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, " \
+    "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
+    "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
 #define D_32 D8(0), D8(8), D8(16), D8(24)
+#define D_40 D_32, D8(32)
 #define D_64 D_32, D8(32), D8(40), D8(48), D8(56)
+#define D_80 D_64, D8(64), D8(72)
+#define D_88 D_80, D8(80)
+#define D_128 D_88, D8(88), D8(96), D8(104), D8(112), D8(120)
 #define FROM_SHARED(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
     __device__ __forceinline__ void NAME(float (&d)[REGS], u64 a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST_##REGS "}, " \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
                      A ", " B ", add, 1, 1, " TRANSPOSED ";}" \
                      : D_##REGS : "l"(a), "l"(b), "r"(add)); \
     }
 #define FROM_REGISTERS(REGS, N, A, B, ADD) \
     __device__ __forceinline__ void multiply(float (&d)[REGS], u32 *a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST_##REGS "}, " \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
                      "{" A "}, " B ", add, 1, 1, 1;}" \
                      : D_##REGS, "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : "l"(b), "r"(add)); \
     }
-FROM_SHARED(multiply, 32, 64, "%32", "%33", "%34", "0, 0")
-FROM_SHARED(multiply_rows, 32, 64, "%32", "%33", "%34", "1, 1")      // both are summed over their rows
-FROM_SHARED(multiply_rows, 64, 128, "%64", "%65", "%66", "1, 1")
-FROM_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
-FROM_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
 
 // Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
 // over its rows, panels of 64 columns `panel` bytes apart.
@@ -127,7 +146,7 @@ __device__ __forceinline__ float exp2_(float x) {
 
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 x;
-    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    asm volatile("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 }
 

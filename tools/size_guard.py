@@ -47,7 +47,7 @@ def offences(path: Path) -> Iterator[str]:
 
 def sources(root: Path) -> Iterator[Path]:
     for folder in FOLDERS:
-        yield from sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".cu"))
+        yield from sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
 
 
 def main(root: Path) -> int:

@@ -12,8 +12,7 @@
 // `empty` when it has no more use for a place. Queries are given back as soon as the last logits are there, each
 // consumer's by itself, so that the next tile's come while this one ends; results leave straight from registers.
 //
-// A row of shared memory has 128 bytes in units of 16, unit c of row r at c ^ (r % 8), as TMA's 128-byte swizzle writes
-// and wgmma's reads it; D = 128 takes two panels of 64 columns.
+// D = 128 takes two panels of 64 columns (sm90.cuh).
 //
 // Packed sequences are found as in triton.py: sequence i has the tile slots from begin_i / ROWS + i on. Copies do not
 // know where a sequence ends, so keys beyond its end are masked and rows of v beyond it zeroed before they are used: what
@@ -30,8 +29,8 @@
 // their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, GROUPED
 // and SINKS (1: fp32, 2: as q).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "sm90.cuh"
+
 #define INFINITY_ __int_as_float(0x7f800000)
 
 constexpr int D = HEAD_DIM, E = VALUE_DIM;
@@ -41,8 +40,6 @@ constexpr int Q_BYTES = 64 * D * 2;     // of one consumer
 constexpr int S = BLOCK_N / 2, O = E / 2, P = BLOCK_N / 4;  // registers
 constexpr int WARPS = 4 * CONSUMERS;
 static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products");
-
-struct alignas(64) TensorMap { u64 opaque[16]; };
 
 struct Args {
     TensorMap q, k, v;                  // (D, N, heads, B); boxes of 64 columns and 64 (q) or BLOCK_N rows
@@ -62,25 +59,6 @@ static_assert(sizeof(Args) == 512, "as cuda_sm90.py packs them");
 
 // ------------------------------------------------------------------------------------------------- barriers
 
-__device__ __forceinline__ void init(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-// Until the phase of this parity is over; the phase before the first has parity 1.
-__device__ __forceinline__ void await(u32 barrier, int parity) {
-    asm volatile("{.reg .pred done;\n"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
-}
-
 // A place in a ring, and the parity of the phase in which it is filled.
 struct Place {
     int at = 0, parity = 0;
@@ -89,15 +67,9 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, u32 barrier, int column, int row, int h, int b) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 :: "r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(h), "r"(b) : "memory");
-}
-
 // 64 rows of queries, from position `row` on.
 __device__ __forceinline__ void copy_q(u32 to, const TensorMap &map, u32 barrier, int column, int row, int h, int b) {
-    if (!GROUPED) return copy_box(to, map, barrier, column, row, h, b);
+    if (!GROUPED) return load_box(to, map, barrier, column, row, h, b);
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(0), "r"(row), "r"(h), "r"(b) : "memory");
@@ -105,78 +77,13 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap &map, u32 barrier
 
 // ------------------------------------------------------------------------------------------------- products
 
-#if BF16
-#define TYPES "bf16.bf16"
-#define PAIR "bf16x2"
-#else
-#define TYPES "f16.f16"
-#define PAIR "f16x2"
-#endif
-#define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define LIST_64 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define LIST_80 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define LIST_88 LIST_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define LIST_128 LIST_88 ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, " \
-    "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
-    "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D8(i) D4(i), D4(i + 4)
-#define D_32 D8(0), D8(8), D8(16), D8(24)
-#define D_40 D_32, D8(32)
-#define D_64 D_32, D8(32), D8(40), D8(48), D8(56)
-#define D_80 D_64, D8(64), D8(72)
-#define D_88 D_80, D8(80)
-#define D_128 D_88, D8(88), D8(96), D8(104), D8(112), D8(120)
-#define FROM_SHARED(REGS, N, A, B, ADD) \
-    __device__ __forceinline__ void multiply(float (&d)[REGS], u64 a, u64 b, int add) { \
-        asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
-                     A ", " B ", add, 1, 1, 0, 0;}" \
-                     : D_##REGS : "l"(a), "l"(b), "r"(add)); \
-    }
-#define FROM_REGISTERS(REGS, N, A, B) \
-    __device__ __forceinline__ void multiply(float (&d)[REGS], const u32 *a, u64 b) { \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
-                     "{" A "}, " B ", 1, 1, 1, 1;" \
-                     : D_##REGS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
-    }
-FROM_SHARED(40, 80, "%40", "%41", "%42")
-FROM_SHARED(64, 128, "%64", "%65", "%66")
-FROM_SHARED(80, 160, "%80", "%81", "%82")
-FROM_SHARED(88, 176, "%88", "%89", "%90")
-FROM_REGISTERS(32, 64, "%32, %33, %34, %35", "%36")
-FROM_REGISTERS(64, 128, "%64, %65, %66, %67", "%68")
-FROM_REGISTERS(128, 256, "%128, %129, %130, %131", "%132")
-
-// Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
-// over its rows, panels of 64 columns `panel` bytes apart.
-__device__ __forceinline__ u64 operand(u32 address, int panel) {
-    return (u64)(address >> 4) | (u64)(panel >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void finish() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-}
-
-// Registers that a product under way reads or writes: nothing about them moves across this.
-template <int COUNT>
-__device__ __forceinline__ void pin(float (&x)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(x[i]) :: "memory");
-}
-
-template <int COUNT>
-__device__ __forceinline__ void pin(u32 (&x)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(x[i]) :: "memory");
-}
+FROM_SHARED(multiply, 40, 80, "%40", "%41", "%42", "0, 0")
+FROM_SHARED(multiply, 64, 128, "%64", "%65", "%66", "0, 0")
+FROM_SHARED(multiply, 80, 160, "%80", "%81", "%82", "0, 0")
+FROM_SHARED(multiply, 88, 176, "%88", "%89", "%90", "0, 0")
+FROM_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
+FROM_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
+FROM_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133")
 
 // s = q k^T: both lie row by row along D.
 __device__ __forceinline__ void start_s(float (&s)[S], u32 q, u32 k) {
@@ -188,26 +95,14 @@ __device__ __forceinline__ void start_s(float (&s)[S], u32 q, u32 k) {
 }
 
 // o += p v: the rows of v are what is summed over.
-__device__ __forceinline__ void start_o(float (&o)[O], const u32 (&p)[P], u32 v) {
+__device__ __forceinline__ void start_o(float (&o)[O], u32 (&p)[P], u32 v) {
     const u64 b = operand(v, BLOCK_N * 128);
 #pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; j++) multiply(o, p + 4 * j, b + j * 16 * 128 / 16);
+    for (int j = 0; j < BLOCK_N / 16; j++) multiply(o, p + 4 * j, b + j * 16 * 128 / 16, 1);
     commit();
 }
 
 // -------------------------------------------------------------------------------------------------- softmax
-
-__device__ __forceinline__ float exp2_(float x) {
-    float y;
-    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 x;
-    asm volatile("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-}
 
 // 1 - 2 / (e^2x + 1) cancels where x is small.
 __device__ __forceinline__ float tanh_(float x) {
@@ -327,7 +222,7 @@ struct Ring {
         expect(full + 8 * place.at, BYTES);
 #pragma unroll
         for (int i = 0; i < SIZE / 64; i++)
-            copy_box((*this)[place] + i * BLOCK_N * 128, map, full + 8 * place.at, 64 * i, row, h, b);
+            load_box((*this)[place] + i * BLOCK_N * 128, map, full + 8 * place.at, 64 * i, row, h, b);
         place.next();
     }
 };

@@ -61,6 +61,12 @@ static_assert(sizeof(Sweep) == 96 && sizeof(Args) == 1408, "as cuda.py packs the
 
 // ------------------------------------------------------------------------------------------------- products
 
+FROM_SHARED(multiply, 32, 64, "%32", "%33", "%34", "0, 0")
+FROM_SHARED(multiply_rows, 32, 64, "%32", "%33", "%34", "1, 1")      // both are summed over their rows
+FROM_SHARED(multiply_rows, 64, 128, "%64", "%65", "%66", "1, 1")
+FROM_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
+FROM_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
+
 // y = x z^T over D: both lie row by row.
 template <int COUNT>
 __device__ __forceinline__ void start_over_d(float (&y)[COUNT], u32 x, u32 z) {
