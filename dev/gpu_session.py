@@ -2,6 +2,7 @@
 
     python3 dev/gpu_session.py suites again compare base resume     # 6.5 min on an H200, kernels to compile included
     python3 dev/gpu_session.py small layers tune parallel           # 5.5 min
+    python3 dev/gpu_session.py tests bars mla sanitize              # 6.5 min
     python3 dev/gpu_session.py --list                               # what the stages do and how long they take
 
 Results name their commit, and `base` needs another one, so send a small clone, and a folder in case git stays behind:
@@ -179,9 +180,27 @@ def parallel(_) -> int:
 
 
 def tests(_) -> int:
-    files = ["tests/parallel/test_gpu.py", "tests/parallel/test_kernels.py", "tests/parallel/test_alone.py", "tests/bench/test_tune.py",
-             "tests/bench/test_runner.py"]
-    return run(sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files, show=25, limit=240)
+    """All of them; the slow ones, which take much memory, by themselves."""
+    code = 0
+    for which, workers in (("gpu and not slow", 14), ("gpu and slow", 3)):
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore", "-n", workers, "-m", which, "tests"]
+        code |= run(*command, into=OUT / f"test-gpu{'-slow' if workers == 3 else ''}.log", show=25, limit=260)
+    return code
+
+
+def bars(_) -> int:
+    return run(sys.executable, "dev/lightning_bars.py", into=OUT / "lightning_bars.txt", show=40, limit=120)
+
+
+def mla(_) -> int:
+    return run(sys.executable, "tools/measure_layers.py", "--only", "mla", "--out", OUT / "layers-parts-mla.jsonl", limit=90)
+
+
+def sanitize(_) -> int:
+    """Of softmax attention's CUDA kernels, and of every kernel of lightning attention."""
+    tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", sys.executable]
+    one = run(*tool, "dev/cuda_trial.py", "--sanitize", into=CHECKS / "cuda_memcheck.txt", show=4, limit=90)
+    return one | run(*tool, "dev/sanitize_lightning.py", into=CHECKS / "lightning_memcheck.txt", show=4, limit=120)
 
 
 STAGES = {  # what, and about how many seconds on an H200
@@ -194,7 +213,10 @@ STAGES = {  # what, and about how many seconds on an H200
     "base": (base, "this tree against --base, at one case", 45),
     "resume": (resume, "a run that is interrupted and goes on", 60),
     "parallel": (parallel, "the kernels that ranks call: right, and how fast", 40),
-    "tests": (tests, "GPU tests of the benchmark and of ranks", 120),
+    "bars": (bars, "lightning attention at the shapes of its bars", 50),
+    "mla": (mla, "what latent attention's layer costs beyond its parts", 35),
+    "sanitize": (sanitize, "memcheck of our CUDA kernels", 90),
+    "tests": (tests, "all GPU tests", 220),
 }
 
 
