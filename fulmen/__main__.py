@@ -11,7 +11,7 @@ from fulmen.bench.cli import bench
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="fulmen %(version)s")
 def main() -> None:
-    """fulmen: lightning (linear) attention for PyTorch."""
+    """fulmen: lightning (linear) and softmax attention for PyTorch, and a benchmark tool."""
 
 
 @main.command()

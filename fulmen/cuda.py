@@ -276,6 +276,14 @@ def library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def take_context(device: int) -> None:
+    """Makes torch's context on `device` that of this thread. torch's own set_device may leave it at that where the
+    device seems to be current already, as it does in a new thread."""
+    context = ctypes.c_void_p()
+    if library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0:  # kept, as torch keeps it
+        library().cuCtxSetCurrent(context)
+
+
 DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 SWIZZLE_128, PROMOTE_256 = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
 
@@ -298,7 +306,7 @@ def tensor_map(
     )  # fmt: skip
     status = encode()
     if status == INVALID_CONTEXT:  # as in a thread of autograd's that has not used the GPU yet
-        torch.cuda.set_device(torch.cuda.current_device())
+        take_context(torch.cuda.current_device())
         status = encode()
     if status:
         raise ValueError(f"TMA cannot read sizes {sizes} with strides {strides} in boxes of {box}: CUDA error {status}")
@@ -363,7 +371,7 @@ class Launch:
             with torch.cuda.device(self.device):
                 status = self.run(slot.reference, self.handle, slot.pointers, None)
         if status == INVALID_CONTEXT:
-            torch.cuda.set_device(self.device)
+            take_context(self.device)
             status = self.run(slot.reference, self.handle, slot.pointers, None)
         self.slots.append(slot)
         if status:

@@ -180,14 +180,17 @@ def test_without_a_driver(monkeypatch):
 def test_a_map_made_by_a_thread_without_a_context(monkeypatch):
     """As the threads of autograd are, until something there has used the GPU."""
     answers, made = [cuda.INVALID_CONTEXT, 0], []
-    driver = types.SimpleNamespace(cuTensorMapEncodeTiled=lambda *args: made.append(args) or answers.pop(0))
+    driver = types.SimpleNamespace(
+        cuTensorMapEncodeTiled=lambda *args: made.append(args) or answers.pop(0),
+        cuDevicePrimaryCtxRetain=lambda context, device: made.append(device) or 0,
+        cuCtxSetCurrent=lambda context: made.append("current"),
+    )
     monkeypatch.setattr(cuda, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", made.append)
     call = torch.bfloat16, 4096, (64, 100, 2, 1), (128, 12800, 25600), (64, 64, 1, 1)
     assert len(cuda.tensor_map(*call)) == 128
-    assert made[1] == 3
-    assert made[0] == made[2]
+    assert made[1:3] == [3, "current"]
+    assert made[0] == made[3]
     cuda.tensor_map.cache_clear()
     answers += [1]
     with pytest.raises(ValueError, match=r"TMA cannot read sizes .* CUDA error 1"):

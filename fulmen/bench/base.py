@@ -102,7 +102,11 @@ class Base:
             raise BadRun(f"--base {self.ref}: its process took {answer['package']}, which is not that commit")
         run = schema.parse(answer["run"], f"--base {self.ref}")
         assert isinstance(run, schema.Run)
-        run.commit = {"sha": self.sha, "dirty": False, "diff": "", "source": run.commit.get("source")}
+        known = self.sha is not None  # of a folder without a note nothing is
+        run.commit = {
+            "sha": self.sha, "dirty": False if known else None, "diff": "" if known else None,
+            "source": run.commit.get("source"),
+        }  # fmt: skip
         self.run = run
         self.journal.write(run)
 

@@ -61,6 +61,8 @@ def run(
 
     if "scaling" in suites:
         fail("scaling takes several processes and has a command of its own: fulmen bench scaling")
+    if resume and out is None:
+        fail("--resume needs --out, the file to go on with")
     choice = runner.Choice(suites or ("quick",), **options)
     out = out or runner.default_out(choice.suites)
     console = Console()

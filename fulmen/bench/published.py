@@ -495,4 +495,6 @@ def render(findings: Sequence[Finding], console: Console, notes: bool = True) ->
                     Text(f"{f.flag.lower()}: " + ", ".join(x for x in (f.where, f.what, f.why) if x), style="dim")
                 )
     bad, doubtful = (sum(f.flag in names for f in findings) for names in (BAD, DOUBTFUL))
-    console.print(Text(f"{bad} wrong, {doubtful} doubtful" if bad or doubtful else "nothing wrong found"))
+    said = f"{bad} wrong, {doubtful} doubtful" if bad or doubtful else "nothing wrong found"
+    open_ = sum(f.flag == "UNAUDITED" for f in findings)
+    console.print(Text(said + (f"; {open_} could not be audited: see above, and --map" if open_ else "")))

@@ -28,10 +28,10 @@ Config = cuda_small.Config | cuda_sm90.Config
 
 
 def supports(spec: FlashSpec) -> str | None:
-    if spec.dtype not in (torch.bfloat16, torch.float16):
-        return f"multiplies bf16 and fp16, and q is {spec.dtype}"
     if spec.device.type != "cuda":
         return f"needs a CUDA GPU, and q is on {spec.device}"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies bf16 and fp16, and q is {spec.dtype}"
     hw = hardware.of(spec.device)
     if hw.arch < 80:
         return f"needs compute capability 8.0 or later, this GPU has {hw.arch / 10}"

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import hardware
 from fulmen.launch import Launch, describable
+from fulmen.layers.projections import unseen
 from fulmen.layers.ranks import RMSNorm
 from fulmen.layers.rotary_triton import angles, p2, pairs, per_row, run, turned
 
@@ -171,13 +172,11 @@ def sum_launch(sums: Tensor, dweight: Tensor, dweight2: Tensor) -> Launch:
 def serves(x: Tensor, norm: RMSNorm) -> bool:
     """Beside what `rotary_triton.serves` asks: whole rows, short enough to hold; a norm nobody looks at or shares."""
     return (
-        norm.mesh is None
+        unseen(norm, kind=RMSNorm)
+        and norm.mesh is None
         and norm.eps is not None
         and norm.weight.shape[0] <= MAX_WIDTH
         and x.is_contiguous()
-        and not norm._forward_hooks
-        and not norm._forward_pre_hooks
-        and not norm._backward_hooks
     )
 
 

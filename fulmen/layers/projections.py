@@ -18,15 +18,13 @@ from fulmen.boundary import unwatched
 _global = torch.nn.modules.module
 
 
-def plain(*linears: nn.Module | None, planned: bool = False) -> bool:
-    """Whether each is a Linear and nothing more, so that nobody sees, keeps or changes what it takes and returns.
-
-    planned  it is under a tensor-parallel plan, whose one hook on either side is no more than that.
-    """
-    for module in linears:
+def unseen(*modules: nn.Module | None, kind: type[nn.Module], hooks: int = 0) -> bool:
+    """Whether each is of this kind and nothing more, so that nobody sees, keeps or changes what it takes and returns;
+    but for as many hooks on either side."""
+    for module in modules:
         if (
-            type(module) is not nn.Linear
-            or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > planned
+            type(module) is not kind
+            or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > hooks
             or module._backward_hooks
             or module._backward_pre_hooks
         ):
@@ -35,6 +33,12 @@ def plain(*linears: nn.Module | None, planned: bool = False) -> bool:
         _global._global_forward_hooks or _global._global_forward_pre_hooks or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
     )  # fmt: skip
+
+
+def plain(*linears: nn.Module | None, planned: bool = False) -> bool:
+    """Whether each is an unseen Linear. planned: under a tensor-parallel plan, whose one hook on either side is no more
+    than that."""
+    return unseen(*linears, kind=nn.Linear, hooks=int(planned))
 
 
 def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:

@@ -38,10 +38,10 @@ MAX_ROWS = 1 << 30
 
 
 def supports(spec: LightningSpec) -> str | None:
-    if spec.dtype != torch.bfloat16:
-        return f"multiplies bf16, and q is {spec.dtype}"
     if spec.device.type != "cuda":
         return f"needs a CUDA GPU, and q is on {spec.device}"
+    if spec.dtype != torch.bfloat16:
+        return f"multiplies bf16, and q is {spec.dtype}"
     hw = hardware.of(spec.device)
     if hw.arch != 90:
         return f"needs compute capability 9.0, this GPU has {hw.arch / 10}"

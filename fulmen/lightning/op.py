@@ -182,7 +182,9 @@ def _check_decay(q: Tensor, decay: Tensor | None, differentiable: bool) -> None:
     if decay.device != q.device:
         raise ValueError(f"decay is on {decay.device}, must be on q's {q.device}")
     if not differentiable and decay.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("decay.requires_grad: its gradient is not implemented, pass decay.detach()")
+        raise NotImplementedError(
+            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented, pass decay.detach()"
+        )
 
 
 def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, E: int) -> None:
@@ -242,7 +244,7 @@ def spec_of(
         has_initial_state=initial_state is not None,
         with_final_state=with_final_state,
         sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        aligned=aligned(q, k, v),
+        aligned=q.device.type != "cuda" or aligned(q, k, v),
     )
 
 

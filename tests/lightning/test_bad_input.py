@@ -200,7 +200,7 @@ SENTENCES = [
     ("triton", spec(device=META), {},
      "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on meta"),
     ("triton_split", spec(dtype=torch.float64), {}, "computes in fp32 at most, and q is float64"),
-    ("cuda", spec(), {}, "multiplies bf16, and q is torch.float32"),  # its others: test_cuda.py
+    ("cuda", spec(), {}, "needs a CUDA GPU, and q is on cpu"),  # its others: test_cuda.py
 ]  # fmt: skip
 
 

@@ -313,7 +313,8 @@ def test_what_the_copy_engine_does_not_take(h200, monkeypatch):
     good = torch.zeros(1, 2, 200, 64, dtype=torch.bfloat16)
     wide = torch.zeros(1, 2, 200, 67, dtype=torch.bfloat16)[..., :64]
     for i in range(3):
-        call = spec_of(*(wide if i == j else good for j in range(3)))._replace(device=CUDA)
+        tensors = [wide if i == j else good for j in range(3)]
+        call = spec_of(*tensors)._replace(device=CUDA, aligned=aligned(*tensors))  # asked on a GPU only
         assert cuda.supports(call) == "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     assert cuda.supports(spec_of(good, good, good)._replace(device=CUDA)) is None
     assert "takes 1 to" in cuda.supports(spec(1, 2, 0))

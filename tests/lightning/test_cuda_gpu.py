@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import fulmen
+from fulmen import cuda as build
 from fulmen import dispatch
 from fulmen.lightning import cuda
-from fulmen.lightning.op import spec_of
+from fulmen.lightning.op import Residuals, spec_of
 from fulmen.testing import lightning as testing
 
 needs_cuda = pytest.mark.gpu
@@ -207,3 +210,27 @@ def test_what_a_training_step_takes(D, more):
     o.backward(x.do)
     peak = (torch.cuda.max_memory_allocated() - others) / u
     assert peak <= 8 + more + 0.1, f"{peak:.2f} u"
+
+
+@needs_cuda
+def test_a_thread_that_has_not_used_the_gpu():
+    """As autograd's are: their first call may be a tensor map of ours, or a launch."""
+    x = gpu_inputs("one piece", 64)
+    clean = testing.evaluate(testing.backend("cuda"), x)
+    residuals = Residuals(x.q, x.k, x.v, x.decay, x.initial_state, x.cu_seqlens)
+    call = spec_of(x.q, x.k, x.v, x.decay, **x.options(), with_final_state=True)
+    found: list[object] = []
+
+    def work() -> None:
+        try:
+            build.tensor_map.cache_clear()
+            cuda.map_of(x.q)
+            found.append(cuda.forward(call, residuals)[0])
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], torch.Tensor), found[0]
+    assert torch.equal(found[0], clean.o)
