@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -385,3 +387,17 @@ def test_peak_memory(decay):
     o.backward(x.do)
     peak = torch.cuda.max_memory_allocated() - others
     assert peak <= 1.05 * 8 * u, f"{peak / u:.2f} u"
+
+
+def test_reference_can_be_exported_and_traced() -> None:
+    """Its tensors have no addresses then: nothing may ask for one."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return fulmen.lightning_attention(q, q, q, backend="reference")
+
+    q = torch.randn(1, 2, 10, 8)
+    exported = torch.export.export(Attention(), (q,)).module()
+    traced = make_fx(Attention().forward, tracing_mode="fake")(q)
+    for again in (exported, traced):
+        torch.testing.assert_close(again(q), Attention()(q))
