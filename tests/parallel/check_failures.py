@@ -72,7 +72,7 @@ def refused_alone(way: str) -> None:
             (ValueError, "decay must be finite and >= 0", (q, k, v, -slopes), {}),
             (
                 NotImplementedError,
-                "decay.requires_grad: its gradient is not implemented",
+                "decay.requires_grad: over ranks .* its gradient is not implemented",
                 (q, k, v, slopes.clone().requires_grad_()),
                 {},
             ),
