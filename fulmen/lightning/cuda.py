@@ -8,7 +8,8 @@ bf16, D = E of 64 or 128, as many heads of k and v as of q. Backward, in u (the 
 
 Few heads and long sequences are split over blocks as in triton_split.py: a launch gathers the states of segments, a
 scan carries them on, the sweeps start from them. Of the last segment no state is gathered unless it is asked for. At
-D = 128 these states are then what is saved, which spares the backward a launch.
+D = 128 these states are then what is saved, which spares the backward a launch. Where heads fill the SMs some number of
+times and few are left over, these are split, and the others are not.
 
 The copy engine takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not
 are copied; for other inputs `auto` takes triton.
@@ -35,6 +36,7 @@ from fulmen.lightning.triton import Gradients, Segments
 CHUNK = 64
 SAVED_ROWS = 512
 MAX_ROWS = 1 << 30
+WORTH_CUTTING = 4  # segments, of what is left over after whole rounds of blocks: dev/ladder_lightning.md
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -107,10 +109,20 @@ def variant(spec: LightningSpec, cfg: Config) -> cuda.Variant:
     return cuda.Variant("lightning/cuda_sm90.cu", "lightning_sm90_kernel", "90a", tuple(macros.items()))
 
 
+def whole(spec: LightningSpec) -> int:
+    """How many of (sequence, head) give every SM a block, some number of times."""
+    each, sms = spec.D // 64, hardware.of(spec.device).sm_count
+    return 0 if spec.sequences is not None else spec.B * spec.H * each // sms * sms // each
+
+
 def parts(spec: LightningSpec) -> int:
-    """Into how many segments sequences are cut, together: as many as give every SM a block; most calls have one."""
-    blocks = max(spec.B * spec.H * (spec.D // 64), 1)
-    wanted = hardware.of(spec.device).sm_count // blocks
+    """Into how many segments sequences are cut, together: as many as give every SM a block. Where there are blocks
+    for every SM, those that are left over are cut if they are few."""
+    before = whole(spec)
+    left = (spec.B * spec.H - before) * (spec.D // 64)
+    wanted = hardware.of(spec.device).sm_count // max(left, 1)
+    if before and (not left or wanted < WORTH_CUTTING):
+        return 1
     if spec.sequences is not None:  # of unknown lengths: many, so that what is left over at the end is small
         wanted = 0 if wanted < 2 * spec.sequences else wanted * split.PACKED_ROUNDS
     return max(1, min(wanted, spec.N // SAVED_ROWS))
@@ -122,7 +134,7 @@ def cut_of(spec: LightningSpec) -> Segments:
         return Segments(max(spec.N, 1), 1)
     rows = triton.cdiv(spec.N, count * SAVED_ROWS) * SAVED_ROWS
     number = triton.cdiv(spec.N, rows) if spec.sequences is None else spec.N // rows + spec.sequences
-    return Segments(rows, number)
+    return Segments(rows, number, whole=whole(spec))
 
 
 def segments(spec: LightningSpec, x: Residuals) -> Segments:
@@ -137,7 +149,7 @@ def saves(spec: LightningSpec) -> tuple[int, ...] | None:
     D = 128: the states that enter segments, each fp32 number in the place of two."""
     if spec.D == 128:
         cut = cut_of(spec)
-        return None if cut.number == 1 else (spec.B * spec.H * cut.number, spec.D, 2 * spec.E)
+        return None if cut.number == 1 else ((spec.B * spec.H - cut.whole) * cut.number, spec.D, 2 * spec.E)
     if spec.sequences is None:
         return spec.B * spec.H, triton.cdiv(spec.N, SAVED_ROWS), spec.E, spec.D
     return spec.H, spec.N // SAVED_ROWS + spec.sequences, spec.E, spec.D
@@ -167,7 +179,7 @@ SWEEPS = {
     "state": Sweep(K, K, V, OUT),
     "dstate": Sweep(Q, Q, DO, OUT, reverse=True),
 }
-FRONT = struct.Struct("=" + 8 * "128s" + 3 * "Q3q2Q2f7i12x" + "3Q5if2i")
+FRONT = struct.Struct("=" + 8 * "128s" + 3 * "Q3q4Q2f7i12x" + "3Q5if4i")
 NO_MAP = bytes(128)
 
 
@@ -192,9 +204,26 @@ class States(NamedTuple):
     dfinal: Tensor | None = None
     dinitial: Tensor | None = None
 
+    def around(self, name: str) -> tuple[int, int]:
+        """Where those lie that enter and leave the sweep `name`."""
+        if name in ("o", "state"):
+            return address(self.initial if name == "o" else None), address(self.final)
+        if not SWEEPS[name].reverse:
+            return address(self.initial), 0
+        return address(None if name == "dstate" else self.dfinal), address(None if name == "dk" else self.dinitial)
+
+
+NO_STATES = States()
+
 
 def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def pieces(spec: LightningSpec, cut: Segments) -> int:
+    """Of packed sequences as many as there can be."""
+    heads = (1 if cut.pieces is not None else spec.states) * spec.H
+    return cut.whole + (heads - cut.whole) * cut.number
 
 
 def run(
@@ -206,33 +235,31 @@ def run(
     states: States,
     cut: Segments,
     saved: Tensor | None = None,
+    first: States = NO_STATES,
+    only_cut: bool = False,
     not_last: bool = False,
 ) -> None:
-    """One launch of the sweeps called `names`."""
+    """One launch of the sweeps called `names`: `states` of what is cut, or of all if nothing is, `first` of the rest;
+    `only_cut` leaves the rest out."""
     maps = [map_of(tensors[i]) if i in tensors else NO_MAP for i in range(7)]
     maps.append(NO_MAP if saved is None else map_of(saved))
     about: list[float] = []
     for name in names:
         sweep = SWEEPS[name]
         out = tensors.get(sweep.out)
-        enters, leaves, times = states.initial, None, 1.0
-        if name in ("o", "state"):
-            enters, leaves = None if name == "state" else states.initial, states.final
-        elif sweep.reverse:
-            enters = None if name == "dstate" else states.dfinal
-            leaves, times = None if name == "dk" else states.dinitial, spec.scale
+        times = spec.scale if sweep.reverse else 1.0
         strides = (0, 0, 0) if out is None else tuple(out.element_size() * step for step in out.stride()[:3])
-        about += [address(out), *strides, address(enters), address(leaves), 1 / times, times]
+        about += [address(out), *strides, *states.around(name), *first.around(name), 1 / times, times]
         about += [sweep.a, sweep.b, sweep.c, sweep.out, sweep.reverse, sweep.swapped]
         about += [name == "dq" and saved is not None]
-    about += (3 - len(names)) * [0] * 15
+    about += (3 - len(names)) * [0] * 17
     packed = cut.pieces is not None
-    pieces = (1 if packed else spec.states) * spec.H * cut.number
-    blocks = pieces * len(names) * (spec.D // 64)
+    skipped = cut.whole if only_cut else 0
+    blocks = (pieces(spec, cut) - skipped) * len(names) * (spec.D // 64)
     launch = launch_of(variant(spec, cfg), spec.device, blocks, cfg.threads, cfg.shared(spec.D))
     launch(
         *maps, *about, address(x.decay), address(x.cu_seqlens), address(cut.pieces),
-        spec.H, spec.N, cut.rows, spec.states if packed else cut.number, len(names), spec.scale, not_last, 0,
+        spec.H, spec.N, cut.rows, spec.states if packed else cut.number, len(names), spec.scale, not_last, 0, cut.whole, skipped,
     )  # fmt: skip
 
 
@@ -249,7 +276,7 @@ def gather(
     """The states that enter each segment in the direction of `name`, "state" or "dstate"; written to `states`."""
     states = split.segment_states(spec, x, cut) if states is None else states
     into = States(final=states) if name == "state" else States(dinitial=states)
-    run(spec, config(spec, "state"), (name,), x, tensors, into, cut, not_last=leaves is None)
+    run(spec, config(spec, "state"), (name,), x, tensors, into, cut, only_cut=True, not_last=leaves is None)
     fused.run([split.scan(spec, x, cut, states, enters, leaves)], spec.device)
     return states
 
@@ -259,13 +286,13 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
     final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
     tensors = {Q: x.q, K: x.k, V: x.v, OUT: o}
     cut = segments(spec, x)
-    states = States(initial=x.initial_state, final=final)
+    states = first = States(initial=x.initial_state, final=final)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_pieces(spec, x, cut), spec.device)
         states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, entering))
     cfg = config(spec, "forward" if slots is None else "training")
-    run(spec, cfg, ("o",), x, tensors, states, cut, slots)
+    run(spec, cfg, ("o",), x, tensors, states, cut, slots, first)
     return o, final
 
 
@@ -284,7 +311,7 @@ def backward(
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: do, OUT: grads.dq, DK: grads.dk, DV: grads.dv}
     cut = segments(spec, x)
-    states = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
+    states = first = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_pieces(spec, x, cut), spec.device)
@@ -292,7 +319,7 @@ def backward(
             entering = gather(spec, "state", x, tensors, cut, x.initial_state, None)
         states = States(initial=entering, dfinal=gather(spec, "dstate", x, tensors, cut, dstate, dinitial))
     for names in [("dv", "dk"), ("dq",)] if slots is None else [("dv", "dk", "dq")]:
-        run(spec, config(spec, "backward"), names, x, tensors, states, cut, slots)
+        run(spec, config(spec, "backward"), names, x, tensors, states, cut, slots, first)
     return *grads, dinitial
 
 

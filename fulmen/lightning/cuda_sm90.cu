@@ -39,8 +39,8 @@ static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is 
 struct Sweep {
     char *out;                      // for chunks that are not written whole
     long long out_b, out_h, out_n;  // strides in bytes
-    float *enters;                  // states, or null
-    float *leaves;
+    float *enters, *leaves;         // states, or null: of segments, where sequences are cut, else of sequences
+    float *first_enters, *first_leaves;  // of the sequences in one piece that come before those that are cut
     float enters_times, leaves_times;
     int a, b, c, to;                // which maps
     int reverse, swapped, saved;    // walks right to left; stores its states [V, K]; begins groups from saved states
@@ -56,8 +56,9 @@ struct Args {
     float scale;
     int not_last;                   // of the last segment of a sequence, nothing is read
     int zero;
+    int whole, from;                // (sequence, head) before this one are not cut; where this launch begins
 };
-static_assert(sizeof(Sweep) == 96 && sizeof(Args) == 1408, "as cuda.py packs them");
+static_assert(sizeof(Sweep) == 112 && sizeof(Args) == 1472, "as cuda.py packs them");
 
 // ------------------------------------------------------------------------------------------------- products
 
@@ -126,21 +127,22 @@ __device__ __forceinline__ void store_rows(const float (&x)[COUNT], u32 to, int 
 
 // What a block owns, and in which order it takes its chunks.
 struct Walk {
-    int b, h, tile, number;         // number: of (sequence, head, segment), which names its states
+    int b, h, tile, number;         // number: of (sequence, head) or of its segment, which names its states
     int first, length, chunks;      // the rows: first is the one before the end, if it walks right to left
     int slot, head;                 // of saved states
     float rate;                     // a row decays by 2^rate
-    bool reverse, grouped;
+    bool reverse, grouped, whole;   // whole: comes before those that are cut
 
     __device__ __forceinline__ const Sweep &find(const Args &x) {
         int pid = blockIdx.x;
         tile = pid % PANELS;
         pid /= PANELS;
         const Sweep &sweep = x.sweep[pid % x.sweeps];
-        number = pid / x.sweeps;
+        number = pid / x.sweeps + x.from;
         reverse = sweep.reverse;
         grouped = SAVE == 2 && sweep.saved;
-        int sequence, segment, begin = 0, end = x.n;
+        whole = number < x.whole;
+        int sequence, segment = 0, begin = 0, end = x.n;
         if (PACKED && x.pieces) {   // the last sequence that begins with this segment or before
             h = number % x.h;
             sequence = 0;
@@ -151,9 +153,14 @@ struct Walk {
             }
             segment = number / x.h - __ldg(x.pieces + sequence);
         } else {
-            segment = number % x.segments;
-            h = number / x.segments % x.h;
-            sequence = number / x.segments / x.h;
+            int unit = number;
+            if (!whole) {
+                number -= x.whole;
+                segment = number % x.segments;
+                unit = x.whole + number / x.segments;
+            }
+            h = unit % x.h;
+            sequence = unit / x.h;
         }
         b = PACKED ? 0 : sequence;
         if (PACKED) {               // clamped: a wrong cu_seqlens must not reach foreign memory
@@ -161,7 +168,7 @@ struct Walk {
             end = min(max(__ldg(x.cu + sequence + 1), begin), x.n);
         }
         const int skip = segment * x.segment;
-        length = max(0, min(end - begin - skip, x.segment));
+        length = max(0, min(end - begin - skip, whole ? x.n : x.segment));
         if (x.not_last && begin + skip + x.segment >= end) length = 0;
         chunks = (length + C - 1) / C;
         first = reverse ? end - skip : begin + skip;
@@ -180,13 +187,14 @@ struct Walk {
 
     // The n-th chunk by its place from `first` on.
     __device__ __forceinline__ int chunk(int n) const {
+        if (!OUTS) return chunks - 1 - n;  // so that L2 still has what the sweep from this state begins with
         if (!grouped) return n;
         const int groups = (chunks + EVERY - 1) / EVERY, top = chunks - (groups - 1) * EVERY;
         if (n < top) return (groups - 1) * EVERY + n;
         return (groups - 2 - (n - top) / EVERY) * EVERY + (n - top) % EVERY;
     }
 
-    __device__ __forceinline__ int row(int n) const { return reverse ? first - (n + 1) * C : first + chunk(n) * C; }
+    __device__ __forceinline__ int row(int n) const { return reverse ? first - (chunk(n) + 1) * C : first + chunk(n) * C; }
     __device__ __forceinline__ int left(int n) const { return length - chunk(n) * C; }
     __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
 };
@@ -287,9 +295,10 @@ struct State {
         }
     }
 
-    // c of a chunk, transposed, times what its rows have decayed at the chunk's end.
+    // c of a chunk, transposed, times what its rows have decayed `rows` after its first: at its end, or, of a state
+    // alone, at the segment's.
     __device__ __forceinline__ void take_c(u32 (&c)[16], u32 from, float rate, bool reverse, int rows) {
-        if (rows != walked) {       // once, and again where a sequence ends
+        if (rows != walked) {       // of a chunk's end: once, and again where a sequence ends
             walked = rows;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -331,12 +340,13 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     y.walked = 0;
 #pragma unroll
     for (int i = 0; i < D / 2; i++) y.state[i] = 0.0f;
-    if (sweep.enters) y.move<true>(sweep.enters, sweep.enters_times, w, sweep.swapped);
+    float *enters = w.whole ? sweep.first_enters : sweep.enters, *leaves = w.whole ? sweep.first_leaves : sweep.leaves;
+    if (enters) y.move<true>(enters, sweep.enters_times, w, sweep.swapped);
     int group = 0;
     auto fetch = [&](int n, u32 (&c)[16]) {
         at.await_full(n);
         zero_rows(at, w, n, 0);
-        if (DECAY) y.take_c(c, at.c(n), w.rate, w.reverse, min(w.left(n), C));
+        if (DECAY) y.take_c(c, at.c(n), w.rate, w.reverse, OUTS ? min(w.left(n), C) : w.left(n));
     };
     auto step = [&](int n, u32 (&c)[16], u32 (&next)[16]) {
         if (SAVE == 2 && w.grouped && w.opens_group(n)) {
@@ -365,7 +375,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
                 }
             }
         }
-        if (DECAY) {
+        if (DECAY && OUTS) {
             const float keep = exp2_(w.rate * min(w.left(n), C));
 #pragma unroll
             for (int i = 0; i < D / 2; i++) y.state[i] *= keep;
@@ -388,7 +398,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         step(n, c[0], c[1]);
         if (n + 1 < w.chunks) step(n + 1, c[1], c[0]);
     }
-    if (sweep.leaves) y.move<false>(sweep.leaves, sweep.leaves_times, w, sweep.swapped);
+    if (leaves) y.move<false>(leaves, sweep.leaves_times, w, sweep.swapped);
     if (SAVE == 1 && leads) await_stores_read<0>();
 }
 
@@ -400,13 +410,17 @@ constexpr bool APART = DECAY && OUTS == 1;
 
 // What a warpgroup that makes outputs holds.
 struct Outputs {
-    u32 seen;                       // which of its 32 pairs of rows have the earlier one first
-    float near[2], far[9];          // scale * lambda^(rows apart) within a block of 8 x 8 pairs, and between blocks
+    u32 seen;                       // without decay: which of its 32 pairs of rows have the earlier one first
+    float mask[DECAY ? 18 : 1];     // with decay: scale * lambda^(rows apart) of these pairs, 0 of the others. Pairs
+                                    // as far apart share one: it is constant along diagonals
     float since[2];                 // scale * lambda^(rows since the state)
     float p[32], out[32], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
     int who, warp, buffer;
     bool leads, reports;
+
+    // Rows 16 warp + g + 8 r and columns 8 j + 2 t + e: 8 (2 warp + r - j) + g - 2 t - e apart.
+    static __device__ __forceinline__ int which(int i) { return 2 * (i / 4 + 1 - i / 2 % 2) + i % 2; }
 
     __device__ __forceinline__ void prepare(const Args &x, const Walk &w, int role) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -419,20 +433,10 @@ struct Outputs {
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             const int row = 16 * warp + g + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * t + i % 2;
-            seen |= (u32)(w.reverse ? column >= row : row >= column) << i;
+            const int apart = w.reverse ? column - row : row - column;
+            if (DECAY) mask[DECAY ? which(i) : 0] = apart < 0 ? 0.0f : x.scale * exp2_(w.rate * apart);
+            seen |= (u32)(apart >= 0) << i;
             p[i] = 0.0f;
-        }
-        if (DECAY) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int apart = w.reverse ? 2 * t + e - g : g - 2 * t - e;
-                near[e] = x.scale * exp2_(w.rate * apart);
-                if (apart < 0)      // met only by a `far` of lambda^8 at most, which may be 0: no infinity
-                    near[e] = fminf(fmaxf(near[e], -1e37f), 1e37f);
-            }
-#pragma unroll
-            for (int k = 0; k < 9; k++)
-                far[k] = exp2_(w.rate * (8 * max(w.reverse ? k - 1 - 2 * warp : 2 * warp + 1 - k, 0)));
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -444,8 +448,7 @@ struct Outputs {
     }
 
     __device__ __forceinline__ float decayed(int i) const {
-        if (!(seen >> i & 1)) return 0.0f;
-        return DECAY ? p[i] * (near[i % 2] * far[i / 4 + 1 - i / 2 % 2]) : p[i];
+        return DECAY ? p[i] * mask[DECAY ? which(i) : 0] : seen >> i & 1 ? p[i] : 0.0f;
     }
 
     // Starts p = a b^T.
@@ -467,9 +470,7 @@ struct Outputs {
         begin();
         if constexpr (APART) start_over_d(inter, at.a(n), at.state(n));
         else start_over_d(out, at.a(n), at.state(n));
-        pin(near);                  // else the compiler multiplies near by far ahead of the walk, for 32 more registers
-        pin(far);
-        asm volatile("" : "+r"(seen));
+        if (!DECAY) asm volatile("" : "+r"(seen));  // else its bits are taken apart ahead of the walk, for 32 registers
 #pragma unroll
         for (int i = 0; i < 16; i++) q[i] = pack(decayed(2 * i), decayed(2 * i + 1));
         if (DECAY && !APART) {

@@ -366,11 +366,12 @@ def run(launches: list[Launch], device: torch.device) -> None:
 
 class Segments(NamedTuple):
     """How the rows of a sequence are split over programs; of packed ones `number` is the most there can be in all, and
-    `pieces` says which is the first of each sequence."""
+    `pieces` says which is the first of each sequence. The first `whole` of (sequence, head) are not split."""
 
     rows: int
     number: int
     pieces: Tensor | None = None
+    whole: int = 0
 
 
 def sweep(

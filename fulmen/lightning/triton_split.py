@@ -80,12 +80,13 @@ def find_pieces(spec: LightningSpec, x: Residuals, cut: Segments) -> list[Launch
 
 @triton.jit
 def lightning_scan_kernel(
-    states_ptr,  # (B * H, segments, D * E), packed (segments, H, D * E): in, what each adds; out, what enters it
+    states_ptr,  # (heads, segments, D * E), packed (segments, H, D * E): in, what each adds; out, what enters it
     initial_ptr,  # (sequences * H, D * E), or None
     final_ptr,  # (sequences * H, D * E), or None
     decay_ptr,  # (H,), or None
     cu_seqlens_ptr,  # with pieces_ptr
     pieces_ptr,  # of packed sequences the first segment of each, or None
+    whole,  # (sequence, head) before this one are not split, and have no place in states_ptr
     H,
     N,
     segment,
@@ -95,7 +96,8 @@ def lightning_scan_kernel(
     AT_ONCE: tl.constexpr,  # segments
 ):
     TILES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    pid_head = tl.program_id(0) // TILES
+    pid_split = tl.program_id(0) // TILES
+    pid_head = whole + pid_split
     offs = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
     carry = tl.zeros([BLOCK], tl.float32)
@@ -109,7 +111,7 @@ def lightning_scan_kernel(
     weights = tl.where(ahead >= 0, tl.exp2(rate * segment * tl.maximum(ahead, 0)), 0.0)
     since = tl.exp2(rate * segment * u)
     if pieces_ptr is None:
-        at = states_ptr + pid_head.to(tl.int64) * num_segments * SIZE
+        at = states_ptr + pid_split.to(tl.int64) * num_segments * SIZE
         stride = tl.cast(SIZE, tl.int64)
     else:
         sequence = pid_head // H
@@ -149,17 +151,17 @@ def scan(
     block = min(SCAN_BLOCK, fused.block(size))
     return Launch(
         kernel=lightning_scan_kernel,
-        grid=spec.states * spec.H * triton.cdiv(size, block),
+        grid=(spec.states * spec.H - cut.whole) * triton.cdiv(size, block),
         args=(
             *(states, initial, final, x.decay, None if cut.pieces is None else x.cu_seqlens, cut.pieces),
-            *(spec.H, spec.N, cut.rows, cut.number, size, block, min(AT_ONCE, triton.next_power_of_2(cut.number))),
+            *(cut.whole, spec.H, spec.N, cut.rows, cut.number, size, block, min(AT_ONCE, triton.next_power_of_2(cut.number))),
         ),
         options={"num_warps": 4},
     )
 
 
 def segment_states(spec: LightningSpec, x: Residuals, cut: Segments) -> Tensor:
-    return x.q.new_empty(spec.B * spec.H * cut.number, spec.D, spec.E, dtype=torch.float32)
+    return x.q.new_empty((spec.B * spec.H - cut.whole) * cut.number, spec.D, spec.E, dtype=torch.float32)
 
 
 def forward_launches(

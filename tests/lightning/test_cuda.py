@@ -164,6 +164,14 @@ def test_every_pass_is_asked_for_in_supports(h200, monkeypatch):
         (spec(1, 1, 1024), 2),
         (spec(1, 1, 0), 1),
         (spec(1, 0, 4096), 8),
+        (spec(1, 132, 8192), 1),
+        (spec(3, 50, 5000), 7),  # 132 in one round of blocks, 18 left over
+        (spec(3, 50, 1500), 2),
+        (spec(3, 50, 1000), 1),
+        (spec(4, 40, 8192), 4),  # 28 left over
+        (spec(2, 85, 8192), 1),  # 38: no more than a quarter of the SMs
+        (spec(2, 139, 8192, 128), 4),  # 4 rounds and 14 heads of two blocks
+        (spec(1, 150, 8192, sequences=1), 1),
         (spec(1, 8, 65536, sequences=4), 128),
         (spec(1, 8, 65536, sequences=9), 1),  # enough of them for 16 blocks
         (spec(1, 8, 600, sequences=4), 1),
@@ -175,11 +183,14 @@ def test_parts(call, number, h200):
 
 def test_cuts(h200):
     """Whole groups of SAVED_ROWS rows, no more segments than asked for, none of them empty."""
-    for N, H, D in itertools.product((0, 1, 511, 1023, 1024, 1025, 4095, 65536, 10**6 + 1), (1, 3, 40, 100), (64, 128)):
+    heads = 1, 3, 40, 100, 132, 150, 270, 400
+    for N, H, D in itertools.product((0, 1, 511, 1023, 1024, 1025, 4095, 65536, 10**6 + 1), heads, (64, 128)):
         cut = cuda.cut_of(spec(1, H, N, D))
         if cut.number == 1:
-            assert cut.rows == max(N, 1)
+            assert (cut.rows, cut.whole) == (max(N, 1), 0)
             continue
+        assert cut.whole * (D // 64) % 132 == 0
+        assert 0 < (H - cut.whole) * (D // 64) < 132
         assert cut.rows % cuda.SAVED_ROWS == 0
         assert (cut.number - 1) * cut.rows < N <= cut.number * cut.rows
         assert cut.number <= cuda.parts(spec(1, H, N, D))
@@ -194,6 +205,7 @@ def test_saves(h200):
     assert cuda.saves(spec(1, 32, 8192, sequences=5)) == (32, 21, 64, 64)
     assert cuda.saves(spec(4, 32, 8192, 128)) is None
     assert cuda.saves(spec(1, 8, 65536, 128)) == (8 * 8, 128, 256)  # fp32 states, as twice as many bf16
+    assert cuda.saves(spec(1, 70, 8192, 128)) == (4 * 16, 128, 256)  # of 4 heads, 66 are in one piece
     u = 4 * 32 * 8192 * 64
     assert torch.Size(cuda.saves(spec(4, 32, 8192))).numel() == u / 8
 
@@ -210,7 +222,7 @@ def launched(h200, monkeypatch):
     """What a call would launch, in order; nothing is."""
     found: list[object] = []
 
-    def run(spec, cfg, names, x, tensors, states, cut, saved=None, not_last=False):
+    def run(spec, cfg, names, x, tensors, states, cut, saved=None, first=None, only_cut=False, not_last=False):
         for name in names:
             sweep = cuda.SWEEPS[name]
             needed = [sweep.a, sweep.b, sweep.c] + ([sweep.out] if cfg.outs else [])
@@ -336,6 +348,7 @@ class SweepArgs(ctypes.Structure):
 
     _fields_ = [
         ("out", u64), ("out_b", i64), ("out_h", i64), ("out_n", i64), ("enters", u64), ("leaves", u64),
+        ("first_enters", u64), ("first_leaves", u64),
         ("enters_times", f32), ("leaves_times", f32), ("a", i32), ("b", i32), ("c", i32), ("to", i32),
         ("reverse", i32), ("swapped", i32), ("saved", i32), ("pad", i32 * 3),
     ]  # fmt: skip
@@ -347,15 +360,15 @@ class Args(ctypes.Structure):
     _fields_ = [
         ("map", ctypes.c_char * 128 * 8), ("sweep", SweepArgs * 3), ("decay", u64), ("cu", u64), ("pieces", u64),
         ("h", i32), ("n", i32), ("segment", i32), ("segments", i32), ("sweeps", i32), ("scale", f32),
-        ("not_last", i32), ("zero", i32),
+        ("not_last", i32), ("zero", i32), ("whole", i32), ("start", i32),
     ]  # fmt: skip
 
 
 def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     """The sizes are asserted in cuda_sm90.cu as well, which was compiled above."""
-    assert ctypes.sizeof(SweepArgs) == 96
+    assert ctypes.sizeof(SweepArgs) == 112
     assert cuda.FRONT.size == ctypes.sizeof(Args)
-    assert -(-cuda.FRONT.size // 64) * 64 == 1408
+    assert -(-cuda.FRONT.size // 64) * 64 == 1472
     packed: list[bytes] = []
     monkeypatch.setattr(cuda, "launch_of", lambda *args: lambda *front: packed.append(cuda.FRONT.pack(*front)))
     monkeypatch.setattr(cuda, "map_of", lambda x: bytes([x.shape[2] % 251]) * 128)
@@ -376,6 +389,36 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     assert (dv.enters_times, dv.leaves_times) == (2.0, 0.5)
     assert (args.h, args.n, args.segment, args.segments, args.sweeps, args.scale) == (3, 700, 700, 1, 2, 0.5)
     assert (args.not_last, args.zero, args.cu, args.pieces) == (1, 0, 0, 0)
+    assert (args.whole, args.start) == (0, 0)
+    assert (dv.first_enters, dv.first_leaves) == (0, 0)
+
+
+def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
+    """135 heads: 132 in one piece, with the call's states, and 3 in segments, with theirs."""
+    sent: list[tuple[int, Args]] = []
+
+    def launch_of(variant, device, blocks, threads, shared):
+        return lambda *front: sent.append((blocks, Args.from_buffer_copy(cuda.FRONT.pack(*front))))
+
+    monkeypatch.setattr(cuda, "launch_of", launch_of)
+    monkeypatch.setattr(cuda, "map_of", lambda x: bytes(128))
+    monkeypatch.setattr(fused, "run", lambda launches, device: None)
+    call, x, given = call_of(1, 135, 1100, 64, states=True, saved=True)
+    _, final = cuda.forward(call, x)
+    *_, dinitial = cuda.backward(call, x, given.do, given.dstate)
+    (n, gathers), (m, makes), (dn, dgathers), (dm, dmakes) = sent
+    assert (n, m, dn, dm) == (3 * 2, 132 + 3 * 2, 3 * 2, 3 * (132 + 3 * 2))
+    assert all((args.whole, args.segment, args.segments) == (132, 1024, 2) for _, args in sent)
+    assert [args.start for _, args in sent] == [132, 0, 132, 0]
+    o = makes.sweep[0]
+    assert (o.first_enters, o.first_leaves) == (x.initial_state.data_ptr(), final.data_ptr())
+    assert (o.enters, o.leaves) == (gathers.sweep[0].leaves, 0)
+    assert gathers.sweep[0].enters == 0
+    dv, dk, dq = dmakes.sweep
+    assert dv.enters == dk.enters == dgathers.sweep[0].leaves
+    assert (dv.first_enters, dk.first_enters) == 2 * (given.dstate.data_ptr(),)
+    assert (dv.first_leaves, dk.first_leaves, dv.leaves) == (dinitial.data_ptr(), 0, 0)
+    assert (dq.first_enters, dq.enters) == (x.initial_state.data_ptr(), 0)  # of segments, saved ones
 
 
 @pytest.mark.parametrize(
@@ -418,15 +461,17 @@ class Walk:
     """Walk of cuda_sm90.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
     shown of it here holds there. To be changed with it."""
 
-    def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False):
+    def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False, start=0):
         packed = spec.sequences is not None
         pieces = None if cut.pieces is None else cut.pieces.tolist()
         segments = spec.states if pieces is not None else cut.number
         self.tile, pid = block % (spec.D // 64), block // (spec.D // 64)
-        self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps)
+        self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
         self.reverse = cuda.SWEEPS[self.sweep].reverse
         self.grouped = saved and self.sweep == "dq"
-        begin, end = 0, spec.N
+        self.alone = self.sweep in ("state", "dstate")  # OUTS = 0
+        self.whole = self.number < cut.whole
+        segment, begin, end = 0, 0, spec.N
         if packed and pieces is not None:
             self.h, sequence, beyond = self.number % spec.H, 0, segments
             while beyond - sequence > 1:
@@ -437,15 +482,19 @@ class Walk:
                     beyond = middle
             segment = self.number // spec.H - pieces[sequence]
         else:
-            segment = self.number % segments
-            self.h = self.number // segments % spec.H
-            sequence = self.number // segments // spec.H
+            unit = self.number
+            if not self.whole:
+                self.number -= cut.whole
+                segment = self.number % segments
+                unit = cut.whole + self.number // segments
+            self.h = unit % spec.H
+            sequence = unit // spec.H
         self.b = 0 if packed else sequence
         if packed:
             begin = min(max(cu[sequence], 0), spec.N)
             end = min(max(cu[sequence + 1], begin), spec.N)
         skip = segment * cut.rows
-        self.length = max(0, min(end - begin - skip, cut.rows))
+        self.length = max(0, min(end - begin - skip, spec.N if self.whole else cut.rows))
         if not_last and begin + skip + cut.rows >= end:
             self.length = 0
         self.chunks = (self.length + C - 1) // C
@@ -457,6 +506,8 @@ class Walk:
             self.head = self.h
 
     def chunk(self, n):
+        if self.alone:
+            return self.chunks - 1 - n
         if not self.grouped:
             return n
         groups = (self.chunks + EVERY - 1) // EVERY
@@ -466,7 +517,7 @@ class Walk:
         return (groups - 2 - (n - top) // EVERY) * EVERY + (n - top) % EVERY
 
     def row(self, n):
-        return self.first - (n + 1) * C if self.reverse else self.first + self.chunk(n) * C
+        return self.first - (self.chunk(n) + 1) * C if self.reverse else self.first + self.chunk(n) * C
 
     def left(self, n):
         return self.length - self.chunk(n) * C
@@ -484,9 +535,9 @@ def walks(spec, names, lengths=None, saved=False):
     x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, None, None, offsets)
     cut = cuda.segments(spec, x)
     fused.run(triton_split.find_pieces(spec, x, cut), torch.device("cpu"))
-    heads = (1 if cut.pieces is not None else spec.states) * spec.H * cut.number
-    blocks = heads * len(names) * (spec.D // 64)
-    return [Walk(i, spec, cut, names, saved, cu) for i in range(blocks)], cut
+    start = cut.whole if names[0] in ("state", "dstate") else 0
+    blocks = (cuda.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
+    return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
 
 
 def random_lengths(seed: int) -> list[int]:
@@ -502,6 +553,8 @@ CUTS = {
     "split": (spec(2, 3, 4095), None),
     "split evenly": (spec(1, 2, 4096, 128), None),
     "split, short last": (spec(1, 3, 1025, 128), None),
+    "split what is left over": (spec(5, 27, 1100), None),
+    "split what is left over, D=128": (spec(3, 23, 1600, 128), None),
     "packed": (spec(1, 40), [1, 300, 64, 0, 700, 435, 0]),
     "packed, split": (spec(1, 2), [1, 300, 64, 0, 1700, 435, 0]),
     "packed, split, D=128": (spec(1, 2, D=128), [0, 5000, 0, 0, 513, 1]),
@@ -522,7 +575,7 @@ def test_every_row_is_visited_once(case, saved, h200):
         assert (cut.number > 1) == ("split" in case or cuda.parts(call) > 1)
         seen: dict[tuple, int] = {}
         for w in found:
-            assert 0 <= w.number < call.B * call.H * cut.number * (call.sequences or 1)
+            assert 0 <= w.number < (cut.whole or call.B * call.H * cut.number * (call.sequences or 1))
             assert sorted(map(w.chunk, range(w.chunks))) == list(range(w.chunks))
             for n in range(w.chunks):
                 assert w.left(n) > 0
@@ -573,10 +626,10 @@ def test_only_the_last_segments_are_left_out(case, h200):
         call = call._replace(N=sum(lengths), sequences=len(lengths))
     for name in ("state", "dstate"):
         found, cut = walks(call, (name,), lengths)
-        short = [Walk(i, call, cut, (name,), cu=cu, not_last=True) for i in range(len(found))]
+        short = [Walk(i, call, cut, (name,), cu=cu, not_last=True, start=cut.whole) for i in range(len(found))]
         missing = [w for w, less in zip(found, short, strict=True) if w.length != less.length]
         sequences = call.B if lengths is None else sum(n > 0 for n in lengths)
-        assert len(missing) == sequences * call.H * (call.D // 64)
+        assert len(missing) == (sequences * call.H - cut.whole) * (call.D // 64)
         ends = set() if cu is None else set(cu)
         for w in missing:
             edge = w.first - w.length if w.reverse else w.first + w.length
@@ -596,3 +649,21 @@ def test_wrong_offsets_stay_in_the_tensor(h200):
             for n in range(w.chunks):
                 assert all(0 <= row < call.N for row in w.own_rows(n))
                 assert 0 <= w.slot + n // EVERY < slots
+
+
+def test_a_scan_leaves_out_heads_in_one_piece():
+    """As one of the heads that are left, on their own."""
+    call = spec(2, 3, 1500, decay=True, device=torch.device("cpu"), with_final_state=True)
+    decay = torch.tensor([0.0, 1e-3, 0.1])
+    x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, decay, None, None)
+    torch.manual_seed(0)
+    added, initial = torch.randn(6, 3, 64, 64), torch.randn(2, 3, 64, 64)
+    all_, final = added.clone(), torch.empty_like(initial)
+    cut = fused.Segments(512, 3)
+    fused.run([triton_split.scan(call, x, cut, all_, initial, final)], call.device)
+    for n in (1, 4):
+        some, last = added[n:].clone(), torch.full_like(final, -7.0)
+        fused.run([triton_split.scan(call, x, cut._replace(whole=n), some, initial, last)], call.device)
+        assert torch.equal(some, all_[n:])
+        assert torch.equal(last.flatten(0, 1)[n:], final.flatten(0, 1)[n:])
+        assert (last.flatten(0, 1)[:n] == -7).all()

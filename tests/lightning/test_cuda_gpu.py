@@ -41,6 +41,7 @@ GPU_CASES = {
     "one piece": {"H": 70, "N": 777, "decay": "mixed", "initial_state": True},
     "split": {"H": 3, "N": 4095, "decay": "mixed", "initial_state": True},
     "split, no decay": {"H": 3, "N": 2049, "layout": "bnhd"},
+    "split what is left over": {"H": 135, "N": 1100, "decay": "mixed", "initial_state": True},
     "packed": {"H": 40, "lengths": [1, 0, 63, 64, 65, 300, 0, 513, 1], "decay": "steep", "initial_state": True},
     "packed, split": {"H": 2, "lengths": [1, 700, 0, 64, 513, 0, 3000, 1], "decay": "mixed", "initial_state": True},
 }

@@ -133,7 +133,8 @@ def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, ful
 
     def native(what: str, sweeps: int) -> Native:
         cfg = cuda.config(call, what)
-        blocks = call.B * call.H * cut.number * sweeps * (call.D // 64)
+        pieces = cuda.pieces(call, cut) - (cut.whole if what == "state" else 0)
+        blocks = pieces * sweeps * (call.D // 64)
         return Native(cuda.variant(call, cfg), blocks, cfg.threads, cfg.shared(call.D), cfg.stages)
 
     def gather() -> list[Any]:
