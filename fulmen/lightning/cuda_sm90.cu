@@ -187,7 +187,7 @@ struct Walk {
 
     // The n-th chunk by its place from `first` on.
     __device__ __forceinline__ int chunk(int n) const {
-        if (!OUTS) return chunks - 1 - n;  // so that L2 still has what the sweep from this state begins with
+        if (!OUTS && !DECAY) return chunks - 1 - n;  // so that L2 still has what the sweep from this state begins with
         if (!grouped) return n;
         const int groups = (chunks + EVERY - 1) / EVERY, top = chunks - (groups - 1) * EVERY;
         if (n < top) return (groups - 1) * EVERY + n;
@@ -295,10 +295,9 @@ struct State {
         }
     }
 
-    // c of a chunk, transposed, times what its rows have decayed `rows` after its first: at its end, or, of a state
-    // alone, at the segment's.
+    // c of a chunk, transposed, times what its rows have decayed at the chunk's end.
     __device__ __forceinline__ void take_c(u32 (&c)[16], u32 from, float rate, bool reverse, int rows) {
-        if (rows != walked) {       // of a chunk's end: once, and again where a sequence ends
+        if (rows != walked) {       // once, and again where a sequence ends
             walked = rows;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -346,7 +345,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     auto fetch = [&](int n, u32 (&c)[16]) {
         at.await_full(n);
         zero_rows(at, w, n, 0);
-        if (DECAY) y.take_c(c, at.c(n), w.rate, w.reverse, OUTS ? min(w.left(n), C) : w.left(n));
+        if (DECAY) y.take_c(c, at.c(n), w.rate, w.reverse, min(w.left(n), C));
     };
     auto step = [&](int n, u32 (&c)[16], u32 (&next)[16]) {
         if (SAVE == 2 && w.grouped && w.opens_group(n)) {
@@ -375,7 +374,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
                 }
             }
         }
-        if (DECAY && OUTS) {
+        if (DECAY) {
             const float keep = exp2_(w.rate * min(w.left(n), C));
 #pragma unroll
             for (int i = 0; i < D / 2; i++) y.state[i] *= keep;

@@ -469,7 +469,7 @@ class Walk:
         self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
         self.reverse = cuda.SWEEPS[self.sweep].reverse
         self.grouped = saved and self.sweep == "dq"
-        self.alone = self.sweep in ("state", "dstate")  # OUTS = 0
+        self.backwards = self.sweep in ("state", "dstate") and not spec.has_decay  # OUTS = 0
         self.whole = self.number < cut.whole
         segment, begin, end = 0, 0, spec.N
         if packed and pieces is not None:
@@ -506,7 +506,7 @@ class Walk:
             self.head = self.h
 
     def chunk(self, n):
-        if self.alone:
+        if self.backwards:
             return self.chunks - 1 - n
         if not self.grouped:
             return n
