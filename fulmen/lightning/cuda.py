@@ -36,7 +36,7 @@ from fulmen.lightning.triton import Gradients, Segments
 CHUNK = 64
 SAVED_ROWS = 512
 MAX_ROWS = 1 << 30
-WORTH_CUTTING = 4  # segments, of what is left over after whole rounds of blocks: dev/ladder_lightning.md
+WORTH_CUTTING = {64: 4, 128: 3}  # segments, of what is left over after whole rounds of blocks: leftover.txt
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -121,7 +121,7 @@ def parts(spec: LightningSpec) -> int:
     before = whole(spec)
     left = (spec.B * spec.H - before) * (spec.D // 64)
     wanted = hardware.of(spec.device).sm_count // max(left, 1)
-    if before and (not left or wanted < WORTH_CUTTING):
+    if before and (not left or wanted < WORTH_CUTTING[spec.D]):
         return 1
     if spec.sequences is not None:  # of unknown lengths: many, so that what is left over at the end is small
         wanted = 0 if wanted < 2 * spec.sequences else wanted * split.PACKED_ROUNDS

@@ -197,6 +197,12 @@ struct Walk {
     __device__ __forceinline__ int row(int n) const { return reverse ? first - (chunk(n) + 1) * C : first + chunk(n) * C; }
     __device__ __forceinline__ int left(int n) const { return length - chunk(n) * C; }
     __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
+
+    // Which comes without all of its rows, if one does: the last in place, but not always in turn.
+    __device__ __forceinline__ int partial() const {
+        if (length % C == 0) return -1;
+        return !OUTS && !DECAY ? 0 : grouped ? (chunks - 1) % EVERY : chunks - 1;
+    }
 };
 
 struct Shared {
@@ -331,71 +337,81 @@ struct State {
     }
 };
 
+// All others wait for this one: c of the next chunk is fetched while a product runs, and places and rows are counted,
+// not worked out (n % STAGES and `left` took a tenth of the time).
 __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     const bool leads = threadIdx.x == 0, reports = threadIdx.x % 32 == 0;
+    const int partial = w.partial(), rest = w.length % C;
+    const float whole = exp2_(w.rate * C);
+    float *enters = w.whole ? sweep.first_enters : sweep.enters, *leaves = w.whole ? sweep.first_leaves : sweep.leaves;
     State y;
-    u32 c[2][16];                   // of this chunk and of the next, which is made while the product of this one runs
+    u32 c[2][16] = {};              // of this chunk and of the next
     y.warp = threadIdx.x / 32;
     y.walked = 0;
 #pragma unroll
     for (int i = 0; i < D / 2; i++) y.state[i] = 0.0f;
-    float *enters = w.whole ? sweep.first_enters : sweep.enters, *leaves = w.whole ? sweep.first_leaves : sweep.leaves;
     if (enters) y.move<true>(enters, sweep.enters_times, w, sweep.swapped);
-    int group = 0;
+    int opens = 0, group = 0;       // the chunk that opens the next group, and which group that is
+    int place = 0, round = 0;       // of the ring: n % STAGES, n / STAGES % 2
     auto fetch = [&](int n, u32 (&c)[16]) {
-        at.await_full(n);
+        await(at.full + 8 * place, round);
         zero_rows(at, w, n, 0);
-        if (DECAY) y.take_c(c, at.c(n), w.rate, w.reverse, min(w.left(n), C));
+        if (DECAY) y.take_c(c, at.ring + place * STAGE + PANELS * PANEL, w.rate, w.reverse, n == partial ? rest : C);
     };
-    auto step = [&](int n, u32 (&c)[16], u32 (&next)[16]) {
-        if (SAVE == 2 && w.grouped && w.opens_group(n)) {
+    auto step = [&](int n, const int turn, u32 (&c)[16], u32 (&next)[16]) {
+        const u32 stage = at.ring + place * STAGE, state = at.states + turn * STATE, free = at.empty + 8 * place;
+        if (SAVE == 2 && w.grouped && n == opens) {
             await(at.saved_full, group++ % 2);
             y.take_saved(at.saved);
             __syncwarp();
             if (reports) arrive(at.saved_empty);
+            opens = n ? n + EVERY : (w.chunks - 1) % EVERY + 1;
         }
         if (OUTS) {
             if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the copy of what this place held must be over
                 if (leads) await_stores_read<0>();
                 meet(0);
             }
-            await(at.state_empty + n % 2 * 8, n / 2 % 2 ^ 1);
-            store_rows(y.state, at.state(n), y.warp);
+            await(at.state_empty + 8 * turn, n / 2 % 2 ^ 1);
+            store_rows(y.state, state, y.warp);
             fence_async();
             __syncwarp();
-            if (reports) arrive(at.state_full + n % 2 * 8);
+            if (reports) arrive(at.state_full + 8 * turn);
             if (SAVE == 1 && n % EVERY == 0) {
                 meet(0);
                 if (leads) {
 #pragma unroll
                     for (int i = 0; i < PANELS; i++)
-                        store_box(at.state(n) + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + n / EVERY, w.head);
+                        store_box(state + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + n / EVERY, w.head);
                     close_stores();
                 }
             }
         }
-        if (DECAY) {
-            const float keep = exp2_(w.rate * min(w.left(n), C));
+        if constexpr (DECAY) {
+            const float keep = n == partial ? exp2_(w.rate * rest) : whole;
 #pragma unroll
             for (int i = 0; i < D / 2; i++) y.state[i] *= keep;
-        }
-        if constexpr (DECAY) {
             pin(y.state);
             begin();
-            start_over_rows(y.state, c, at.b(n), true);
+            start_over_rows(y.state, c, stage, true);
         } else {
-            y.start_add(at.c(n), at.b(n));
+            y.start_add(stage + PANELS * PANEL, stage);
         }
+        if (DECAY) hold(next, x.zero);  // of the chunk before, whose product is over
+        if (++place == STAGES) place = 0, round ^= 1;
         if (n + 1 < w.chunks) fetch(n + 1, next);
         finish<0>();
         pin(y.state);
-        if (DECAY) hold(c, x.zero);
-        if (reports) arrive(at.empty + n % STAGES * 8);
+        if (reports) arrive(free);
     };
     if (w.chunks) fetch(0, c[0]);
     for (int n = 0; n < w.chunks; n += 2) {
-        step(n, c[0], c[1]);
-        if (n + 1 < w.chunks) step(n + 1, c[1], c[0]);
+        step(n, 0, c[0], c[1]);
+        if (n + 1 < w.chunks) step(n + 1, 1, c[1], c[0]);
+    }
+    if (DECAY) {
+        hold(c[0], x.zero);
+        hold(c[1], x.zero);
     }
     if (leaves) y.move<false>(leaves, sweep.leaves_times, w, sweep.swapped);
     if (SAVE == 1 && leads) await_stores_read<0>();
@@ -459,19 +475,28 @@ struct Outputs {
         start_over_d(p, at.a(n), at.b(n));
     }
 
+    __device__ __forceinline__ void mask_p() {
+        if (!DECAY) asm volatile("" : "+r"(seen));  // else its bits are taken apart ahead of the walk, for 32 registers
+#pragma unroll
+        for (int i = 0; i < 16; i++) q[i] = pack(decayed(2 * i), decayed(2 * i + 1));
+    }
+
     // Waits for p, and starts the other products of the chunk.
     __device__ __forceinline__ void start_out(const Shared &at, int n) {
-        await(at.state_full + n % 2 * 8, n / 2 % 2);
+        if (DECAY) await(at.state_full + n % 2 * 8, n / 2 % 2);
         finish<0>();
         pin(p);
+        if (!DECAY) {               // with decay, p is masked while the product below runs, for which it must wait
+            mask_p();
+            pin(q);
+            await(at.state_full + n % 2 * 8, n / 2 % 2);
+        }
         pin(out);
         pin(inter);
         begin();
         if constexpr (APART) start_over_d(inter, at.a(n), at.state(n));
         else start_over_d(out, at.a(n), at.state(n));
-        if (!DECAY) asm volatile("" : "+r"(seen));  // else its bits are taken apart ahead of the walk, for 32 registers
-#pragma unroll
-        for (int i = 0; i < 16; i++) q[i] = pack(decayed(2 * i), decayed(2 * i + 1));
+        if (DECAY) mask_p();
         if (DECAY && !APART) {
             finish<0>();
             pin(out);

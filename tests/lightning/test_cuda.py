@@ -171,6 +171,8 @@ def test_every_pass_is_asked_for_in_supports(h200, monkeypatch):
         (spec(4, 40, 8192), 4),  # 28 left over
         (spec(2, 85, 8192), 1),  # 38: no more than a quarter of the SMs
         (spec(2, 139, 8192, 128), 4),  # 4 rounds and 14 heads of two blocks
+        (spec(1, 88, 8192, 128), 3),  # 22
+        (spec(1, 89, 8192, 128), 1),
         (spec(1, 150, 8192, sequences=1), 1),
         (spec(1, 8, 65536, sequences=4), 128),
         (spec(1, 8, 65536, sequences=9), 1),  # enough of them for 16 blocks
@@ -519,6 +521,11 @@ class Walk:
     def row(self, n):
         return self.first - (self.chunk(n) + 1) * C if self.reverse else self.first + self.chunk(n) * C
 
+    def partial(self):
+        if self.length % C == 0:
+            return -1
+        return 0 if self.backwards else (self.chunks - 1) % EVERY if self.grouped else self.chunks - 1
+
     def left(self, n):
         return self.length - self.chunk(n) * C
 
@@ -570,20 +577,26 @@ def test_every_row_is_visited_once(case, saved, h200):
         call = call._replace(N=sum(lengths), sequences=len(lengths))
     if not call.N:
         pytest.skip("no rows")
-    for names in (("o",), ("dv", "dk", "dq") if saved else ("dv", "dk")):
+    for names in (("o",), ("dv", "dk", "dq") if saved else ("dv", "dk"), ("state",)):
         found, cut = walks(call, names, lengths, saved)
         assert (cut.number > 1) == ("split" in case or cuda.parts(call) > 1)
         seen: dict[tuple, int] = {}
         for w in found:
             assert 0 <= w.number < (cut.whole or call.B * call.H * cut.number * (call.sequences or 1))
             assert sorted(map(w.chunk, range(w.chunks))) == list(range(w.chunks))
+            assert not w.chunks or w.partial() in ([n for n in range(w.chunks) if w.left(n) < C] or [-1])
+            opens = 0  # as keep_state counts it
             for n in range(w.chunks):
                 assert w.left(n) > 0
+                assert (n == opens) == (w.chunk(n) % EVERY == 0) or not w.grouped
+                if n == opens:
+                    opens = n + EVERY if n else (w.chunks - 1) % EVERY + 1
                 for row in w.own_rows(n):
                     key = (w.sweep, w.tile, w.b, w.h, row)
                     seen[key] = seen.get(key, 0) + 1
         assert set(seen.values()) == {1}
-        assert len(seen) == len(names) * (call.D // 64) * call.B * call.H * call.N
+        skipped = cut.whole if names == ("state",) else 0
+        assert len(seen) == len(names) * (call.D // 64) * (call.B * call.H - skipped) * call.N
         assert {row for *_, row in seen} == set(range(call.N))
 
 
