@@ -192,6 +192,10 @@ def bars(_) -> int:
     return run(sys.executable, "dev/lightning_bars.py", into=OUT / "lightning_bars.txt", show=40, limit=120)
 
 
+def leftover(_) -> int:
+    return run(sys.executable, "dev/lightning_leftover.py", into=OUT / "lightning_leftover.txt", show=8, limit=60)
+
+
 def mla(_) -> int:
     return run(sys.executable, "tools/measure_layers.py", "--only", "mla", "--out", OUT / "layers-parts-mla.jsonl", limit=90)
 
@@ -214,6 +218,7 @@ STAGES = {  # what, and about how many seconds on an H200
     "resume": (resume, "a run that is interrupted and goes on", 60),
     "parallel": (parallel, "the kernels that ranks call: right, and how fast", 40),
     "bars": (bars, "lightning attention at the shapes of its bars", 50),
+    "leftover": (leftover, "lightning attention of heads that fill the SMs once and a bit", 20),
     "mla": (mla, "what latent attention's layer costs beyond its parts", 35),
     "sanitize": (sanitize, "memcheck of our CUDA kernels", 90),
     "tests": (tests, "all GPU tests", 220),
