@@ -208,8 +208,7 @@ def times(device: torch.device, timer: Timer, ceiling: float, until: float) -> N
                     "add_leaving_gradient": (6 * u + state, lambda: states.add_leaving_gradient(q, do, k, v, S, decay)),
                 }
                 for what, (floor, call) in work.items():
-                    alone = what.startswith("add")
-                    for by, chosen in [("torch", call)] if alone else both(what, call, k, v):
+                    for by, chosen in both(what, call, k, v):
                         timed(timer, ceiling, what, by, case, floor, chosen, **facts)
                 del x, q, k, v, do
             o, lse = torch.randn(1, H, N, D, device=device), torch.randn(1, H, N, device=device)

@@ -70,6 +70,15 @@ class RotaryCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
+class RanksCase(NamedTuple):
+    """What ranks call beside lightning attention's own kernels: `fulmen.parallel.triton`."""
+
+    arch: int
+    D: int = 64
+    group: int = 1
+    dtype: str = "bfloat16"
+
+
 def name_of(case: Case | FlashCase) -> str:
     named = list(zip(case._fields, case, strict=True))[3:]
     odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
@@ -94,7 +103,7 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case | FlashCase | RotaryCase) -> list[Usage]:
+    def __call__(self, case: Case | FlashCase | RotaryCase | RanksCase) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -196,6 +205,25 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     return found
 
 
+def ranks_launches(case: RanksCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.parallel import triton as module
+
+    H, N, D = 16, 65536, case.D
+    make = functools.partial(torch.empty, device="meta")
+    rows = functools.partial(make, dtype=getattr(torch, case.dtype))
+    q, k, state, slopes = rows(1, H, N, D), rows(1, H // case.group, N, D), make(1, H, D, D), make(H)
+    return [
+        module.add_product(q, q, state, slopes, 1.0, backwards=False),
+        module.add_product(k, k, state.mT, slopes, 1.0, backwards=True),
+        module.add_product(k, k, state, None, 1.0, backwards=True),
+        module.merge_launch(make(1, H, N, D), make(1, H, N), q, make(1, H, N)),
+    ]
+
+
 def compile(launch: Any, arch: int) -> Any:
     """What running `launch` would compile on a GPU of `arch`: same arguments, same specialisation."""
     import triton
@@ -236,6 +264,7 @@ def serve() -> None:
             "Case": (Case, launches),
             "FlashCase": (FlashCase, flash_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
+            "RanksCase": (RanksCase, ranks_launches),
         }
         case = made[kind][0](*fields)
         try:

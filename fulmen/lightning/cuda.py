@@ -259,7 +259,8 @@ def run(
     launch = launch_of(variant(spec, cfg), spec.device, blocks, cfg.threads, cfg.shared(spec.D))
     launch(
         *maps, *about, address(x.decay), address(x.cu_seqlens), address(cut.pieces),
-        spec.H, spec.N, cut.rows, spec.states if packed else cut.number, len(names), spec.scale, not_last, 0, cut.whole, skipped,
+        spec.H, spec.N, cut.rows, spec.states if packed else cut.number, len(names), spec.scale,
+        not_last, 0, cut.whole, skipped,
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ struct Walk {
         reverse = sweep.reverse;
         grouped = SAVE == 2 && sweep.saved;
         whole = number < x.whole;
-        int sequence, segment = 0, begin = 0, end = x.n;
+        int sequence, segment = 0, begin = 0, end = x.n, unit = number;
         if (PACKED && x.pieces) {   // the last sequence that begins with this segment or before
             h = number % x.h;
             sequence = 0;
@@ -153,14 +153,12 @@ struct Walk {
             }
             segment = number / x.h - __ldg(x.pieces + sequence);
         } else {
-            int unit = number;
             if (!whole) {
                 number -= x.whole;
                 segment = number % x.segments;
                 unit = x.whole + number / x.segments;
             }
-            h = unit % x.h;
-            sequence = unit / x.h;
+            h = unit % x.h, sequence = unit / x.h;
         }
         b = PACKED ? 0 : sequence;
         if (PACKED) {               // clamped: a wrong cu_seqlens must not reach foreign memory
@@ -240,8 +238,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
                 load_box(at.saved + i * PANEL, x.map[7], at.saved_full, 64 * w.tile, 64 * i, slot, w.head);
             group++;
         }
-        const u32 full = at.full + n % STAGES * 8;
-        const int row = w.row(n);
+        const u32 full = at.full + n % STAGES * 8, row = w.row(n);
         at.await_empty(n);
         expect(full, STAGE);
 #pragma unroll
@@ -346,8 +343,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     float *enters = w.whole ? sweep.first_enters : sweep.enters, *leaves = w.whole ? sweep.first_leaves : sweep.leaves;
     State y;
     u32 c[2][16] = {};              // of this chunk and of the next
-    y.warp = threadIdx.x / 32;
-    y.walked = 0;
+    y.warp = threadIdx.x / 32, y.walked = 0;
 #pragma unroll
     for (int i = 0; i < D / 2; i++) y.state[i] = 0.0f;
     if (enters) y.move<true>(enters, sweep.enters_times, w, sweep.swapped);
@@ -409,10 +405,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         step(n, 0, c[0], c[1]);
         if (n + 1 < w.chunks) step(n + 1, 1, c[1], c[0]);
     }
-    if (DECAY) {
-        hold(c[0], x.zero);
-        hold(c[1], x.zero);
-    }
+    if (DECAY) hold(c[0], x.zero), hold(c[1], x.zero);
     if (leaves) y.move<false>(leaves, sweep.leaves_times, w, sweep.swapped);
     if (SAVE == 1 && leads) await_stores_read<0>();
 }
@@ -441,10 +434,8 @@ struct Outputs {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         who = role - 1;
         warp = threadIdx.x / 32 % 4;
-        buffer = 0;
-        leads = threadIdx.x % 128 == 0;
-        reports = lane == 0;
-        seen = 0;
+        leads = threadIdx.x % 128 == 0, reports = lane == 0;
+        seen = buffer = 0;
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             const int row = 16 * warp + g + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * t + i % 2;
@@ -518,10 +509,9 @@ struct Outputs {
             arrive(at.empty + n % STAGES * 8);
         }
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < 32; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
-            if (!DECAY) out[i] *= since[0];
-        }
+            else if (!DECAY) out[i] *= since[0];
         const u32 from = at.staging + (2 * who + buffer) * PANEL;
         buffer ^= 1;
         if (leads) await_stores_read<1>();
@@ -531,10 +521,7 @@ struct Outputs {
         meet(1 + who);
         const int row = w.row(n), left = w.left(n);
         if (left >= C || !(PACKED || w.reverse)) {  // the copy engine drops rows beyond the end, but takes none below 0
-            if (leads) {
-                store_box(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b);
-                close_stores();
-            }
+            if (leads) store_box(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b), close_stores();
             return;
         }
         if (leads) close_stores();  // an empty group: groups are counted to know when a buffer is free again
@@ -585,10 +572,7 @@ lightning_sm90_kernel(const __grid_constant__ Args x) {
             init(at.full + 8 * i, 1);
             init(at.empty + 8 * i, OUTS ? 8 : 4);
         }
-        for (int i = 0; i < 2; i++) {
-            init(at.state_full + 8 * i, 4);
-            init(at.state_empty + 8 * i, 4);
-        }
+        for (int i = 0; i < 4; i++) init(at.state_full + 8 * i, 4);  // and state_empty
         init(at.saved_full, 1);
         init(at.saved_empty, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -154,7 +154,16 @@ def scan(
         grid=(spec.states * spec.H - cut.whole) * triton.cdiv(size, block),
         args=(
             *(states, initial, final, x.decay, None if cut.pieces is None else x.cu_seqlens, cut.pieces),
-            *(cut.whole, spec.H, spec.N, cut.rows, cut.number, size, block, min(AT_ONCE, triton.next_power_of_2(cut.number))),
+            *(
+                cut.whole,
+                spec.H,
+                spec.N,
+                cut.rows,
+                cut.number,
+                size,
+                block,
+                min(AT_ONCE, triton.next_power_of_2(cut.number)),
+            ),
         ),
         options={"num_warps": 4},
     )

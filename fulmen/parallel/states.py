@@ -7,10 +7,10 @@ With lambda = exp(-s), N tokens on the rank, S the state that enters it and G th
     entering_gradient    dS = sum_t scale lambda^(t+1) q_t^T do_t
     add_leaving_gradient dk_t += lambda^(N-1-t) v_t G^T,  dv_t += lambda^(N-1-t) k_t G
 
-each in pieces of the sequence, in fp32 (fp64 for fp64); M and dS of 16-bit tensors on a GPU by the kernels of lightning
-attention itself (`triton.py`), with their roundings. Where lambda^t has fallen below `NOTHING` a weight is zero, and
-heads all of whose weights are zero in a piece are not computed there: with the usual slopes that leaves a third of the
-work. (It also keeps CPUs from denormal numbers, which are ten times as slow.)
+each in pieces of the sequence, in fp32 (fp64 for fp64); of 16-bit tensors on a GPU by kernels (`triton.py`), M and dS
+by those of lightning attention itself, with their roundings. Where lambda^t has fallen below `NOTHING` a weight is
+zero, and heads all of whose weights are zero in a piece are not computed there: with the usual slopes that leaves a
+third of the work. (It also keeps CPUs from denormal numbers, which are ten times as slow.)
 """
 
 from __future__ import annotations
@@ -176,6 +176,10 @@ def leaving(q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Tensor:
 
 
 def add_entering(o: Tensor, q: Tensor, S: Tensor, decay: Decay, scale: float) -> None:
+    kernels = kernels_for(o, q)
+    if kernels is not None:
+        kernels.add_entering(o, q, S, decay.in_fp32(), scale)
+        return
     for span in spans(q.shape[2], q.shape[1], decay, S):
         w = after(span, S)[..., None] * scale
         at = (slice(None), span.heads, span.tokens)
@@ -196,6 +200,10 @@ def entering_gradient(q: Tensor, do: Tensor, decay: Decay, scale: float) -> Tens
 
 
 def add_leaving_gradient(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, G: Tensor, decay: Decay) -> None:
+    kernels = kernels_for(dk, dv, k, v)
+    if kernels is not None:
+        kernels.add_leaving_gradient(dk, dv, k, v, G, decay.in_fp32())
+        return
     N, heads = k.shape[2], k.shape[1]
     shared = G.shape[1] > heads
     for span in spans(N, heads, decay, G, backwards=True):

@@ -1,8 +1,9 @@
 """What ranks add to the single-device kernels, on a GPU: each reads its operands once.
 
-leaving, entering_gradient   the state of a rank's tokens: lightning attention's own sweep and scan, states only
-merge                        (o, lse) of one more block of keys: 10 bytes an element of a 16-bit o_i, where
-                             torch's operations move 26
+leaving, entering_gradient           the state of a rank's tokens: lightning attention's own sweep and scan
+add_entering, add_leaving_gradient   what a state from other ranks adds to o, to dk and dv
+merge                                (o, lse) of one more block of keys: 10 bytes an element of a 16-bit o_i, where
+                                     torch's operations move 26
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from fulmen import hardware
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.op import LightningSpec, Residuals
+from fulmen.lightning.triton import LOG2E
 
 TILE = 4096  # elements of o a program merges
+ROWS, COLUMNS = 64, 64  # of o, dk or dv that a program adds to
+FORGOTTEN = tl.constexpr(60.0)  # 2^-60 of a state is nothing
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -61,6 +65,93 @@ def _state(sweep: str, spec: LightningSpec, x: Residuals, tensors: fused.Tensors
     return total
 
 
+# ------------------------------------------------------------------------------ what a state adds to rows
+
+
+@triton.jit
+def add_product_kernel(
+    out_ptr,  # (B, heads, N, SIZE_OUT), changed in place
+    x_ptr,  # (B, heads, N, SIZE)
+    matrix_ptr,  # fp32 (B, heads * GROUP, SIZE, SIZE_OUT)
+    slopes_ptr,  # (heads * GROUP,), or None
+    out_strides, x_strides,  # of B, head and N; the rest lies side by side
+    matrix_strides,  # of all four
+    scale, heads, N,
+    GROUP: tl.constexpr, BACKWARDS: tl.constexpr, SIZE: tl.constexpr, SIZE_OUT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out_t += scale sum_g lambda_g^(t+1) x_t matrix_g, or with BACKWARDS lambda_g^(N-1-t)."""
+    columns = tl.cdiv(SIZE_OUT, COLUMNS)
+    column = (tl.program_id(0) % columns * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    pid = tl.program_id(0) // columns
+    tiles = tl.cdiv(N, ROWS)
+    first = pid % tiles * ROWS
+    h = pid // tiles % heads
+    b = (pid // tiles // heads).to(tl.int64)
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    inner = tl.arange(0, BLOCK).to(tl.int64)
+    there = row < N
+    away = (tl.maximum(N - 1 - row, 0) if BACKWARDS else row + 1).to(tl.float32)  # tokens from the state
+    nearest = (tl.maximum(N - first - ROWS, 0) if BACKWARDS else first + 1).to(tl.float32)
+    alive = slopes_ptr is None
+    if slopes_ptr is not None:
+        for g in range(GROUP):
+            alive = alive | (LOG2E * tl.load(slopes_ptr + h * GROUP + g) * nearest <= FORGOTTEN)
+    if alive:
+        x_at = x_ptr + b * x_strides[0] + h.to(tl.int64) * x_strides[1] + row[:, None] * x_strides[2] + inner[None, :]
+        x = tl.load(x_at, mask=there[:, None] & (inner < SIZE)[None, :], other=0.0)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for g in range(GROUP):
+            head = (h * GROUP + g).to(tl.int64)
+            at = matrix_ptr + b * matrix_strides[0] + head * matrix_strides[1]
+            at += inner[:, None] * matrix_strides[2] + column[None, :] * matrix_strides[3]
+            matrix = tl.load(at, mask=(inner < SIZE)[:, None] & (column < SIZE_OUT)[None, :], other=0.0)
+            # in two parts of x's dtype, of numbers up to 1: a state may be beyond fp16
+            most = tl.max(tl.max(tl.abs(matrix), axis=1), axis=0)
+            matrix *= 1.0 / tl.where(most == 0.0, 1.0, most)
+            high = matrix.to(x.dtype)
+            low = ((matrix - high.to(tl.float32)) * 256.0).to(x.dtype)
+            product = (tl.dot(x, high) + tl.dot(x, low) * (1.0 / 256.0)) * most
+            weight = tl.full([ROWS], 1.0, tl.float32)
+            if slopes_ptr is not None:
+                bits = LOG2E * tl.load(slopes_ptr + head) * away
+                weight = tl.where(bits <= FORGOTTEN, tl.exp2(-bits), 0.0)
+            total += weight[:, None] * product
+        out_at = out_ptr + b * out_strides[0] + h.to(tl.int64) * out_strides[1] + row[:, None] * out_strides[2]
+        inside = there[:, None] & (column < SIZE_OUT)[None, :]
+        out = tl.load(out_at + column[None, :], mask=inside, other=0.0).to(tl.float32) + scale * total
+        tl.store(out_at + column[None, :], out, mask=inside)
+
+
+def add_product(
+    out: Tensor, x: Tensor, matrix: Tensor, slopes: Tensor | None, scale: float, backwards: bool
+) -> fused.Launch:
+    B, heads, N, size = x.shape
+    width = out.shape[3]
+    columns = min(COLUMNS, fused.block(width)) if size <= 128 else 32
+    rows = ROWS if size <= 128 else 32
+    args = (
+        *(out, x, matrix, slopes, tuple(out.stride()[:3]), tuple(x.stride()[:3]), tuple(matrix.stride())),
+        *(scale, heads, N, matrix.shape[1] // heads, backwards, size, width, rows, fused.block(size), columns),
+    )
+    grid = B * heads * triton.cdiv(N, rows) * triton.cdiv(width, columns)
+    return fused.Launch(add_product_kernel, grid, args, {"num_warps": 4, "num_stages": 1})
+
+
+def add_entering(o: Tensor, q: Tensor, S: Tensor, slopes: Tensor | None, scale: float) -> None:
+    """As `states.add_entering`, of 16-bit o and q."""
+    fused.run([add_product(o, q, S, slopes, scale, backwards=False)], o.device)
+
+
+def add_leaving_gradient(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, G: Tensor, slopes: Tensor | None) -> None:
+    """As `states.add_leaving_gradient`, of 16-bit tensors."""
+    launches = [
+        add_product(dk, v, G.mT, slopes, 1.0, backwards=True),
+        add_product(dv, k, G, slopes, 1.0, backwards=True),
+    ]
+    fused.run(launches, k.device)
+
+
 # ------------------------------------------------------------------------------------------------- merge
 
 
@@ -99,11 +190,8 @@ def merge_kernel(
     tl.store(o_at, o, mask=inside)
 
 
-def merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
-    """As `ring.merge`, of fp32 o and lse."""
+def merge_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> fused.Launch:
     B, H, N, E = o.shape
-    if o_i.stride(3) != 1:
-        o_i = o_i.contiguous()
     width = triton.next_power_of_2(E)
     rows = max(1, TILE // width)
     args = (
@@ -111,4 +199,9 @@ def merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
         *(tuple(x.stride()[:3]) for x in (o, lse, o_i, lse_i)),
         *(H, N, E, width, rows),
     )
-    fused.run([fused.Launch(merge_kernel, B * H * triton.cdiv(N, rows), args, {"num_warps": 4})], o.device)
+    return fused.Launch(merge_kernel, B * H * triton.cdiv(N, rows), args, {"num_warps": 4})
+
+
+def merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
+    """As `ring.merge`, of fp32 o and lse."""
+    fused.run([merge_launch(o, lse, o_i if o_i.stride(3) == 1 else o_i.contiguous(), lse_i)], o.device)

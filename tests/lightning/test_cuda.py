@@ -1,4 +1,4 @@
-"""The CUDA backend: compiled without a GPU, its host's decisions, the arithmetic of its walks; then what only it does.
+"""The CUDA backend, without a GPU: compiled, and its host's decisions. Walks are in test_cuda_walks.py.
 
 Its results are checked beside the other backends', in test_backends.py and test_integration.py.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -20,21 +19,12 @@ from fulmen.boundary import aligned
 from fulmen.hardware import TARGETS
 from fulmen.lightning import cuda, triton_split
 from fulmen.lightning import triton as fused
-from fulmen.lightning.op import LightningSpec, Residuals, spec_of
+from fulmen.lightning.op import Residuals, spec_of
 from fulmen.testing import lightning as testing
 from tests import sass
+from tests.lightning.cuda_calls import CUDA, spec
 
-CUDA = torch.device("cuda", 0)
 PASSES = ("forward", "training", "backward", "state")
-
-
-def spec(B=1, H=1, N=512, D=64, decay=False, **changes) -> LightningSpec:
-    return LightningSpec(B, H, H, N, D, D, torch.bfloat16, CUDA, has_decay=decay)._replace(**changes)
-
-
-@pytest.fixture
-def h200(monkeypatch):
-    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
 
 
 # ---------------------------------------------------------------------------------------------- compiled
@@ -452,216 +442,6 @@ def test_what_a_benchmark_asks_the_resources_of(shape, pass_, names, h200):
             assert 0 < launch.shared <= TARGETS[90].smem_bytes
             assert launch.grid % (B * H * (D // 64)) == 0
     assert not adapter.launches(case, TARGETS[80], "cuda", pass_)
-
-
-# ---------------------------------------------------------------------------------------------------- walks
-
-EVERY, C = cuda.SAVED_ROWS // cuda.CHUNK, cuda.CHUNK
-
-
-class Walk:
-    """Walk of cuda_sm90.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
-    shown of it here holds there. To be changed with it."""
-
-    def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False, start=0):
-        packed = spec.sequences is not None
-        pieces = None if cut.pieces is None else cut.pieces.tolist()
-        segments = spec.states if pieces is not None else cut.number
-        self.tile, pid = block % (spec.D // 64), block // (spec.D // 64)
-        self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
-        self.reverse = cuda.SWEEPS[self.sweep].reverse
-        self.grouped = saved and self.sweep == "dq"
-        self.backwards = self.sweep in ("state", "dstate") and not spec.has_decay  # OUTS = 0
-        self.whole = self.number < cut.whole
-        segment, begin, end = 0, 0, spec.N
-        if packed and pieces is not None:
-            self.h, sequence, beyond = self.number % spec.H, 0, segments
-            while beyond - sequence > 1:
-                middle = (sequence + beyond) // 2
-                if pieces[middle] <= self.number // spec.H:
-                    sequence = middle
-                else:
-                    beyond = middle
-            segment = self.number // spec.H - pieces[sequence]
-        else:
-            unit = self.number
-            if not self.whole:
-                self.number -= cut.whole
-                segment = self.number % segments
-                unit = cut.whole + self.number // segments
-            self.h = unit % spec.H
-            sequence = unit // spec.H
-        self.b = 0 if packed else sequence
-        if packed:
-            begin = min(max(cu[sequence], 0), spec.N)
-            end = min(max(cu[sequence + 1], begin), spec.N)
-        skip = segment * cut.rows
-        self.length = max(0, min(end - begin - skip, spec.N if self.whole else cut.rows))
-        if not_last and begin + skip + cut.rows >= end:
-            self.length = 0
-        self.chunks = (self.length + C - 1) // C
-        self.first = end - skip if self.reverse else begin + skip
-        self.slot = skip // (EVERY * C)
-        self.head = self.b * spec.H + self.h
-        if packed:
-            self.slot += begin // (EVERY * C) + sequence
-            self.head = self.h
-
-    def chunk(self, n):
-        if self.backwards:
-            return self.chunks - 1 - n
-        if not self.grouped:
-            return n
-        groups = (self.chunks + EVERY - 1) // EVERY
-        top = self.chunks - (groups - 1) * EVERY
-        if n < top:
-            return (groups - 1) * EVERY + n
-        return (groups - 2 - (n - top) // EVERY) * EVERY + (n - top) % EVERY
-
-    def row(self, n):
-        return self.first - (self.chunk(n) + 1) * C if self.reverse else self.first + self.chunk(n) * C
-
-    def partial(self):
-        if self.length % C == 0:
-            return -1
-        return 0 if self.backwards else (self.chunks - 1) % EVERY if self.grouped else self.chunks - 1
-
-    def left(self, n):
-        return self.length - self.chunk(n) * C
-
-    def own_rows(self, n):
-        """The rows that `deliver` writes: all, or from the side where the sequence goes on."""
-        left = min(self.left(n), C)
-        return range(self.row(n) + (C - left if self.reverse else 0), self.row(n) + (C if self.reverse else left))
-
-
-def walks(spec, names, lengths=None, saved=False):
-    """Every block of a launch, with the cut and the pieces that the host makes."""
-    cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
-    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
-    x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, None, None, offsets)
-    cut = cuda.segments(spec, x)
-    fused.run(triton_split.find_pieces(spec, x, cut), torch.device("cpu"))
-    start = cut.whole if names[0] in ("state", "dstate") else 0
-    blocks = (cuda.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
-    return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
-
-
-def random_lengths(seed: int) -> list[int]:
-    chance = random.Random(seed)
-    sizes = [0, 1, 63, 64, 65, 511, 512, 513, 1024, chance.randint(1, 3000), chance.randint(1, 6000)]
-    return [chance.choice(sizes) for _ in range(chance.randint(1, 9))]
-
-
-CUTS = {
-    "one piece": (spec(2, 70, 777), None),
-    "one row": (spec(2, 3, 1), None),
-    "whole groups": (spec(1, 80, 1024), None),
-    "split": (spec(2, 3, 4095), None),
-    "split evenly": (spec(1, 2, 4096, 128), None),
-    "split, short last": (spec(1, 3, 1025, 128), None),
-    "split what is left over": (spec(5, 27, 1100), None),
-    "split what is left over, D=128": (spec(3, 23, 1600, 128), None),
-    "packed": (spec(1, 40), [1, 300, 64, 0, 700, 435, 0]),
-    "packed, split": (spec(1, 2), [1, 300, 64, 0, 1700, 435, 0]),
-    "packed, split, D=128": (spec(1, 2, D=128), [0, 5000, 0, 0, 513, 1]),
-    **{f"random {i}": (spec(1, (1, 2, 30)[i % 3]), random_lengths(i)) for i in range(12)},
-}
-
-
-@pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
-@pytest.mark.parametrize("case", CUTS)
-def test_every_row_is_visited_once(case, saved, h200):
-    call, lengths = CUTS[case]
-    if lengths is not None:
-        call = call._replace(N=sum(lengths), sequences=len(lengths))
-    if not call.N:
-        pytest.skip("no rows")
-    for names in (("o",), ("dv", "dk", "dq") if saved else ("dv", "dk"), ("state",)):
-        found, cut = walks(call, names, lengths, saved)
-        assert (cut.number > 1) == ("split" in case or cuda.parts(call) > 1)
-        seen: dict[tuple, int] = {}
-        for w in found:
-            assert 0 <= w.number < (cut.whole or call.B * call.H * cut.number * (call.sequences or 1))
-            assert sorted(map(w.chunk, range(w.chunks))) == list(range(w.chunks))
-            assert not w.chunks or w.partial() in ([n for n in range(w.chunks) if w.left(n) < C] or [-1])
-            opens = 0  # as keep_state counts it
-            for n in range(w.chunks):
-                assert w.left(n) > 0
-                assert (n == opens) == (w.chunk(n) % EVERY == 0) or not w.grouped
-                if n == opens:
-                    opens = n + EVERY if n else (w.chunks - 1) % EVERY + 1
-                for row in w.own_rows(n):
-                    key = (w.sweep, w.tile, w.b, w.h, row)
-                    seen[key] = seen.get(key, 0) + 1
-        assert set(seen.values()) == {1}
-        skipped = cut.whole if names == ("state",) else 0
-        assert len(seen) == len(names) * (call.D // 64) * (call.B * call.H - skipped) * call.N
-        assert {row for *_, row in seen} == set(range(call.N))
-
-
-@pytest.mark.parametrize("case", [name for name, (call, _) in CUTS.items() if call.D == 64])
-def test_saved_states_do_not_collide_and_are_found_again(case, h200):
-    """A slot for every (head, group of EVERY chunks): what the forward writes there, dq reads for the same rows."""
-    call, lengths = CUTS[case]
-    if lengths is not None:
-        call = call._replace(N=sum(lengths), sequences=len(lengths))
-    if not call.N:
-        pytest.skip("no rows")
-    heads, slots, *_ = cuda.saves(call)
-    written: dict[tuple[int, int], tuple[int, int, int]] = {}
-    for w in walks(call, ("o",), lengths)[0]:
-        for n in range(0, w.chunks, EVERY):  # keep_state: w.slot + n / EVERY
-            place = w.head, w.slot + n // EVERY
-            assert place not in written
-            assert 0 <= place[0] < heads
-            assert 0 <= place[1] < slots
-            written[place] = w.b, w.h, w.row(n)
-    read = {}
-    for w in walks(call, ("dv", "dk", "dq"), lengths, saved=True)[0]:
-        if w.sweep == "dq":
-            opened = None
-            for n in range(w.chunks):
-                if w.chunk(n) % EVERY == 0:  # opens_group: w.slot + w.chunk(n) / EVERY
-                    opened = w.head, w.slot + w.chunk(n) // EVERY
-                    assert opened not in read
-                    read[opened] = w.b, w.h, w.row(n)
-                assert opened == (w.head, w.slot + w.chunk(n) // EVERY)  # a chunk is in the group that is open
-    assert read == written
-
-
-@pytest.mark.parametrize("case", [name for name in CUTS if "split" in name])
-def test_only_the_last_segments_are_left_out(case, h200):
-    """not_last: of every sequence that has rows the segment that is walked last, in either direction."""
-    call, lengths = CUTS[case]
-    cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
-    if lengths is not None:
-        call = call._replace(N=sum(lengths), sequences=len(lengths))
-    for name in ("state", "dstate"):
-        found, cut = walks(call, (name,), lengths)
-        short = [Walk(i, call, cut, (name,), cu=cu, not_last=True, start=cut.whole) for i in range(len(found))]
-        missing = [w for w, less in zip(found, short, strict=True) if w.length != less.length]
-        sequences = call.B if lengths is None else sum(n > 0 for n in lengths)
-        assert len(missing) == (sequences * call.H - cut.whole) * (call.D // 64)
-        ends = set() if cu is None else set(cu)
-        for w in missing:
-            edge = w.first - w.length if w.reverse else w.first + w.length
-            assert edge in ({0} if w.reverse else {call.N}) | ends
-
-
-def test_wrong_offsets_stay_in_the_tensor(h200):
-    """Clamped: whatever cu_seqlens says, no row beyond N is touched, no state beyond those there are."""
-    for wrong in ([0, 5000, 1000, 2000], [-7, 300, 100, 9999], [2000, 0, 2000, 0], [0, 2**31 - 1, -(2**31), 7]):
-        call = spec(1, 2, 2000, sequences=3)
-        x = Residuals(torch.empty(0), None, None, None, None, torch.tensor(wrong, dtype=torch.int32))
-        cut = cuda.segments(call, x)
-        fused.run(triton_split.find_pieces(call, x, cut), torch.device("cpu"))
-        _, slots, *_ = cuda.saves(call)
-        for block in range(call.H * cut.number):
-            w = Walk(block, call, cut, ("o",), cu=wrong)
-            for n in range(w.chunks):
-                assert all(0 <= row < call.N for row in w.own_rows(n))
-                assert 0 <= w.slot + n // EVERY < slots
 
 
 def test_a_scan_leaves_out_heads_in_one_piece():

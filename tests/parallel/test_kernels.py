@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from fulmen import decay as slopes_of
+from fulmen.hardware import TARGETS
 from fulmen.parallel import ring, states
 from fulmen.testing import FORWARD_FACTOR, Expected, assert_close
+from tests.aot import Compiler, RanksCase
 
 triton = pytest.importorskip("fulmen.parallel.triton")
 
@@ -65,6 +67,49 @@ def test_states_against_fp64(dtype: torch.dtype, shape: tuple[int, ...], kind: s
         assert torch.equal(states.entering_gradient(q, do, decay, 0.5), dS)
 
 
+def sums(rows: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, w: torch.Tensor, scale: float) -> Expected:
+    """rows_t + scale sum over heads that share x of w_t x_t matrix; the yardstick computes in fp32 and rounds once."""
+    each = w.shape[0] // x.shape[1]
+    wide = x.repeat_interleave(each, 1)
+
+    def total(dtype: torch.dtype) -> torch.Tensor:
+        products = w.to(dtype) * (wide.to(dtype) @ matrix.to(dtype))
+        return rows.to(dtype) + scale * products.unflatten(1, (x.shape[1], -1)).sum(2)
+
+    return Expected(total(torch.float32).to(rows.dtype), total(torch.float64), FORWARD_FACTOR)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6], ids=["", "beyond fp16"])
+@pytest.mark.parametrize("kind", ["none", "alibi", "fast"])
+@pytest.mark.parametrize("shape", SHAPES + LARGE if CUDA else [*SHAPES, (1, 2, 1, 40, 160, 136)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_state_adds_against_fp64(dtype: torch.dtype, shape: tuple[int, ...], kind: str, size: float) -> None:
+    torch.manual_seed(0)
+    B, H, H_KV, N, D, E = shape
+    slopes = decay_of(kind, H)
+    known = (0.0,) * H if slopes is None else tuple(slopes.tolist())
+    q, k, v = drawn(B, H, N, D, dtype=dtype), drawn(B, H_KV, N, D, dtype=dtype), drawn(B, H_KV, N, E, dtype=dtype)
+    o = drawn(B, N + 2, H, E, dtype=dtype).transpose(1, 2)[:, :, 1:-1]  # rows before and behind are not ours
+    dk, dv = drawn(B, H_KV, N, D, dtype=dtype), drawn(B, H_KV, N, E, dtype=dtype)
+    S = drawn(B, H, D, E) * size
+    t = torch.arange(N, device=DEVICE)
+    near, far = weights(slopes, H, t + 1), weights(slopes, H, N - 1 - t)
+    wanted = sums(o, q, S, near, 0.5 / size), sums(dk, v, S.mT / size, far, 1.0), sums(dv, k, S / size, far, 1.0)
+    decay = states.Decay.of(slopes, known, q)
+    outside = o._base.clone()
+    copies = o.clone(), dk.clone(), dv.clone()
+    triton.add_entering(o, q, S, decay.in_fp32(), 0.5 / size)
+    triton.add_leaving_gradient(dk, dv, k, v, S / size, decay.in_fp32())
+    for name, actual, expected in zip(("o", "dk", "dv"), (o, dk, dv), wanted, strict=True):
+        assert_close(name, actual, *expected)
+    assert torch.equal(o._base[:, [0, -1]], outside[:, [0, -1]])
+    if CUDA:
+        states.add_entering(copies[0], q, S, decay, 0.5 / size)
+        states.add_leaving_gradient(*copies[1:], k, v, S / size, decay)
+        for a, b in zip(copies, (o, dk, dv), strict=True):
+            assert torch.equal(a, b), "the kernels are used, and the same bits come out"
+
+
 def parts(B: int, H: int, N: int, E: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """o, lse, and a block's, where rows lie as in (B, N, H, E); some saw nothing in the one, the other, or both."""
     o, lse = drawn(B, H, N + 2, E)[:, :, 1:-1], drawn(B, H, N + 2)[:, :, 1:-1] * 20
@@ -108,3 +153,18 @@ def test_on_a_cpu_torch_does_it() -> None:
     x = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
     assert states.kernels_for(x) is None
     assert states.kernels_for(x.float()) is None
+
+
+@pytest.mark.skipif(CUDA, reason="what a GPU compiles it also runs, above")
+def test_compiled_for_every_gpu() -> None:
+    compiler = Compiler()
+    cases = [RanksCase(arch, D) for arch in TARGETS for D in (64, 256)]
+    try:
+        for case in [*cases, RanksCase(86, 128, 4), RanksCase(86, 256, 4), RanksCase(90, 128, 4, "float16")]:
+            found = compiler(case)
+            assert len(found) == 4
+            for usage in found:
+                assert usage.shared <= TARGETS[case.arch].smem_bytes, (case, usage)
+                assert usage.stack == 0, (case, usage)
+    finally:
+        compiler.close()
