@@ -262,6 +262,9 @@ def lightning_sweep_kernel(
     mask_v = offs_v < V
 
     FP32: tl.constexpr = b_ptr.dtype.element_ty == tl.float32
+    # A tensor core cuts off what it adds to, and after 2^20 rows that is more than fp16 rounds: the product apart, then
+    # added. At BLOCK_K = 256 there are no registers for it.
+    APART: tl.constexpr = b_ptr.dtype.element_ty == tl.float16 and BLOCK_K <= 128
 
     # what stays resident: the state, and the decay within a chunk; `place` is a row's turn in walking order
     place = C - 1 - offs_c if REVERSE else offs_c
@@ -329,7 +332,10 @@ def lightning_sweep_kernel(
                 state = state * keep + state * tl.where(left >= C, decay_rest, 0.0)
             else:
                 state *= keep
-        state = tl.dot(c_late, b, state, input_precision="ieee")  # [V, K]
+        if APART:  # an fma, as a plain sum would become the product's
+            state = tl.fma(tl.dot(c_late, b), 1.0, state)  # [V, K]
+        else:
+            state = tl.dot(c_late, b, state, input_precision="ieee")
         a_ptr += STEP * a_stride
         b_ptr += STEP * b_stride
         c_ptr += STEP * c_stride
