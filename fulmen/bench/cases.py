@@ -102,8 +102,8 @@ def _setting(word: str) -> tuple[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    if text in WORDS:
-        return WORDS[text]
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
     if text in DTYPES:
         return DTYPES[text]
     try:
@@ -119,6 +119,8 @@ def expand(words: Sequence[str]) -> Iterator[dict[str, Any]]:
         key, equals, values = word.partition("=")
         if not equals or not values:
             raise ValueError(f"{word!r}: must be key=value")
+        if key in keys:
+            raise ValueError(f"{key} is given twice")
         keys.append(key)
         choices.append([value_of(value) for value in values.split(",")])
     for combination in itertools.product(*choices):
@@ -126,11 +128,13 @@ def expand(words: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def shape(text: str) -> dict[str, Any]:
-    """`B=4,H=32,N=1024`, as `--shape` takes it."""
+    """`B=4,H=32,N=1024,causal=no`, as `--shape` takes it."""
     try:
         found = list(expand(text.replace(",", " ").split()))
     except ValueError as error:
-        raise BadSuite(f"--shape {text!r}: {error}") from None
+        raise BadSuite(f"--shape {text!r}: {error}; several values are several --shape") from None
+    if not found[0]:
+        raise BadSuite("--shape '': must be key=value, or several with commas between")
     return found[0]
 
 
@@ -151,8 +155,18 @@ def select(lines: Sequence[Line], shapes: Sequence[dict[str, Any]], keys: dict[s
         able = [line for line in able if all(_agrees(line.case, k, v) for k, v in kinds.items())] or able
         agree = [line for line in able if all(_agrees(line.case, k, v) for k, v in wanted.items())]
         made = [replace(line, case=line.case | wanted) for line in agree or able]
+        sound = [line for line in made if not _odd_heads(line.case)]
+        if not sound:  # else cases with fewer heads of k and v that do not divide those asked for are left out
+            raise BadSuite(f"--shape: {_odd_heads(made[0].case)}, which the suite says; give H_KV, too")
+        made = sound
         chosen += [line for i, line in enumerate(made) if line not in made[:i] and line not in chosen]
     return chosen
+
+
+def _odd_heads(case: dict[str, Any]) -> str | None:
+    H, H_KV = case.get("H"), case.get("H_KV")
+    bad = isinstance(H, int) and isinstance(H_KV, int) and H_KV > 0 and H % H_KV
+    return f"H={H} is no multiple of H_KV={H_KV}" if bad else None
 
 
 def _agrees(case: dict[str, Any], key: str, value: Any) -> bool:

@@ -63,10 +63,15 @@ def run(
         fail("scaling takes several processes and has a command of its own: fulmen bench scaling")
     if resume and out is None:
         fail("--resume needs --out, the file to go on with")
+    seconds = options["seconds"]
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        fail(f"--seconds {seconds}: must be a number of seconds")
     choice = runner.Choice(suites or ("quick",), **options)
     out = out or runner.default_out(choice.suites)
     console = Console()
     if dry_run:
+        if resume or base is not None:
+            fail("--dry-run says what a whole run would measure: it goes with neither --resume nor --base")
         _preview(choice, console)
         return
     try:
@@ -165,9 +170,9 @@ def list_() -> None:
 @click.option("--way", "ways", multiple=True, help="lightning, ring, zigzag or ulysses; repeat for several.")
 @click.option("--ranks", default="1,2", show_default=True, help="Numbers of ranks, one among them.")
 @click.option("--tokens", default="4096,16384", show_default=True, help="Lengths of the whole sequence.")
-@click.option("--heads", default=8, show_default=True, help="H; B is 1.")
-@click.option("--head-dim", default=64, show_default=True, help="D.")
-@click.option("--samples", default=15, show_default=True, help="Calls of each, in turns.")
+@click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="H; B is 1.")
+@click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, help="D.")
+@click.option("--samples", type=click.IntRange(1), default=15, show_default=True, help="Calls of each, in turns.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]), help="gloo, a thread a rank; or NCCL.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
 def scaling(

@@ -107,6 +107,9 @@ def describe(row: Row) -> str:
 
 def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
     """A time against the floors of its work."""
+    if row.number.value <= 0:
+        yield Finding("IMPOSSIBLE", row.where, describe(row), f"{row.number.value:g} ms: a time is above 0")
+        return
     work, tops = work_of(facts, row.pass_), ceilings_of(facts)
     if work is None or tops is None:
         lacking = [n for n in ("gpu", "op", "pass", "B", "H", "D") if facts.get(n) is None]
@@ -446,6 +449,10 @@ def audit_page(page: Published, others: Sequence[Published] = ()) -> list[Findin
     found += _mislabelled(page, others)
     found += _other_reports(page, others)
     found += _plateaus(page, known)
+    if page.blank:
+        shown = ", ".join(page.blank[:5]) + (", ..." if len(page.blank) > 5 else "")
+        why = f"{len(page.blank)} cells of columns of times hold no number: {shown}"
+        found.append(Finding("UNAUDITED", page.path.name, "", why))
     found += [Finding("NOTE", page.path.name, "", text) for text in page.notes()]
     return sorted(found, key=lambda f: FLAGS.index(f.flag))
 

@@ -35,6 +35,8 @@ MEMORY = ("memory", "memory_forward", "memory_backward", "memory_saved", "memory
 NUMBERS = (*TIMES, *MEMORY, "speedup", "per_second", "tflops", "any")
 ROLES = (*NUMBERS, *SIZES, "competitor", "gpu", "dtype", "causal", "pass", "op", "layer", "label", "facts", "ignore")
 
+OPTIONS = ("time_unit", "memory_unit", "baseline", "against", "skip")
+
 TIME_UNITS = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "μs": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
 # "MB" is taken for MiB: the larger of what people mean by it, so that nothing is called too small by mistake.
 MEMORY_UNITS = {"b": 1.0, "kb": 2.0**10, "kib": 2.0**10, "mb": 2.0**20, "mib": 2.0**20, "gb": 2.0**30, "gib": 2.0**30}
@@ -52,6 +54,7 @@ GUESSES = (
     (r"gpu|device|gpu name", "gpu"),
     (r"causal|is causal|causal masking", "causal"),
     (r"pass|mode|direction", "pass"),
+    (r"op|operation", "op"),
     (r"fwd mem(ory)?", "memory_forward"),
     (r"bwd mem(ory)?", "memory_backward"),
     (r"activations?|saved", "memory_saved"),
@@ -120,6 +123,7 @@ class Published:
     facts: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     guessed: dict[str, str] = field(default_factory=dict)  # columns nobody explained
+    blank: list[str] = field(default_factory=list)  # where a time should be and no number is
 
     def notes(self) -> list[str]:
         columns = [
@@ -182,6 +186,8 @@ def read_map(path: Path) -> Map:
             f"{path}: unknown section {', '.join(sorted(unknown))}; there are options, facts, columns, where"
         )
     found = Map(**values)
+    if isinstance(found.options, dict) and (odd := set(found.options) - set(OPTIONS)):
+        raise BadResults(f"{path}: unknown option {', '.join(sorted(odd))}; there are {', '.join(OPTIONS)}")
     for name, kind in (("options", dict), ("facts", dict), ("columns", dict), ("where", list)):
         if not isinstance(getattr(found, name), kind):
             raise BadResults(f"{path}: [{name}] must be a {'table' if kind is dict else 'list of tables'}")
@@ -437,7 +443,10 @@ def _read_table(found: Published, table: Table, mapping: Map) -> None:
             elif role in ROLES and role not in NUMBERS and role != "ignore" and (got := fact(role, cell)) is not None:
                 line_facts[role] = got
         for (role, facts), header, cell in zip(roles, table.headers, cells, strict=False):
-            if role not in NUMBERS or (parsed := parse_number(cell)) is None:
+            if role not in NUMBERS:
+                continue
+            if (parsed := parse_number(cell)) is None:
+                found.blank += [f"{found.path.name}:{number}"] if role in TIMES else []
                 continue
             row_facts = line_facts | facts
             competitor = row_facts.get("competitor")
@@ -461,7 +470,7 @@ def _add(found: Published, row: Row, header: str, rest: str) -> None:
             unit = TIME_UNITS.get(name.lower())
             if "time_unit" not in found.options:
                 found.tell(f"column {plain(header)!r} has no unit: taken for ms")
-        if unit is None or row.number.value <= 0:
+        if unit is None:
             return
         row.number = row.number.times(unit)
     elif row.kind in MEMORY:

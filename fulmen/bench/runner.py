@@ -70,6 +70,7 @@ class Watcher:
 # ------------------------------------------------------------------------------------------------ planning
 
 
+NOBODY = "nothing to measure: nobody competes (--backend none and --baseline none?)"
 Planned = tuple[Plan, list[competitors.Competitor]]
 
 
@@ -81,7 +82,11 @@ def lines_of(choice: Choice) -> list[cases.Line]:
         lines = [line for i, line in enumerate(lines) if line not in lines[:i]]
     if choice.shapes:
         keys = {line.op: {*adapters.of(line.op).KEYS, "grad"} for line in lines}
-        lines = cases.select(lines, [cases.shape(text) for text in choice.shapes], keys)
+        shapes = [cases.shape(text) for text in choice.shapes]
+        lines = cases.select(lines, shapes, keys)
+    for line in lines:
+        if (why := adapters.wrong_value(line.op, line.case)) is not None:
+            raise cases.BadSuite(f"{'--shape: ' if choice.shapes else ''}{why}")
     chosen = []
     for line in lines:
         passes = tuple(p for p in line.settings.passes if not choice.passes or p in choice.passes)
@@ -103,7 +108,7 @@ def plans_of(choice: Choice, machine: Machine, run_id: str, seed: int) -> list[P
         if who:
             found.append((plan, who))
     if not found:
-        raise BadRun("nothing to measure: nobody competes (--backend none and --baseline none?)")
+        raise BadRun(NOBODY)
     return found
 
 
@@ -239,9 +244,12 @@ def run(
     if out.exists() and not resume:
         raise BadRun(f"{out} exists: --resume goes on with it, another --out leaves it alone")
     lines = lines_of(choice)
-    for line in lines:  # a wrong name is worth saying before a minute has gone by, and a file is there
+    found = 0
+    for line in lines:  # what is wrong is worth saying before a minute has gone by, and a file is there
         competitors.complete(line, device)
-        competitors.names_in(line, choice.backends, choice.baselines)
+        found += len(competitors.names_in(line, choice.backends, choice.baselines))
+    if not found:
+        raise BadRun(NOBODY)
     watcher.say("asking the device what it can do")
     machine = Machine.of(device)
     machine.burn_in()

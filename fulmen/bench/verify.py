@@ -22,6 +22,7 @@ that fails.
 from __future__ import annotations
 
 import inspect
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.bench import environment, schema
-from fulmen.bench.cases import Line, Settings
+from fulmen.bench import adapters, environment, schema
+from fulmen.bench.cases import DTYPES, Line, Settings
 from fulmen.bench.competitors import Competitor
 from fulmen.bench.gate import Problem
 from fulmen.bench.group import Group, Machine, Plan
@@ -50,11 +51,15 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return all(cell.status == "ok" for cell in self.cells)
+        return all(cell.status == "ok" and "IMPOSSIBLE" not in cell.flags() for cell in self.cells)
 
     @property
     def reason(self) -> str:
-        return next((cell.reason for cell in self.cells if cell.status != "ok"), "")
+        return next((why for cell in self.cells if (why := cell.reason or self._impossible(cell))), "")
+
+    def _impossible(self, cell: schema.Cell) -> str:
+        marks = (m for m in cell.audit.get("flags", []) if m.get("flag") == "IMPOSSIBLE")
+        return next((f"impossible: {mark.get('why')}" for mark in marks), "")
 
     def __str__(self) -> str:
         lines = []
@@ -62,7 +67,8 @@ class Outcome:
             if cell.status == "ok":
                 s = cell.stats
                 said = f"{s['median']:.4g} ms (95 %: {s['low']:.4g} to {s['high']:.4g}, {s['n']} samples)"
-                flags = " ".join(flag for flag in cell.flags() if flag != "UNAUDITED")
+                flags = " ".join(flag for flag in cell.flags() if flag != "UNAUDITED" or cell.op != OP)
+                flags = self._impossible(cell) or flags
                 lines.append(f"{cell.pass_:<9}{said} {flags}".rstrip())
             else:
                 lines.append(f"{cell.pass_:<9}{cell.status}: {cell.reason}")
@@ -141,6 +147,34 @@ def problem_of(reference: Reference, arguments: Sequence[Any], seed: int, names:
     return Problem(x, leaves, douts, lambda: reference.expected(x, douts, list(leaves)), constants)
 
 
+def known_case(op: str, case: dict[str, Any] | None, x: Sequence[Any]) -> dict[str, Any]:
+    """`case` with everything filled in, if it is one of `op` and of the arguments."""
+    if op == OP:
+        if case:
+            raise ValueError(f"case={case} says how much work there is once op says of what: op='flash' or 'lightning'")
+        return {}
+    if op not in ("flash", "lightning"):
+        raise ValueError(f"op={op!r}: must be 'flash' or 'lightning', or left out where it is neither")
+    if not case:
+        raise ValueError(f"op={op!r} needs case, the sizes: {{'B': 2, 'H': 4, 'N': 1024, 'D': 64}}")
+    adapter = adapters.of(op)
+    if unknown := set(case) - {*adapter.KEYS, "grad"}:
+        raise ValueError(f"case has {', '.join(map(repr, sorted(unknown)))}; a case says {', '.join(adapter.KEYS)}")
+    tensors = [t for t in x if isinstance(t, Tensor) and t.is_floating_point()]
+    own = {"dtype": str(tensors[0].dtype).removeprefix("torch.")} if tensors else {}
+    filled: dict[str, Any] = adapter.complete(own | case)
+    if (why := adapters.wrong_value(op, filled)) is not None:
+        raise ValueError(f"case: {why}")
+    filled["dtype"] = DTYPES.get(filled["dtype"], filled["dtype"])
+    size = math.prod(adapters.shapes(filled)[0])
+    if all(t.numel() != size for t in tensors):
+        given = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(
+            f"case says that q is {adapters.shapes(filled)[0]}, and no argument has as many numbers: {given}"
+        )
+    return filled
+
+
 def verify_and_time(
     fn: Callable[..., Any], reference: Callable[..., Any], inputs: Inputs, *, name: str = "",
     passes: Sequence[str] = ("forward", "backward", "total"), seconds: float = 1.0,
@@ -152,8 +186,8 @@ def verify_and_time(
     inputs    seed -> the arguments of a call; with a parameter `odd`, also those of an odd shape for the gate. Tensors
               that require grad have their gradients compared; without any, only the forward is measured.
     passes    of forward, backward and total; backward is timed directly, on a graph built outside.
-    case, op  what sets the work ({"B": 4, "H": 32, "N": 1024, "D": 64, "dtype": "bfloat16", ...}) and "lightning" or
-              "flash": with them the times are checked against the hardware's limits, too.
+    case, op  what sets the work ({"B": 4, "H": 32, "N": 1024, "D": 64, ...}) and "lightning" or "flash": with them the
+              times are checked against the hardware's limits, too. Without a dtype it is that of the first tensor.
     """
     seed = secrets.randbits(31) if seed is None else seed
     takes_odd = "odd" in inspect.signature(inputs).parameters
@@ -166,6 +200,7 @@ def verify_and_time(
         names = [f"x{i}" for i in range(len(first))]
     device = next((t.device for t in first if isinstance(t, Tensor)), torch.device("cpu"))
     label = name or getattr(fn, "__name__", "kernel")
+    known = known_case(op, case, first)
 
     plain = Reference(reference)
 
@@ -187,7 +222,7 @@ def verify_and_time(
     machine = Machine.of(device)
     facts = environment.facts(device, machine.nvml, machine.timer)
     run = schema.Run("local", "", "verify_and_time", facts, {})
-    known = dict(case or {}) | ({} if grad else {"grad": False})
+    known |= {} if grad else {"grad": False}
     competitor = Competitor(label, op, function or f"as {getattr(reference, '__name__', 'the reference')}", attend)
     plan = Plan(Line("custom", op, known, (), settings), known, run.run_id, seed, "verify_and_time")
     group = Group(plan, [competitor], machine, problems={op: pair}, smalls=smalls)

@@ -104,6 +104,24 @@ def test_a_dtype_that_is_none_is_refused_by_a_dry_run_too(dtype: str) -> None:
         assert "must be one of bf16, fp16, fp32, fp64" in done.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["run", "quick", "--seconds", "nan"], "--seconds nan: must be a number of seconds"),
+        (["run", "quick", "--seconds", "inf", "--dry-run"], "--seconds inf"),
+        (["run", "quick", "--dry-run", "--base", "HEAD~1"], "neither --resume nor --base"),
+        (["run", "quick", "--dry-run", "--resume", "--out", "x.jsonl"], "neither --resume nor --base"),
+        (["scaling", "--heads", "0"], "--heads"),
+        (["scaling", "--samples", "0"], "--samples"),
+    ],
+)
+def test_options_that_make_no_sense(arguments: list[str], why: str) -> None:
+    done = call("bench", *arguments)
+    assert done.exit_code in (1, 2), done.output
+    assert why in done.output
+    assert "Traceback" not in done.output
+
+
 @pytest.mark.parametrize("arguments", [["bench", "run", "--help"], ["bench", "report", "--help"], ["tune", "--help"]])
 def test_help_does_not_import_torch(arguments: list[str]) -> None:
     code = (

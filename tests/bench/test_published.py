@@ -183,6 +183,24 @@ def test_csv_with_semicolons_microseconds_and_tflops(tmp_path: Path) -> None:
     assert wrong(audit_file(write(tmp_path, head + row.format("", 1041), "d.csv"))) == {"SUSPECT"}
 
 
+def test_times_that_are_none(tmp_path: Path) -> None:
+    """Below 0 or 0 is wrong; a cell without a number is told of."""
+    path = tmp_path / "t.csv"
+    times = ["-1", "0", "nan", "", "OOM", "20"]
+    rows = "".join(f"H100,flash,4,32,8192,64,bf16,yes,{t}\n" for t in times)
+    path.write_text(f"gpu,op,B,H,N,D,dtype,causal,forward_ms\n{rows}")
+    found = published.audit_file(path)
+    assert [f.where for f in found if f.flag == "IMPOSSIBLE"] == ["t.csv:2", "t.csv:3"]
+    (blank,) = (f.why for f in found if f.flag == "UNAUDITED")
+    assert blank == "3 cells of columns of times hold no number: t.csv:4, t.csv:5, t.csv:6"
+
+
+def test_a_column_called_op(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("gpu,op,B,H,N,D,dtype,causal,forward_ms\nH100,flash,4,32,8192,64,bf16,yes,0.1\n")
+    assert [f.flag for f in published.audit_file(path) if f.flag in published.BAD] == ["IMPOSSIBLE"]
+
+
 def test_iterations_per_second_against_the_time(tmp_path: Path) -> None:
     text = "kernel,N,total (ms),throughput\nflash,1024,0.32,{} iter/s\n"
     assert wrong(audit_file(write(tmp_path, text.format(3080.7), "a.csv"))) == set()
@@ -265,6 +283,7 @@ def test_one_clear_error(tmp_path: Path, name: str, data: bytes, words: str) -> 
         ("where = [1]\n", "list of tables"),
         ('[columns]\n"Fwd (ms)" = "quickness"\n', "'quickness', must be one of"),
         ('[options]\nagainst = "x.md"\n', "list of files"),
+        ("[options]\nbanana = 3\n", "unknown option banana; there are time_unit"),
     ],
 )
 def test_bad_maps(tmp_path: Path, text: str, words: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,11 +283,37 @@ def test_a_backend_is_not_the_baseline_of_its_name() -> None:
     assert (ours.name, theirs.name) == ("fulmen sdpa", "sdpa")
 
 
-@pytest.mark.parametrize("more", [{"backends": ("trion",)}, {"baselines": ("nobody",)}, {"shapes": ("N=abc",)}])
-def test_a_wrong_name_leaves_no_file(out: Path, more: dict[str, Any]) -> None:
-    with pytest.raises(BadSuite):
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"backends": ("trion",)}, "trion"),
+        ({"baselines": ("nobody",)}, "no baseline 'nobody'"),
+        ({"shapes": ("N=abc",)}, "N=abc: must be a whole number above 0"),
+        ({"shapes": ("N=0",)}, "N=0: must be a whole number above 0"),
+        ({"shapes": ("B=yes",)}, "B=True: must be a whole number above 0"),
+        ({"shapes": ("causal=banana",)}, "causal=banana: must be yes or no"),
+        ({"shapes": ("grad=0",)}, "grad=0: must be yes or no"),
+        ({"shapes": ("N=128,N=256",)}, "N is given twice; several values are several --shape"),
+        ({"shapes": ("",)}, "must be key=value"),
+        ({"shapes": ("B=1,H=3,H_KV=2",)}, "H=3 is no multiple of H_KV=2"),
+        ({"dtype": "bf17"}, "dtype=bf17: must be one of bf16, fp16, fp32, fp64"),
+        ({"backends": ("none",), "baselines": ("none",)}, "nobody competes"),
+    ],
+)
+def test_what_is_wrong_is_said_and_leaves_no_file(out: Path, more: dict[str, Any], why: str) -> None:
+    with pytest.raises((BadSuite, runner.BadRun), match=re.escape(why)):
         runner.run(Choice(("quick",), **QUICK | more), out)
     assert not out.exists()
+
+
+def test_yes_and_no_in_any_case() -> None:
+    assert cases.shape("causal=False,decay=YES") == {"causal": False, "decay": True}
+
+
+def test_cases_whose_heads_do_not_divide_those_asked_for_are_left_out() -> None:
+    lines = runner.lines_of(Choice(("quick",), shapes=("op=flash,B=1,H=3,N=128",)))
+    assert lines
+    assert all(line.case["H"] == 3 and not line.case.get("H_KV") for line in lines)
 
 
 def test_a_preview_counts_cells_and_seconds() -> None:

@@ -61,6 +61,26 @@ def test_physics_judges_where_the_case_is_said() -> None:
     outcome = verify_and_time(plain, plain, inputs, case=case, op="flash", function="softmax attention", **FAST)
     assert outcome.ok
     assert outcome.cells[0].audit.get("flops", 0) > 0
+    for dtype in ({}, {"dtype": "fp32"}):  # the tensors' own, or by its short name
+        short = verify_and_time(plain, plain, inputs, case=case | dtype, op="flash", passes=("forward",), **FAST)
+        assert short.cells[0].case["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "why"),
+    [
+        ("flsh", {"B": 1}, "op='flsh': must be 'flash' or 'lightning'"),
+        ("flash", None, "op='flash' needs case"),
+        ("custom", {"B": 1}, "once op says of what"),
+        ("flash", {"Q": 2}, "case has 'Q'; a case says B, H"),
+        ("flash", {"B": 1, "H": 2, "N": 32, "D": 16, "dtype": "bf17"}, "dtype=bf17: must be one of bf16"),
+        ("flash", {"B": 1, "H": 2, "N": "32", "D": 16}, "N=32: must be a whole number above 0"),
+        ("flash", {"B": 1, "H": 2, "N": 16384, "D": 16}, r"case says that q is \(1, 2, 16384, 16\), and no argument"),
+    ],
+)
+def test_a_case_that_is_none(op: str, case: dict[str, Any] | None, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        verify_and_time(plain, plain, inputs, case=case, op=op, **FAST)
 
 
 def test_a_leaf_must_be_a_leaf() -> None:

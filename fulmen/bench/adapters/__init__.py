@@ -48,10 +48,29 @@ def backends_of(op: str) -> str:
 
 
 def dtype_of(case: dict[str, Any]) -> torch.dtype:
-    if case["dtype"] not in DTYPES.values():
+    name = DTYPES.get(case["dtype"], case["dtype"])
+    if name not in DTYPES.values():
         raise ValueError(f"dtype={case['dtype']}: must be one of {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, case["dtype"])
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def wrong_value(op: str, case: dict[str, Any]) -> str | None:
+    """What of a case is no value of its kind: sizes are whole numbers above 0, options yes or no."""
+    usual = of(op).KEYS
+    for key, value in case.items():
+        if key == "dtype":
+            if value != "auto" and DTYPES.get(value, value) not in DTYPES.values():
+                return f"dtype={value}: must be one of {', '.join(DTYPES)}"
+        elif key == "grad" or isinstance(usual[key], bool):
+            if not isinstance(value, bool):
+                return f"{key}={value}: must be yes or no"
+        elif isinstance(usual[key], str):
+            if not isinstance(value, str):
+                return f"{key}={value}: must be a name"
+        elif value is not None and (type(value) is not int or (value < 1 and value != usual[key])):
+            return f"{key}={value}: must be a whole number above 0"
+    return None
 
 
 def refusal(op: str, spec: Any, backend: str) -> str | None:
