@@ -6,9 +6,11 @@ travels (LASP-2, with decay): with M_j what rank j's tokens add to the state,
     S_r = sum_{j<r} lambda^(tokens between j and r) M_j      o = local attention + scale lambda^(t+1) q S_r
     G_r = sum_{j>r} lambda^(tokens between r and j) dS_j     dk, dv = local gradients + those of the leaving state
 
-A rank computes M (dS), starts the all-gather, computes all that is local, by any backend, while the states travel, and
-adds what came from others. Every rank knows from `lengths` and `cu_seqlens` which of the ranks' states are of its
-first, or last, sequence and how far away they are; nothing else is communicated.
+A rank computes M (dS) and starts the all-gather. Then it computes all that is local, by any backend, while the states
+travel, and adds what came from others; or, where that addition would take longer than they travel, it waits for them
+and computes everything at once, from a state like any other: see `waits`. Every rank knows from `lengths` and
+`cu_seqlens` which of the ranks' states are of its first, or last, sequence and how far away they are; nothing else is
+communicated.
 """
 
 from __future__ import annotations
@@ -258,6 +260,30 @@ def _leaving(x: Residuals, own: Tensor | None, decay: states.Decay, call: Call) 
     return M
 
 
+TRAVEL = 60e-6  # seconds, about: an all-gather of states between the GPUs of a machine
+BANDWIDTH = 3e12  # bytes a second, about, of a GPU's memory
+
+
+def waits(q: Tensor) -> bool:
+    """Whether to add what came from others (3u of memory traffic forward, 6u backward) takes longer than it travels."""
+    return q.device.type == "cuda" and 3 * q.numel() * q.element_size() > TRAVEL * BANDWIDTH
+
+
+def _states_here(x: Residuals, call: Call) -> tuple[int, ...]:
+    """The shape of the states of the sequences here."""
+    count = x.q.shape[0] if call.sequences is None else len(call.part.own)
+    return count, x.q.shape[1], x.q.shape[3], x.v.shape[3]
+
+
+def _plus(rows: Tensor | None, added: Tensor | None, which: slice, like: tuple[int, ...]) -> Tensor | None:
+    """States, or None for zeros, with `added` to those that are `which`."""
+    if added is None:
+        return rows
+    rows = added.new_zeros(like) if rows is None else rows.clone()
+    rows[which] += added
+    return rows
+
+
 class _Lightning(torch.autograd.Function):
     """See the top of the file. In the backward the state that entered is an initial state like any other."""
 
@@ -268,19 +294,23 @@ class _Lightning(torch.autograd.Function):
         part, decay = call.part, states.Decay.of(slopes, call.slopes, q)
         initial = _of_local(initial_state, part.begins, call)
         travelling = all_gather(WHAT, _leaving(x, initial, decay, call), call.ranks)
+        at_once, here = waits(q), _states_here(x, call)
+        if at_once:
+            every = travelling.wait()[0]
+            initial = _plus(initial, states.combined(every, part.before, decay), call.first, here)
         local = _local(x, initial, call)
         o, left = q.new_empty(*q.shape[:3], v.shape[3]), states.zero_states(0, q, v.shape[3])
         if part.own:
             spec = _spec(local, call, True)
             o, left = dispatch.pick("lightning", spec, call.backend).forward(spec, local)
-        every = travelling.wait()[0]
-        entered = states.combined(every, part.before, decay)
-        if entered is not None:
-            n = part.bounds[1]
-            states.add_entering(o[:, :, :n], x.q[:, :, :n], entered, decay, call.scale)
-            left[call.first] += entered * decay.power(n, entered)
-            initial = torch.zeros_like(left) if initial is None else initial.clone()
-            initial[call.first] += entered
+        if not at_once:
+            every = travelling.wait()[0]
+            entered = states.combined(every, part.before, decay)
+            if entered is not None:
+                n = part.bounds[1]
+                states.add_entering(o[:, :, :n], x.q[:, :, :n], entered, decay, call.scale)
+                left[call.first] += entered * decay.power(n, entered)
+                initial = _plus(initial, entered, call.first, here)
         ctx.call, ctx.shape = call, (call.sequences or x.q.shape[0], *every.shape[2:])
         ctx.has_initial = initial_state is not None
         ctx.set_materialize_grads(False)
@@ -300,6 +330,11 @@ class _Lightning(torch.autograd.Function):
             do = do.contiguous()
         dleft = _of_local(dfinal, part.ends, call)
         travelling = all_gather(WHAT, _entering_gradient(x, do, dleft, decay, call), call.ranks)
+        at_once = waits(q)
+        if at_once:
+            every = travelling.wait()[0]
+            here = _states_here(x, call)
+            dleft = _plus(dleft, states.combined(every, part.behind, decay), call.last, here)
         dq, dk, dv, dinitial = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v), None
         if part.own:
             local = _local(x, initial, call)
@@ -307,8 +342,9 @@ class _Lightning(torch.autograd.Function):
             kernel = dispatch.pick("lightning", spec, call.backend)
             assert kernel.backward is not None, "_check_backend refuses those that have none"
             dq, dk, dv, dinitial = kernel.backward(spec, local, do, None if dleft is None else dleft.contiguous())
-        every = travelling.wait()[0]
-        G = states.combined(every, part.behind, decay)
+        if not at_once:
+            every = travelling.wait()[0]
+        G = None if at_once else states.combined(every, part.behind, decay)
         if G is not None:
             begin, N = part.bounds[-2], x.q.shape[2]
             dk_, dv_, k_, v_ = (t[:, :, begin:] for t in (dk, dv, k, v))

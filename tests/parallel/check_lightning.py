@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fulmen import parallel
-from fulmen.parallel import groups
+from fulmen.parallel import groups, lightning
 from fulmen.parallel.shards import Cut
 from fulmen.testing import lightning as testing
 
@@ -47,7 +47,13 @@ def summed(out):
     return out
 
 
-def values(cut: str = "even", backend: str = "auto", use=("o", "state"), dtype: str = "float32", **options) -> None:
+def values(
+    cut: str = "even", backend: str = "auto", use=("o", "state"), dtype: str = "float32", at_once: bool | None = None,
+    **options,
+) -> None:  # fmt: skip
+    """`at_once`: whether ranks wait for states before they compute; None: as they would."""
+    if at_once is not None:
+        lightning.waits = lambda q: at_once
     x = testing.inputs(**options, dtype=getattr(torch, dtype))
     lengths = cut_for(cut, x.q.shape[2])
     actual = summed(testing.evaluate(across(lengths, backend), x, use))

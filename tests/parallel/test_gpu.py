@@ -7,9 +7,11 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("options", [{"decay": "mixed"}, {"decay": "weak", "lengths": [100, 60, 352]}])
-def test_lightning(on_ranks, options):
-    on_ranks(2, "check_lightning", "values", device="cuda", dtype="bfloat16", H=4, N=512, D=64, **options)
+def test_lightning(on_ranks, options, at_once):
+    more = {"device": "cuda", "dtype": "bfloat16", "at_once": at_once}
+    on_ranks(2, "check_lightning", "values", H=4, N=512, D=64, **more, **options)
 
 
 @pytest.mark.parametrize("shards", ["contiguous", "zigzag"])

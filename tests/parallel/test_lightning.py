@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 CHECKS = "check_lightning"
 RANKS = [2, 4, 8]
@@ -12,6 +13,27 @@ RANKS = [2, 4, 8]
 @pytest.mark.parametrize("cut", ["even", "uneven", "empty", "first"])
 def test_values_and_gradients(on_ranks, size, cut):
     on_ranks(size, CHECKS, "values", cut=cut, B=2, H=5, N=160, D=16, E=24, decay="mixed", initial_state=True)
+
+
+@pytest.mark.parametrize("cut", ["even", "uneven", "empty", "first"])
+@pytest.mark.parametrize("lengths", [None, [3, 100, 41, 16], [80, 0, 80, 0]])
+def test_waiting_for_states_first(on_ranks, cut, lengths):
+    options = {"H": 4, "H_KV": 2, "N": 160, "D": 16, "E": 8, "decay": "mixed", "initial_state": True, "scale": 0.5}
+    on_ranks(4, CHECKS, "values", cut=cut, lengths=lengths, at_once=True, **options)
+
+
+@pytest.mark.parametrize("use", [["o"], ["state"]])
+def test_waiting_for_states_first_without_the_rest(on_ranks, use):
+    on_ranks(4, CHECKS, "values", cut="uneven", at_once=True, H=3, N=96, D=8, decay=None, use=use)
+
+
+def test_who_waits():
+    """Where to add is 3u of a GPU's memory traffic, and that takes longer than states travel."""
+    from fulmen.parallel.lightning import waits
+
+    few, many = (torch.empty(1, 16, N, 64, dtype=torch.bfloat16, device="meta") for N in (8192, 131_072))
+    assert not waits(few)
+    assert not waits(many), "only on a GPU"
 
 
 @pytest.mark.parametrize("size", RANKS)
