@@ -17,26 +17,29 @@ have. So nothing synchronises.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fulmen.boundary import unwatched
+from fulmen.layers.checks import whole
+
 
 class End(NamedTuple):
-    """Up to where a cache's tokens count."""
+    """Up to where a cache's tokens count, and the memory they are in."""
 
     length: int
     lengths: Tensor | None
+    held: tuple[Tensor, ...]
 
 
 class TokenCache:
     """Tensors (B, N, ...) that grow along N together; see the top of the file."""
 
     def __init__(self, max_length: int | None = None) -> None:
-        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
-            raise ValueError(f"max_length={max_length!r}: must be None (the cache grows) or an int of at least 1")
-        self.max_length = max_length
+        self.max_length = None if max_length is None else whole("max_length", max_length)
         self.length = 0
         self.lengths: Tensor | None = None
         self._held: tuple[Tensor, ...] = ()
@@ -47,24 +50,25 @@ class TokenCache:
         return self._held[0].shape[1] if self._held else 0
 
     def reset(self) -> None:
-        """Forgets every token; memory of a preallocated cache is kept."""
+        """Forgets every token; memory of a preallocated cache is kept, for a batch of the same kind."""
         self.length, self.lengths = 0, None
         if self.max_length is None:
             self._held = ()
 
     def crop(self, length: int) -> None:
         """Keeps the first `length` tokens of each row; if negative, drops that many of each row's last ones."""
+        length = whole("length", length, low=None)
         if not -self.length <= length <= self.length:
             raise ValueError(f"length={length}: the cache has {self.length} tokens")
-        if self.lengths is not None:
-            kept = self.lengths + length if length < 0 else self.lengths.clamp(max=length)
-            self.lengths = kept.clamp(min=0)
-        self.length = self.length + length if length < 0 else length
+        lengths = self.lengths
+        if lengths is not None:
+            lengths = (lengths + length if length < 0 else lengths.clamp(max=length)).clamp(min=0)
+        self.advance(End(self.length + length if length < 0 else length, lengths, self._held))
 
-    def reorder(self, indices: Tensor) -> None:
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Row i becomes what row indices[i] was, as beam search asks; there may be more or fewer rows than before."""
-        _check_indices(indices)
-        if not self._held:
+        indices = _checked_indices(indices, self._held[0] if self.length else None)
+        if not self.length:
             return
         with _not_inference():
             moved = tuple(t[:, : self.length].index_select(0, indices) for t in self._held)
@@ -80,7 +84,9 @@ class TokenCache:
 
     def advance(self, end: End) -> None:
         """The tokens last offered are in the cache now."""
-        self.length, self.lengths = end
+        self.length, self.lengths, self._held = end
+        if not self.length:
+            self.lengths = None  # no row has any
 
     def _offer(self, new: tuple[Tensor, ...], counts: Tensor | None) -> tuple[tuple[Tensor, ...], End]:
         """Writes new (B, N, ...) after the cache's tokens, where nobody looks before `advance` is called with the end.
@@ -89,18 +95,19 @@ class TokenCache:
         """
         N = new[0].shape[1]
         end = self.length + N
-        self._check(new, end)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*new, *self._held)):
-            self._held = self._concatenated(new)
+        held = self._memory(new, end)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*new, *held)):
+            held = self._concatenated(held, new)
         else:
-            if end > self.capacity or not self._held:
-                self._grow(new, end)
-            self._write(new)
+            if not held or end > held[0].shape[1]:
+                held = self._grown(held, new, end)
+            self._write(held, new)
         if counts is None and self.lengths is None:
-            return tuple(t[:, :end] for t in self._held), End(end, None)
-        return self._held, End(end, _counted_on(self.length, self.lengths, N, counts))
+            return tuple(t[:, :end] for t in held), End(end, None, held)
+        return held, End(end, _counted_on(self.length, self.lengths, N, counts), held)
 
-    def _check(self, new: tuple[Tensor, ...], end: int) -> None:
+    def _memory(self, new: tuple[Tensor, ...], end: int) -> tuple[Tensor, ...]:
+        """What new tokens go into, with the tokens there are; a cache without any lets go of what does not fit."""
         if self.max_length is not None:
             if end > self.max_length:
                 raise ValueError(
@@ -113,38 +120,45 @@ class TokenCache:
                     "torch.no_grad() or torch.inference_mode(), or let the cache grow (max_length=None)"
                 )
         for held, t in zip(self._held, new, strict=False):
-            if held.shape[:1] + held.shape[2:] != t.shape[:1] + t.shape[2:]:
+            same_rows = held.shape[:1] + held.shape[2:] == t.shape[:1] + t.shape[2:]
+            if same_rows and held.dtype == t.dtype and held.device == t.device:
+                continue
+            if not self.length:
+                return ()
+            if not same_rows:
                 raise ValueError(
                     f"the cache holds {_brief(held)} and is given {_brief(t)}: same batch and heads are needed; "
                     "call reset() before another batch"
                 )
-            if held.dtype != t.dtype or held.device != t.device:
-                raise ValueError(f"the cache holds {held.dtype} on {held.device} and is given {t.dtype} on {t.device}")
+            raise ValueError(
+                f"the cache holds {held.dtype} on {held.device} and is given {t.dtype} on {t.device}; call reset() "
+                "before another batch"
+            )
+        return self._held
 
-    def _grow(self, new: tuple[Tensor, ...], end: int) -> None:
-        size = self.max_length or max(end, 2 * self.capacity)
+    def _grown(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...], end: int) -> tuple[Tensor, ...]:
+        size = self.max_length or max(end, 2 * held[0].shape[1] if held else 0)
         with _not_inference():
-            old = [t[:, : self.length] for t in self._held or (t[:, :0] for t in new)]
-            self._held = tuple(_room(t.detach(), size) for t in old)
+            return tuple(_room(t[:, : self.length].detach(), size) for t in held or [t[:, :0] for t in new])
 
-    def _write(self, new: tuple[Tensor, ...]) -> None:
+    def _write(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
         N = new[0].shape[1]
         if self.lengths is None:
-            for held, t in zip(self._held, new, strict=True):
-                held[:, self.length : self.length + N] = t
+            for t, more in zip(held, new, strict=True):
+                t[:, self.length : self.length + N] = more
             return
         rows, columns = self._places(N)
-        for held, t in zip(self._held, new, strict=True):
-            held[rows, columns] = t
+        for t, more in zip(held, new, strict=True):
+            t[rows, columns] = more
 
-    def _concatenated(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _concatenated(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The same, not in place."""
         N = new[0].shape[1]
-        old = [t[:, : self.length] for t in self._held or (t[:, :0] for t in new)]
-        whole = tuple(torch.cat([a, b], 1) for a, b in zip(old, new, strict=True))
+        old = [t[:, : self.length] for t in held or [t[:, :0] for t in new]]
+        joined = tuple(torch.cat([a, b], 1) for a, b in zip(old, new, strict=True))
         if self.lengths is None:
-            return whole
-        return tuple(a.index_put(self._places(N), b) for a, b in zip(whole, new, strict=True))
+            return joined
+        return tuple(a.index_put(self._places(N), b) for a, b in zip(joined, new, strict=True))
 
     def _places(self, N: int) -> tuple[Tensor, Tensor]:
         assert self.lengths is not None
@@ -203,16 +217,16 @@ class StateCache:
     def reset(self) -> None:
         self.state, self.length, self.lengths = None, 0, None
 
-    def reorder(self, indices: Tensor) -> None:
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Row i becomes what row indices[i] was."""
-        _check_indices(indices)
+        indices = _checked_indices(indices, self.state)
         if self.state is not None:
             self.state = self.state.index_select(0, indices)
         if self.lengths is not None:
             self.lengths = self.lengths.index_select(0, indices)
 
     def crop(self, length: int) -> None:
-        if length == self.length:
+        if whole("length", length, low=None) == self.length:
             return
         raise NotImplementedError(
             f"crop({length}): a state is a decayed sum over all {self.length} tokens, of which none can be taken out; "
@@ -228,9 +242,24 @@ def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | No
     return counts + length
 
 
-def _check_indices(indices: Tensor) -> None:
+def _checked_indices(indices: Tensor | Sequence[int], held: Tensor | None) -> Tensor:
+    """Where `held` is, if anything; whether it has those rows is looked at on the CPU only."""
+    if isinstance(indices, list | tuple):
+        numbers = [whole(f"indices[{i}]", index, low=None) for i, index in enumerate(indices)]
+        indices = torch.tensor(numbers, dtype=torch.int64, device=None if held is None else held.device)
+    if not isinstance(indices, Tensor):
+        raise ValueError(f"indices is a {type(indices).__name__}, must be a tensor or a list of ints")
     if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"indices is {indices.dtype} {tuple(indices.shape)}, must be int64 or int32 (rows,)")
+    if held is None:
+        return indices
+    if indices.device != held.device:
+        raise ValueError(f"indices is on {indices.device}, must be on {held.device}, where the cache is")
+    if indices.device.type == "cpu" and unwatched(indices) and indices.numel():
+        low, high = (int(x) for x in torch.aminmax(indices))
+        if low < 0 or high >= held.shape[0]:
+            raise ValueError(f"indices are {low} to {high}: the cache has rows 0 to {held.shape[0] - 1}")
+    return indices
 
 
 def _room(x: Tensor, size: int) -> Tensor:

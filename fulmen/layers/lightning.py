@@ -245,12 +245,15 @@ class LightningAttention(weights.Whole):
             q, k = (apply_rotary(t, cos, sin, self.rope.interleaved) for t in (q, k))
         if self.qk_norm == "after":
             q, k = self._normed(q, k)
-        o = self._attend(q, k, v, cache, padding, cu_seqlens).transpose(1, 2).flatten(2)
+        o, state = self._attend(q, k, v, cache, padding, cu_seqlens)
+        o = o.transpose(1, 2).flatten(2)
         if self.norm is not None:
             o = self.norm(o)
         if self.output_gate is not None:
             o = o * torch.sigmoid(self.output_gate(x))
         y = self.out_proj(o)
+        if cache is not None and state is not None:
+            cache.update(state, x.shape[1], None if padding is None else padding.counts)
         return y if padding is None else padding.back(y)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,10 +279,10 @@ class LightningAttention(weights.Whole):
         cache: StateCache | None,
         padding: Padding | None,
         cu_seqlens: Tensor | None,
-    ) -> Tensor:
-        """o (B, H, N, E); the cache goes on."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """o (B, H, N, E) and, with a cache, the state it is to hold."""
         if self.cp is not None:
-            return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, cu_seqlens)
+            return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, cu_seqlens), None
         options: dict[str, Any] = {"scale": self.scale, "backend": self.backend}
         state = None if cache is None else cache.state
         B, N = q.shape[0], q.shape[2]
@@ -290,22 +293,19 @@ class LightningAttention(weights.Whole):
             )
         if padding is None:
             if cache is None:
-                return lightning_attention(q, k, v, self.decay, cu_seqlens=cu_seqlens, **options)
-            o, state = lightning_attention_with_state(q, k, v, self.decay, initial_state=state, **options)
-            cache.update(state, N)
-            return o
+                return lightning_attention(q, k, v, self.decay, cu_seqlens=cu_seqlens, **options), None
+            return lightning_attention_with_state(q, k, v, self.decay, initial_state=state, **options)
         # Each row is two packed sequences, its tokens and its padding, and the state of the first is the row's.
         row = torch.arange(B, device=q.device) * N
         ends = torch.stack([row + padding.counts, row + N], 1).flatten()
         options["cu_seqlens"] = nn.functional.pad(ends, (1, 0)).to(torch.int32)
         q, k, v = one_row(q), one_row(k), one_row(v)
         if cache is None:
-            return many_rows(lightning_attention(q, k, v, self.decay, **options), B, N)
+            return many_rows(lightning_attention(q, k, v, self.decay, **options), B, N), None
         if state is not None:
             options["initial_state"] = torch.stack([state, torch.zeros_like(state)], 1).flatten(0, 1)
         o, states = lightning_attention_with_state(q, k, v, self.decay, **options)
-        cache.update(states.unflatten(0, (B, 2))[:, 0].contiguous(), N, padding.counts)
-        return many_rows(o, B, N)
+        return many_rows(o, B, N), states.unflatten(0, (B, 2))[:, 0].contiguous()
 
     # ------------------------------------------------------------------------------- weights and ranks
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
 
-from fulmen.layers import GroupedQueryAttention, KVCache, LatentCache, StateCache
+from fulmen.layers import (
+    GroupedQueryAttention,
+    KVCache,
+    LatentCache,
+    LightningAttention,
+    MultiHeadLatentAttention,
+    StateCache,
+)
 
 EXACT = {"atol": 1e-10, "rtol": 0}
 OPTIONS = {
@@ -122,16 +130,74 @@ def test_crop_of_rows_of_different_lengths():
             torch.testing.assert_close(y[b], f(row)[0, k:], **EXACT, msg=f"row {b} of {n}, cropped by {crop}")
 
 
+def latent() -> MultiHeadLatentAttention:
+    sizes = {"kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "value_dim": 10}
+    return MultiHeadLatentAttention(24, 4, dtype=torch.float64, **sizes)
+
+
+CACHED = {
+    "grouped, growing": (lambda: layer(rope={}), KVCache),
+    "grouped, preallocated": (lambda: layer(rope={}), lambda: KVCache(20)),
+    "latent, growing": (latent, LatentCache),
+    "latent, preallocated": (latent, lambda: LatentCache(20)),
+    "lightning": (lambda: LightningAttention(24, 4, preset="ring", head_dim=8, dtype=torch.float64), StateCache),
+}
+EMPTIED = {"reset": lambda cache: cache.reset(), "crop(0)": lambda cache: cache.crop(0)}
+
+
+@pytest.mark.parametrize("empty", EMPTIED)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", CACHED)
 @torch.no_grad()
-def test_reset_starts_again_with_another_batch():
-    f = layer(rope={})
-    for max_length in KINDS.values():
-        cache = KVCache(max_length)
-        f(tokens(2, 6), cache=cache, mask=make_mask([3, 6], "left"))
-        cache.reset()
+def test_an_emptied_cache_takes_another_batch(kind, padded, empty):
+    make, new = CACHED[kind]
+    if kind == "lightning" and empty != "reset":
+        pytest.skip("a state cannot be cropped")
+    f, cache = make(), new()
+    mask = make_mask([3, 6], "left") if padded else None
+    for B, dtype in ((2, torch.float64), (1, torch.float64), (3, torch.float64), (3, torch.float32)):
+        f(tokens(2, 6), cache=cache, mask=mask)
+        EMPTIED[empty](cache)
         assert (cache.length, cache.lengths) == (0, None)
-        x = tokens(2, 4)
-        torch.testing.assert_close(f(x, cache=cache), f(x), **EXACT)
+        x, other = tokens(B, 4).to(dtype), copy.deepcopy(f).to(dtype)
+        y = torch.cat([other(part, cache=cache) for part in x.split([3, 1], 1)], 1)
+        torch.testing.assert_close(y, other(x), atol=1e-10 if dtype == torch.float64 else 1e-5, rtol=0)
+        assert cache.length == 4
+        EMPTIED[empty](cache)
+
+
+def fail(*arguments) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("tokens_before", [0, 10])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", CACHED)
+def test_a_call_that_fails_at_its_end_leaves_the_cache_as_it_was(kind, padded, tokens_before, grad):
+    if grad and "preallocated" in kind:
+        pytest.skip("refuses gradients")
+    make, new = CACHED[kind]
+    f, cache, other = make(), new(), new()
+    last = f.out_proj if kind == "lightning" else f.o_proj
+    mask, prompt = make_mask([5, 10], "left") if padded else None, tokens(2, 10)
+    with torch.set_grad_enabled(grad):
+        for each in (cache, other) if tokens_before else ():
+            f(prompt, cache=each, mask=mask)
+        hook = last.register_forward_pre_hook(fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                f(tokens(2, 1), cache=cache)
+        hook.remove()
+        assert facts(cache) == facts(other)
+        x = tokens(2 if tokens_before else 3, 2)
+        torch.testing.assert_close(f(x, cache=cache), f(x, cache=other), **EXACT)
+
+
+def facts(cache) -> tuple:
+    rows = None if cache.lengths is None else cache.lengths.tolist()
+    state = getattr(cache, "state", None)
+    return cache.length, rows, getattr(cache, "capacity", None), None if state is None else state.tolist()
 
 
 @torch.no_grad()
