@@ -196,6 +196,14 @@ def leftover(_) -> int:
     return run(sys.executable, "dev/lightning_leftover.py", into=OUT / "lightning_leftover.txt", show=8, limit=60)
 
 
+def short(_) -> int:
+    return run(sys.executable, "dev/flash_short.py", into=OUT / "flash_short.txt", show=20, limit=120)
+
+
+def saved(_) -> int:
+    return run(sys.executable, "dev/lightning_saved.py", into=OUT / "lightning_saved.txt", show=60, limit=60)
+
+
 def mla(_) -> int:
     return run(sys.executable, "tools/measure_layers.py", "--only", "mla", "--out", OUT / "layers-parts-mla.jsonl", limit=90)
 
@@ -219,6 +227,8 @@ STAGES = {  # what, and about how many seconds on an H200
     "parallel": (parallel, "the kernels that ranks call: right, and how fast", 40),
     "bars": (bars, "lightning attention at the shapes of its bars", 50),
     "leftover": (leftover, "lightning attention of heads that fill the SMs once and a bit", 20),
+    "short": (short, "tiles for short calls with a cold L2", 60),
+    "saved": (saved, "how often lightning attention saves a state", 20),
     "mla": (mla, "what latent attention's layer costs beyond its parts", 35),
     "sanitize": (sanitize, "memcheck of our CUDA kernels", 90),
     "tests": (tests, "all GPU tests", 220),
