@@ -73,18 +73,20 @@ def check_scale(scale: float) -> float:
     return float(scale)
 
 
-def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
-    """`offsets` of packed sequences, by shape; their values are `check_offset_values`' matter."""
+def check_offsets(name: str, offsets: Tensor, x: Tensor, of: str = "q", along: int = 2) -> None:
+    """`offsets` of sequences packed along a dimension of x, the argument called `of`: all but their values, which are
+    `check_offset_values`' matter."""
+    N = x.shape[along]
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name} has shape {tuple(offsets.shape)}, must be (sequences + 1,)")
-    if offsets.shape[0] == 1 and q.shape[2] > 0:
-        raise ValueError(f"{name} has shape (1,), so there is no sequence, but N={q.shape[2]}: it must end at N")
+    if offsets.shape[0] == 1 and N > 0:
+        raise ValueError(f"{name} has shape (1,), so there is no sequence, but N={N}: it must end at N")
     if offsets.dtype != torch.int32:
         raise ValueError(f"{name} is {offsets.dtype}, must be int32")
-    if offsets.device != q.device:
-        raise ValueError(f"{name} is on {offsets.device}, must be on q's {q.device}")
-    if q.shape[0] != 1:
-        raise ValueError(f"{name} packs sequences along N, so B must be 1; got q {tuple(q.shape)}")
+    if offsets.device != x.device:
+        raise ValueError(f"{name} is on {offsets.device}, must be on {of}'s {x.device}")
+    if x.shape[0] != 1:
+        raise ValueError(f"{name} packs sequences along N, so B must be 1; got {of} {tuple(x.shape)}")
 
 
 def check_offset_values(name: str, offsets: Tensor | None, N: int) -> None:

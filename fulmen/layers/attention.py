@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from fulmen.boundary import check_scale
 from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec
 from fulmen.layers import calls, parallel_plan, weights
 from fulmen.layers import dropout as dropping
 from fulmen.layers.cache import KVCache
-from fulmen.layers.calls import check_backend, check_heads, check_size
+from fulmen.layers.calls import check_backend, check_heads
+from fulmen.layers.checks import choice, factory, flag, number, whole
 from fulmen.layers.projections import project
 from fulmen.layers.ranks import RMSNorm
 from fulmen.layers.rotary import Rotary, apply_rotary
@@ -101,34 +103,34 @@ class GroupedQueryAttention(weights.Whole):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        head_dim = _checked_head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
-        if qk_norm not in (None, "before", "after"):
-            raise ValueError(f"qk_norm={qk_norm!r}: must be None, 'before' or 'after' (RoPE)")
-        if fused_qkv and context_dim not in (None, embed_dim):
+        embed_dim, num_heads, num_kv_heads = check_heads(embed_dim, num_heads, num_kv_heads)
+        head_dim = _checked_head_dim(embed_dim, num_heads, head_dim)
+        context_dim = embed_dim if context_dim is None else whole("context_dim", context_dim)
+        if flag("fused_qkv", fused_qkv) and context_dim != embed_dim:
             raise ValueError(f"context_dim={context_dim} with fused_qkv: one product makes q, k and v of the same x")
         dropping.refuse(backend, dropout)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim, self.qk_norm, self.dropout = head_dim, qk_norm, float(dropout)
-        self.context_dim = embed_dim if context_dim is None else context_dim
+        self.head_dim, self.context_dim, self.dropout = head_dim, context_dim, float(dropout)
+        self.qk_norm = choice("qk_norm", qk_norm, None, "before", "after")
         self.rope = calls.rotary(rope, head_dim)
         factor = 1.0 if self.rope is None else self.rope.softmax_factor
-        scale = (head_dim**-0.5 if scale is None else scale) * factor
-        self.options = dropping.Options(causal, window, softcap, scale, backend)
-        _check_options(self, dtype)
+        scale = (head_dim**-0.5 if scale is None else check_scale(scale)) * factor
+        self.options = dropping.Options(flag("causal", causal), window, softcap, scale, check_backend("flash", backend))
+        _check_options(self)
+        bias, norm_eps, kind = flag("bias", bias), number("norm_eps", norm_eps, zero=True), factory(device, dtype)
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if fused_qkv:
-            self.qkv_proj = nn.Linear(embed_dim, q_size + 2 * kv_size, bias, **factory)
+            self.qkv_proj = nn.Linear(embed_dim, q_size + 2 * kv_size, bias, **kind)
             weights.save_separately(self)
         else:
-            self.q_proj = nn.Linear(embed_dim, q_size, bias, **factory)
-            self.k_proj = nn.Linear(self.context_dim, kv_size, bias, **factory)
-            self.v_proj = nn.Linear(self.context_dim, kv_size, bias, **factory)
+            self.q_proj = nn.Linear(embed_dim, q_size, bias, **kind)
+            self.k_proj = nn.Linear(self.context_dim, kv_size, bias, **kind)
+            self.v_proj = nn.Linear(self.context_dim, kv_size, bias, **kind)
         self.fused_qkv = fused_qkv
-        self.o_proj = nn.Linear(q_size, embed_dim, bias, **factory)
-        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **factory)
-        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **factory)
-        self.sinks = nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
+        self.o_proj = nn.Linear(q_size, embed_dim, bias, **kind)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **kind)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **kind)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **kind)) if flag("sinks", sinks) else None
         if self.rope is not None:
             self.rope._frequencies_on(self.o_proj.weight.device)
 
@@ -231,7 +233,7 @@ class GroupedQueryAttention(weights.Whole):
         if cu_seqlens is not None or context_cu_seqlens is not None:
             if cu_seqlens is None or context_cu_seqlens is None or context_mask is not None:
                 raise ValueError("packed cross-attention needs cu_seqlens and context_cu_seqlens, and no context_mask")
-            calls.check_packed("context_cu_seqlens", context_cu_seqlens, context)
+            calls.check_packed("context_cu_seqlens", context_cu_seqlens, "context", context)
             return context, Rows(None, None, cu_seqlens, context_cu_seqlens)
         if context_mask is None and padding is None:
             return context, None
@@ -381,10 +383,9 @@ def _same_heads(cls: type, num_heads: int, num_kv_heads: int) -> int:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
-    check_heads(embed_dim, num_heads, num_kv_heads)
+def _checked_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
     if head_dim is not None:
-        return check_size("head_dim", head_dim, MAX_HEAD_DIM)
+        return whole("head_dim", head_dim, 1, MAX_HEAD_DIM)
     if embed_dim % num_heads:
         raise ValueError(
             f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}: change one, or give head_dim"
@@ -392,12 +393,9 @@ def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_di
     return embed_dim // num_heads
 
 
-def _check_options(layer: GroupedQueryAttention, dtype: torch.dtype | None) -> None:
+def _check_options(layer: GroupedQueryAttention) -> None:
     """What `flash_attention` would say of any call of the layer, said now."""
     o = layer.options
-    if o.causal not in (False, True):
-        raise ValueError(f"causal={o.causal!r}: must be False or True; a layer's queries stand at the last keys")
-    check_backend("flash", o.backend)
     heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    q, k, v = (torch.empty(1, h, 1, layer.head_dim, dtype=dtype, device="meta") for h in heads)
+    q, k, v = (torch.empty(1, h, 1, layer.head_dim, device="meta") for h in heads)
     checked_spec(q, k, v, causal=o.causal, window=o.window, softcap=o.softcap, scale=o.scale)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fulmen import dispatch
-from fulmen.boundary import check_offset_values, check_offsets, unwatched
+from fulmen.boundary import check_offset_values, check_offsets, require_tensors, unwatched
 from fulmen.flash.op import flash_attention
 from fulmen.layers import dropout as dropping
 from fulmen.layers import weights
 from fulmen.layers.cache import StateCache, TokenCache
+from fulmen.layers.checks import whole
 from fulmen.layers.ranks import local
 from fulmen.layers.rotary import Rotary
 from fulmen.layers.rows import Padding, Rows, check_mask, many_rows, one_row, packed_positions
@@ -26,23 +27,21 @@ USUAL_N = 4096  # the call whose backend `extra_repr` tells
 # -------------------------------------------------------------------------------------------- construction
 
 
-def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int | None = None) -> None:
-    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: must be an int of at least 1")
-    if num_kv_heads is not None and num_heads % num_kv_heads:
+def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
+    embed_dim, num_heads = whole("embed_dim", embed_dim), whole("num_heads", num_heads)
+    num_kv_heads = whole("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-
-
-def check_size(name: str, value: int, limit: int | None = None) -> int:
-    if not isinstance(value, int) or value < 1 or (limit is not None and value > limit):
-        raise ValueError(f"{name}={value!r}: must be an int from 1" + ("" if limit is None else f" to {limit}"))
-    return value
+    return embed_dim, num_heads, num_kv_heads
 
 
 def check_backend(op: str, backend: str) -> str:
-    if backend != "auto" and backend not in (known := sorted(dispatch.kernels(op))):
-        raise ValueError(f"backend={backend!r}: {op} has {', '.join(known)}, or 'auto'")
+    known = dispatch.kernels(op)
+    missing = dispatch._missing[op]
+    if backend != "auto" and backend not in (names := sorted({*known, *missing})):
+        raise ValueError(f"backend={backend!r}: {op} has {', '.join(names)}, or 'auto'")
+    if backend in missing:
+        raise NotImplementedError(f"backend={backend!r} {missing[backend]}")
     return backend
 
 
@@ -89,6 +88,7 @@ def check_call(
     B, N = x.shape[:2]
     if cp is not None:
         cp.refuse(x, mask, cache, cu_seqlens)
+        require_tensors({}, {"cu_seqlens": cu_seqlens})
     if mask is not None:
         check_mask(mask, x)
     if cu_seqlens is not None and cp is None:
@@ -96,7 +96,7 @@ def check_call(
             raise ValueError("mask and cu_seqlens are given together: packed sequences have no padding")
         if cache is not None:
             raise ValueError("cache and cu_seqlens are given together: a cache goes on with the rows of a batch")
-        check_packed("cu_seqlens", cu_seqlens, x)
+        check_packed("cu_seqlens", cu_seqlens, "x", x)
     if cache is not None:
         if not isinstance(cache, kind):
             raise ValueError(f"cache is a {type(cache).__name__}, must be a {kind.__name__}")
@@ -133,8 +133,9 @@ def check_tokens(name: str, x: Tensor, size: int, what: str) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, must be (B, N, {what}) with {what}={size}")
 
 
-def check_packed(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
-    check_offsets(name, cu_seqlens, x)
+def check_packed(name: str, cu_seqlens: Tensor, of: str, x: Tensor) -> None:
+    require_tensors({name: cu_seqlens}, {})
+    check_offsets(name, cu_seqlens, x, of, along=1)
     if unwatched(cu_seqlens):
         check_offset_values(name, cu_seqlens, x.shape[1])
 

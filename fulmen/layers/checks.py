@@ -32,7 +32,7 @@ def whole(name: str, value: Any, low: int | None = 1, high: int | None = None) -
 
 def number(name: str, value: Any, zero: bool = False) -> float:
     """A positive finite number, or 0 where `zero` allows it."""
-    found = float(value) if isinstance(value, numbers.Real) and type(value) is not bool else math.nan
+    found = float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else math.nan
     if not (0 < found < math.inf or (zero and found == 0)):
         raise ValueError(f"{name}={value!r}: must be {'0 or ' if zero else ''}a positive finite number")
     return found

@@ -41,7 +41,6 @@ from fulmen.layers.calls import (
     check_call,
     check_heads,
     check_kind,
-    check_size,
     counts_of,
     loaded,
     rotary,
@@ -49,6 +48,7 @@ from fulmen.layers.calls import (
     sinks_of,
     tokens_first,
 )
+from fulmen.layers.checks import choice, factory, flag, number, whole
 from fulmen.layers.projections import plain, project
 from fulmen.layers.ranks import (
     Heads,
@@ -60,7 +60,7 @@ from fulmen.layers.ranks import (
     replace_parameters,
     summed_gradient,
 )
-from fulmen.layers.rotary import Rotary, apply_rotary, config_value, fused, kernels_for
+from fulmen.layers.rotary import Rotary, apply_rotary, config_size, config_value, fused, kernels_for
 from fulmen.layers.rows import Rows
 
 if TYPE_CHECKING:
@@ -113,20 +113,15 @@ class MultiHeadLatentAttention(weights.Whole):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_heads(embed_dim, num_heads)
-        sizes = {"kv_rank": kv_rank, "nope_dim": nope_dim, "rope_dim": rope_dim}
-        for name, size in sizes.items() if q_rank is None else (sizes | {"q_rank": q_rank}).items():
-            check_size(name, size)
-        check_size("nope_dim + rope_dim", nope_dim + rope_dim, MAX_HEAD_DIM)
-        check_size("value_dim", value_dim, MAX_HEAD_DIM)
-        if absorb not in (True, False, "auto"):
-            raise ValueError(f"absorb={absorb!r}: must be True, False or 'auto'")
-        if absorb is True and dropout:
+        embed_dim, num_heads, _ = check_heads(embed_dim, num_heads, num_heads)
+        q_rank, kv_rank = None if q_rank is None else whole("q_rank", q_rank), whole("kv_rank", kv_rank)
+        nope_dim, rope_dim = whole("nope_dim", nope_dim), whole("rope_dim", rope_dim)
+        whole("nope_dim + rope_dim", nope_dim + rope_dim, 1, MAX_HEAD_DIM)
+        value_dim = whole("value_dim", value_dim, 1, MAX_HEAD_DIM)
+        if choice("absorb", absorb, True, False, "auto") is True and dropout:
             raise ValueError(
                 f"dropout={dropout} with absorb=True: the absorbed way drops no weights; use 'auto' or False"
             )
-        if causal not in (True, False):
-            raise ValueError(f"causal={causal!r}: must be False or True; a layer's queries stand at the last keys")
         dropping.refuse(check_backend("flash", backend), dropout)
         self.embed_dim, self.num_heads, self.q_rank, self.kv_rank = embed_dim, num_heads, q_rank, kv_rank
         self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
@@ -136,11 +131,12 @@ class MultiHeadLatentAttention(weights.Whole):
             raise ValueError(f"rope turns dim={turn and turn.dim} elements, must be rope_dim={rope_dim}")
         self.rope = turn
         scale = (nope_dim + rope_dim) ** -0.5 * self.rope.softmax_factor
-        self.options = dropping.Options(causal, window, softcap, scale, backend)
+        self.options = dropping.Options(flag("causal", causal), window, softcap, scale, backend)
         like = torch.empty(1, 1, 1, nope_dim + rope_dim, device="meta")
         checked_spec(like, like, like, causal=causal, window=window, softcap=softcap, scale=scale)
-        self._build(bias, norm_eps, {"device": device, "dtype": dtype})
-        self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None
+        kind = factory(device, dtype)
+        self._build(flag("bias", bias), number("norm_eps", norm_eps, zero=True), kind)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **kind)) if flag("sinks", sinks) else None
         self.rope._frequencies_on(self.o_proj.weight.device)
 
     def _build(self, bias: bool, eps: float, factory: dict[str, Any]) -> None:
@@ -326,17 +322,17 @@ class MultiHeadLatentAttention(weights.Whole):
                 own names (wq_a, wkv_b, ...) are known, too.
         """
         tensors = {_our_name(n): x for n, x in weights.tensors_of(module_or_state_dict, prefix).items()}
-        rope_dim = config_value(config, "qk_rope_head_dim")
+        rope_dim = config_size(config, "qk_rope_head_dim")
         interleaved = bool(config_value(config, "rope_interleave", True))
         make = functools.partial(
             cls,
-            config_value(config, "hidden_size"),
-            config_value(config, "num_attention_heads"),
+            config_size(config, "hidden_size"),
+            config_size(config, "num_attention_heads"),
             q_rank=config_value(config, "q_lora_rank", None),
-            kv_rank=config_value(config, "kv_lora_rank"),
-            nope_dim=config_value(config, "qk_nope_head_dim"),
+            kv_rank=config_size(config, "kv_lora_rank"),
+            nope_dim=config_size(config, "qk_nope_head_dim"),
             rope_dim=rope_dim,
-            value_dim=config_value(config, "v_head_dim"),
+            value_dim=config_size(config, "v_head_dim"),
             rope=Rotary.from_config(config, rope_dim, interleaved=interleaved),
             bias=bool(config_value(config, "attention_bias", False)),
             dropout=config_value(config, "attention_dropout", 0.0) or 0.0,

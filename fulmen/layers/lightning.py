@@ -35,14 +35,14 @@ from fulmen.layers.calls import (
     check_call,
     check_heads,
     check_kind,
-    check_size,
     loaded,
     rotary,
     rotations,
     tokens_first,
 )
+from fulmen.layers.checks import choice, factory, flag, number, whole
 from fulmen.layers.ranks import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm, check_shares
-from fulmen.layers.rotary import Rotary, apply_rotary, config_value
+from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value
 from fulmen.layers.rows import Padding, many_rows, one_row
 from fulmen.lightning.op import MAX_HEAD_DIM, LightningSpec, lightning_attention, lightning_attention_with_state
 
@@ -123,45 +123,43 @@ class LightningAttention(weights.Whole):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if preset not in PRESETS:
-            raise ValueError(f"preset={preset!r}: must be one of {', '.join(map(repr, PRESETS))}")
+        choice("preset", preset, *PRESETS)
         given: Any = (activation, scale, qk_norm, rope, output_norm, gate, decay)
         usual = zip(given, PRESETS[preset], strict=True)
         taken: Any = (p if isinstance(x, str) and x == AS_PRESET else x for x, p in usual)
         chosen = Choices(*taken)
-        check_heads(embed_dim, num_heads, num_kv_heads)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        embed_dim, num_heads, kv_heads = check_heads(embed_dim, num_heads, kv_heads)
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide embed_dim={embed_dim}, or head_dim must be given")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads or num_heads
-        self.head_dim = check_size("head_dim", embed_dim // num_heads if head_dim is None else head_dim, MAX_HEAD_DIM)
-        self.value_dim = check_size("value_dim", self.head_dim if value_dim is None else value_dim, MAX_HEAD_DIM)
-        self.layer, self.num_layers, self.preset = layer, num_layers, preset
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = whole("head_dim", embed_dim // num_heads if head_dim is None else head_dim, 1, MAX_HEAD_DIM)
+        self.value_dim = whole("value_dim", self.head_dim if value_dim is None else value_dim, 1, MAX_HEAD_DIM)
+        self.layer, self.num_layers, self.preset = whole("layer", layer, 0), whole("num_layers", num_layers), preset
         self.backend = check_backend("lightning", backend)
-        self.activation = chosen.activation
-        if self.activation is not None and self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r}: must be None or one of {', '.join(ACTIVATIONS)}")
+        self.activation = choice("activation", chosen.activation, None, *ACTIVATIONS)
         self.scale = self.head_dim**-0.5 if chosen.scale is None else check_scale(chosen.scale)
-        self._build(chosen, bias, norm_eps, {"device": device, "dtype": dtype})
+        self._build(chosen, flag("bias", bias), number("norm_eps", norm_eps, zero=True), factory(device, dtype))
         self._slopes = self._numbers(chosen.decay)
         self.register_buffer("decay", self._decay(device), persistent=False)
         self.register_load_state_dict_post_hook(_refilled)
 
-    def _build(self, chosen: Choices, bias: bool, eps: float, factory: dict[str, Any]) -> None:
+    def _build(self, chosen: Choices, bias: bool, eps: float, kind: dict[str, Any]) -> None:
         outputs = self.num_heads * self.value_dim
-        self.qkv_proj = nn.Linear(self.embed_dim, self.num_kv_heads * sum(self._widths()), bias=bias, **factory)
-        self.qk_norm = chosen.qk_norm
-        if self.qk_norm not in (None, "before", "after"):
-            raise ValueError(f"qk_norm={self.qk_norm!r}: must be None, 'before' or 'after' (RoPE)")
-        self.q_norm = RMSNorm(self.head_dim, eps=eps, **factory) if self.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=eps, **factory) if self.qk_norm else None
+        self.qkv_proj = nn.Linear(self.embed_dim, self.num_kv_heads * sum(self._widths()), bias=bias, **kind)
+        self.qk_norm = choice("qk_norm", chosen.qk_norm, None, "before", "after")
+        self.q_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
         self.rope = rotary(chosen.rope, self.head_dim, dim=self.head_dim // 2)
         self.norm = None
         if chosen.output_norm is not None:
-            if chosen.output_norm < 1 or outputs % chosen.output_norm:
-                raise ValueError(f"output_norm={chosen.output_norm}: so many groups must divide H * E = {outputs}")
-            self.norm = HeadsNorm(outputs, chosen.output_norm, eps, **factory)
-        self.output_gate = nn.Linear(self.embed_dim, outputs, bias=False, **factory) if chosen.gate else None
-        self.out_proj = nn.Linear(outputs, self.embed_dim, bias=bias, **factory)
+            groups = whole("output_norm", chosen.output_norm)
+            if outputs % groups:
+                raise ValueError(f"output_norm={groups}: so many groups must divide H * E = {outputs}")
+            self.norm = HeadsNorm(outputs, groups, eps, **kind)
+        gated = flag("gate", chosen.gate)
+        self.output_gate = nn.Linear(self.embed_dim, outputs, bias=False, **kind) if gated else None
+        self.out_proj = nn.Linear(outputs, self.embed_dim, bias=bias, **kind)
 
     def _widths(self) -> tuple[int, int, int]:
         """Features of the queries, the key and the value that belong to one key-value head."""
@@ -169,7 +167,7 @@ class LightningAttention(weights.Whole):
 
     # ------------------------------------------------------------------------------------- construction
 
-    def _numbers(self, decay: str | Tensor | None) -> list[float] | None:
+    def _numbers(self, decay: Any) -> list[float] | None:
         """The slopes as numbers, which no change of dtype or device touches."""
         H, place = self.num_heads, (self.layer, self.num_layers)
         if decay is None:
@@ -181,7 +179,7 @@ class LightningAttention(weights.Whole):
             if not bool(((numbers >= 0) & numbers.isfinite()).all()):
                 raise ValueError(f"decay must be finite and >= 0; got {numbers.tolist()}")
             return numbers.tolist()
-        if decay not in DECAYS:
+        if not isinstance(decay, str) or decay not in DECAYS:
             raise ValueError(f"decay={decay!r}: must be a tensor, None or one of {', '.join(map(repr, DECAYS))}")
         with torch.device("cpu"):  # the numbers are needed, also inside torch.device("meta")
             made = slopes.alibi(H) if decay == "alibi" else getattr(slopes, decay)(H, *place)
@@ -331,7 +329,7 @@ class LightningAttention(weights.Whole):
         if ring:
             tensors = _from_ring(tensors, options["num_heads"], options["head_dim"])
         tensors = {name: x for name, x in tensors.items() if name not in MINIMAX_BUFFERS}
-        place = {"layer": layer, "num_layers": config_value(config, "num_hidden_layers")}
+        place: dict[str, Any] = {"layer": layer, "num_layers": config_size(config, "num_hidden_layers")}
         make = functools.partial(cls, **options, **place, backend=backend)
         return loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
 
@@ -386,26 +384,25 @@ RING_NAMES = {
 
 
 def _minimax_options(config: Any) -> dict[str, Any]:
-    heads = config_value(config, "num_attention_heads")
     return {
-        "embed_dim": config_value(config, "hidden_size"),
-        "num_heads": heads,
-        "head_dim": config_value(config, "head_dim", None) or config_value(config, "hidden_size") // heads,
+        "embed_dim": config_size(config, "hidden_size"),
+        "num_heads": config_size(config, "num_attention_heads"),
+        "head_dim": config_head_dim(config),
         "activation": config_value(config, "hidden_act"),
         "preset": "minimax",
     }
 
 
 def _ring_options(config: Any) -> dict[str, Any]:
-    heads = config_value(config, "num_attention_heads")
-    head_dim = config_value(config, "head_dim", None) or config_value(config, "hidden_size") // heads
+    head_dim = config_head_dim(config)
     bias = bool(config_value(config, "use_bias", False))
     if bias != bool(config_value(config, "use_qkv_bias", False)):
         raise NotImplementedError("config has use_bias and use_qkv_bias differ: the layer has one bias for both")
-    turned = int(head_dim * config_value(config, "partial_rotary_factor", 1.0))
+    part = number("config has partial_rotary_factor", config_value(config, "partial_rotary_factor", 1.0))
+    turned = int(head_dim * part)
     return {
-        "embed_dim": config_value(config, "hidden_size"),
-        "num_heads": heads,
+        "embed_dim": config_size(config, "hidden_size"),
+        "num_heads": config_size(config, "num_attention_heads"),
         "head_dim": head_dim,
         "preset": "ring",
         "activation": "silu" if config_value(config, "linear_silu", False) else None,

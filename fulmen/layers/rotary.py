@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fulmen.boundary import unwatched
+from fulmen.layers.checks import choice, flag, number, whole
 
 FIRST_TABLE = 2048  # positions
 
@@ -35,6 +36,7 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
+MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # as in Hugging Face's: the same as not given
 
 
 class Rotary(nn.Module):
@@ -64,12 +66,9 @@ class Rotary(nn.Module):
         super().__init__()
         if not isinstance(dim, int) or dim < 2 or dim % 2:
             raise ValueError(f"dim={dim!r}: RoPE turns pairs, so dim must be an even number of at least 2")
-        if not base > 0:
-            raise ValueError(f"base={base!r}: must be positive")
-        if max_positions is not None and max_positions < 1:
-            raise ValueError(f"max_positions={max_positions!r}: must be None or at least 1")
-        self.dim, self.base, self.interleaved, self.max_positions = dim, float(base), interleaved, max_positions
-        self.scaling = _checked_scaling(scaling, max_positions)
+        self.dim, self.base, self.interleaved = dim, number("base", base), flag("interleaved", interleaved)
+        self.max_positions = None if max_positions is None else whole("max_positions", max_positions)
+        self.scaling = _checked_scaling(scaling, self.max_positions)
         self._frequencies, self.table_factor, self.softmax_factor = _frequencies(dim, self.base, self.scaling)
         self._on: dict[torch.device, Tensor] = {}
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -78,16 +77,14 @@ class Rotary(nn.Module):
     def from_config(cls, config: Any, dim: int | None = None, *, interleaved: bool = False) -> Rotary:
         """The Rotary of a Hugging Face configuration (an object or a dict); `dim` is head_dim's rotary part unless
         given."""
-        rope = dict(config_value(config, "rope_parameters", None) or config_value(config, "rope_scaling", None) or {})
+        rope = config_value(config, "rope_parameters", None) or config_value(config, "rope_scaling", None) or {}
+        rope = dict(_mapping("rope_parameters", rope))
         base = rope.pop("rope_theta", None) or config_value(config, "rope_theta", 10000.0)
         part = rope.pop("partial_rotary_factor", None) or config_value(config, "partial_rotary_factor", None) or 1.0
         positions = config_value(config, "max_position_embeddings", None)
         if dim is None:
-            heads = config_value(config, "num_attention_heads")
-            dim = int((config_value(config, "head_dim", None) or config_value(config, "hidden_size") // heads) * part)
-        if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
-            rope["factor"] = positions / rope["original_max_position_embeddings"]
-        return cls(dim, base=base, interleaved=interleaved, scaling=rope or None)
+            dim = int(config_head_dim(config) * number("config has partial_rotary_factor", part))
+        return cls(dim, base=base, interleaved=interleaved, scaling=_checked_scaling(rope or None, positions))
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 (..., N, dim / 2), of positions (..., N), int64."""
@@ -200,23 +197,51 @@ def config_value(config: Any, name: str, *default: Any) -> Any:
     raise ValueError(f"config has no {name!r}")
 
 
+def config_size(config: Any, name: str, *default: int) -> int:
+    """A field that counts something; null and 0 stand for the default, if there is one."""
+    value = config_value(config, name, *default)
+    return whole(f"config has {name}", default[0] if default and not value else value)
+
+
+def config_head_dim(config: Any) -> int:
+    if config_value(config, "head_dim", None):
+        return config_size(config, "head_dim")
+    return config_size(config, "hidden_size") // config_size(config, "num_attention_heads")
+
+
 # ------------------------------------------------------------------------------------------- frequencies
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r}: must be a dict, as {{'rope_type': 'linear', 'factor': 2.0}}")
+    return value
 
 
 def _checked_scaling(scaling: Mapping[str, Any] | None, max_positions: int | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    given = {key: value for key, value in scaling.items() if value is not None}
+    given = {key: value for key, value in _mapping("scaling", scaling).items() if value is not None}
     kind = given.pop("rope_type", None) or given.pop("type", None)
     given.pop("type", None)
-    if kind not in SCALINGS:
-        raise ValueError(f"scaling has rope_type={kind!r}: must be one of {', '.join(SCALINGS)}")
+    choice("scaling has rope_type", kind, *SCALINGS)
     needed, optional = SCALINGS[kind]
     missing, unknown = [k for k in needed if k not in given], [k for k in given if k not in needed + optional]
     if missing:
         raise ValueError(f"scaling of rope_type={kind!r} lacks {', '.join(missing)}")
     if unknown:
         raise ValueError(f"scaling of rope_type={kind!r} has {', '.join(unknown)}, which that type does not know")
+    for key, value in given.items():
+        named = f"scaling of rope_type={kind!r} has {key}"
+        if key == "truncate":
+            flag(named, value)
+        else:
+            number(named, value, zero=key in MAY_BE_ZERO)
+    if kind == "llama3" and not given["low_freq_factor"] < given["high_freq_factor"]:
+        raise ValueError(
+            f"scaling of rope_type='llama3' has low_freq_factor={given['low_freq_factor']} and "
+            f"high_freq_factor={given['high_freq_factor']}: the first must be below the second"
+        )
     if kind == "yarn" and "factor" not in given:
         if max_positions is None:
             raise ValueError("scaling of rope_type='yarn' lacks factor, and there is no max_positions to tell it from")
@@ -245,6 +270,8 @@ def _frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -> tuple
 def _yarn_kept(dim: int, base: float, scaling: dict[str, Any], factor: float) -> Tensor:
     """What YaRN multiplies frequencies by: 1 for fast ones, 1 / factor for slow ones, a ramp between."""
     length = scaling["original_max_position_embeddings"]
+    if base <= 1:
+        raise ValueError(f"base={base:g}: must be above 1 for scaling of rope_type='yarn'")
 
     def index(turns: float) -> float:
         """Which pair turns so often over the length that was trained."""

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.overrides import is_tensor_like
 
 from fulmen.layers import parallel_plan
-from fulmen.layers.rotary import Rotary, config_value
+from fulmen.layers.checks import whole
+from fulmen.layers.rotary import Rotary, config_head_dim, config_size, config_value
 
 if TYPE_CHECKING:
     from fulmen.layers.attention import GroupedQueryAttention
@@ -42,7 +44,8 @@ class Whole(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, but if anything is wrong with the weights none is loaded."""
-        refuse(self, state_dict, strict)
+        if isinstance(state_dict, Mapping):  # torch tells what else it is
+            refuse(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
 
@@ -105,7 +108,11 @@ def differences(layer: nn.Module, given: Mapping[str, Tensor], strict: bool = Tr
         wrong += [f"missing {', '.join(missing)}"] if missing else []
         wrong += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
     for name in own:
-        if name in given and given[name].shape != own[name].shape:
+        if name not in given:
+            continue
+        if not is_tensor_like(given[name]):
+            wrong.append(f"{name} is a {type(given[name]).__name__}, must be a tensor")
+        elif given[name].shape != own[name].shape:
             wrong.append(f"{name} has shape {tuple(given[name].shape)}, must be {tuple(own[name].shape)}")
     return wrong
 
@@ -125,6 +132,9 @@ def tensors_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: s
     found = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
     if not found:
         raise ValueError(f"no weight's name starts with prefix={prefix!r}; got {', '.join(list(state)[:4])}, ...")
+    for name, x in found.items():
+        if not is_tensor_like(x):
+            raise ValueError(f"the weight {prefix + name} is a {type(x).__name__}, must be a tensor")
     return found
 
 
@@ -136,19 +146,20 @@ def hf_arguments(config: Any, layer: int) -> dict[str, Any]:
     model = config_value(config, "model_type")
     if model not in ("llama", "qwen3"):
         raise ValueError(f"config has model_type={model!r}: layers of 'llama' and 'qwen3' are known")
-    embed_dim, heads = config_value(config, "hidden_size"), config_value(config, "num_attention_heads")
+    heads = config_size(config, "num_attention_heads")
     window = None
     kinds = config_value(config, "layer_types", None) or []
-    if model == "qwen3":
-        if kinds and not 0 <= layer < len(kinds):
-            raise ValueError(f"layer={layer}: config has {len(kinds)} layers")
-        if kinds and kinds[layer] == "sliding_attention":
-            window = (config_value(config, "sliding_window") - 1, None)  # theirs counts the token itself
+    layers = len(kinds) or config_value(config, "num_hidden_layers", None)
+    layer = whole("layer", layer, 0)
+    if layers is not None and layer >= whole("config has num_hidden_layers", layers):
+        raise ValueError(f"layer={layer}: config has {layers} layers, which count from 0")
+    if model == "qwen3" and kinds and kinds[layer] == "sliding_attention":
+        window = (config_size(config, "sliding_window") - 1, None)  # theirs counts the token itself
     return {
-        "embed_dim": embed_dim,
+        "embed_dim": config_size(config, "hidden_size"),
         "num_heads": heads,
-        "num_kv_heads": config_value(config, "num_key_value_heads", None) or heads,
-        "head_dim": config_value(config, "head_dim", None) or embed_dim // heads,
+        "num_kv_heads": config_size(config, "num_key_value_heads", heads),
+        "head_dim": config_head_dim(config),
         "bias": bool(config_value(config, "attention_bias", False)),
         "qk_norm": "before" if model == "qwen3" else None,
         "norm_eps": config_value(config, "rms_norm_eps", 1e-6),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from fulmen import dispatch
 from fulmen.layers import (
     GroupedQueryAttention,
     KVCache,
@@ -23,11 +25,30 @@ X = torch.randn(2, 6, 24)
 MASK = torch.ones(2, 6, dtype=torch.bool)
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8}
+SCALINGS = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+}  # fmt: skip
 
 
 def gqa(**options) -> GroupedQueryAttention:
     arguments = {"embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, **options}
     return GroupedQueryAttention(**arguments)
+
+
+def mla(**options) -> MultiHeadLatentAttention:
+    return MultiHeadLatentAttention(24, 4, **{"kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "value_dim": 10, **options})
+
+
+def lightning(**options) -> LightningAttention:
+    return LightningAttention(24, 4, **options)
+
+
+def scaled(kind: str, **others) -> Rotary:
+    return Rotary(16, scaling={"rope_type": kind, **SCALINGS[kind], **others})
 
 
 def filled(cache, N: int = 6):
@@ -60,7 +81,7 @@ CONSTRUCTION = {
         ["dropout=0.1", "'triton'", "'eager' and 'sdpa'"],
     ),
     "dropout on reference": (lambda: gqa(dropout=0.1, backend="reference"), ["dropout=0.1", "'reference'"]),
-    "dtype": (lambda: gqa(dtype=torch.float8_e4m3fn), ["float8_e4m3fn", "must be bfloat16"]),
+    "dtype": (lambda: gqa(dtype=torch.float8_e4m3fn), ["float8_e4m3fn", "must be torch.bfloat16"]),
     "context of a fused layer": (lambda: gqa(fused_qkv=True, context_dim=5), ["context_dim=5", "fused_qkv"]),
     "Rotary: dim": (lambda: Rotary(15), ["dim=15", "even"]),
     "Rotary: dim zero": (lambda: Rotary(0), ["dim=0", "even"]),
@@ -73,7 +94,66 @@ CONSTRUCTION = {
         ["'linear' has beta_fast"],
     ),
     "Rotary: no factor": (lambda: Rotary(16, scaling=YARN), ["lacks factor", "max_positions"]),
+    "Rotary: base of a string": (lambda: Rotary(16, base="x"), ["base='x'", "positive"]),
+    "Rotary: base of yarn": (
+        lambda: Rotary(16, base=1, scaling={**YARN, "factor": 2}),
+        ["base=1", "above 1", "rope_type='yarn'"],
+    ),
+    "Rotary: max_positions of a string": (lambda: Rotary(16, max_positions="x"), ["max_positions='x'", "int"]),
+    "Rotary: max_positions of a float": (lambda: Rotary(16, max_positions=2.5), ["max_positions=2.5", "int"]),
+    "Rotary: interleaved": (lambda: Rotary(16, interleaved="no"), ["interleaved='no'", "False or True"]),
+    "Rotary: scaling of a string": (lambda: Rotary(16, scaling="yarn"), ["scaling='yarn'", "dict"]),
+    "Rotary: type of a list": (lambda: Rotary(16, scaling={"rope_type": ["a"]}), ["rope_type=['a']", "'yarn'"]),
+    "Rotary: factor zero": (lambda: scaled("linear", factor=0), ["'linear' has factor=0", "positive"]),
+    "Rotary: factor negative": (lambda: scaled("linear", factor=-2.0), ["'linear' has factor=-2.0", "positive"]),
+    "Rotary: factor of a string": (lambda: scaled("yarn", factor="x"), ["'yarn' has factor='x'", "positive"]),
+    "Rotary: factor not finite": (lambda: scaled("llama3", factor=torch.nan), ["'llama3' has factor=nan", "finite"]),
+    "Rotary: no length": (
+        lambda: scaled("yarn", original_max_position_embeddings=0),
+        ["'yarn' has original_max_position_embeddings=0", "positive"],
+    ),
+    "Rotary: truncate": (lambda: scaled("yarn", truncate="no"), ["'yarn' has truncate='no'", "False or True"]),
+    "Rotary: low is high": (
+        lambda: scaled("llama3", low_freq_factor=4.0),
+        ["low_freq_factor=4.0", "high_freq_factor=4.0", "below"],
+    ),
     "cache: max_length": (lambda: KVCache(0), ["max_length=0", "at least 1"]),
+    "cache: max_length of a bool": (lambda: LatentCache(True), ["max_length=True", "int"]),
+    "num_heads of a bool": (lambda: gqa(num_heads=True, num_kv_heads=True), ["num_heads=True", "int"]),
+    "num_kv_heads missing": (lambda: gqa(num_kv_heads=None), ["num_kv_heads=None", "int"]),
+    "scale of a string": (lambda: gqa(scale="abc"), ["scale='abc'", "number"]),
+    "causal of an int": (lambda: gqa(causal=1), ["causal=1", "False or True"]),
+    "sinks": (lambda: gqa(sinks="no"), ["sinks='no'", "False or True"]),
+    "bias": (lambda: gqa(bias="no"), ["bias='no'", "False or True"]),
+    "fused_qkv": (lambda: gqa(fused_qkv=1), ["fused_qkv=1", "False or True"]),
+    "context_dim zero": (lambda: gqa(context_dim=0), ["context_dim=0", "at least 1"]),
+    "context_dim negative": (lambda: gqa(context_dim=-3), ["context_dim=-3", "at least 1"]),
+    "context_dim of a string": (lambda: gqa(context_dim="x"), ["context_dim='x'", "int"]),
+    "context_dim of a float": (lambda: gqa(context_dim=2.0), ["context_dim=2.0", "int"]),
+    "norm_eps": (lambda: gqa(norm_eps=-1.0), ["norm_eps=-1.0", "0 or a positive"]),
+    "MLA: absorb of an int": (lambda: mla(absorb=1), ["absorb=1", "True, False or 'auto'"]),
+    "MLA: absorb of zero": (lambda: mla(absorb=0), ["absorb=0", "True, False or 'auto'"]),
+    "MLA: causal of an int": (lambda: mla(causal=1), ["causal=1", "False or True"]),
+    "MLA: norm_eps": (lambda: mla(norm_eps=None), ["norm_eps=None", "0 or a positive"]),
+    "MLA: dtype": (lambda: mla(dtype=torch.int32), ["dtype=torch.int32", "torch.float32"]),
+    "lightning: norm_eps": (lambda: lightning(norm_eps=torch.nan), ["norm_eps=nan", "finite"]),
+    "lightning: layer of a float": (lambda: lightning(layer=1.5, num_layers=4), ["layer=1.5", "int"]),
+    "lightning: layer of a string": (lambda: lightning(layer="x"), ["layer='x'", "int"]),
+    "lightning: layer too large": (lambda: lightning(layer=4, num_layers=4), ["layer=4", "num_layers=4"]),
+    "lightning: scale of a string": (lambda: lightning(scale="abc"), ["scale='abc'", "number"]),
+    "lightning: dtype of a string": (lambda: lightning(dtype="float32"), ["dtype='float32'", "torch.float32"]),
+    "lightning: output_norm": (lambda: lightning(output_norm="x"), ["output_norm='x'", "int"]),
+    "lightning: preset of a list": (lambda: lightning(preset=["a"]), ["preset=['a']", "'minimax' or 'ring'"]),
+    "lightning: activation of a list": (lambda: lightning(activation=["a"]), ["activation=['a']", "'silu'"]),
+    "lightning: gate": (lambda: lightning(gate="no"), ["gate='no'", "False or True"]),
+    "lightning: decay of an array": (lambda: lightning(decay=np.ones(4)), ["decay=array", "must be a tensor"]),
+}
+CONSTRUCTION |= {
+    f"{kind.__name__}: dtype of a string": (
+        lambda kind=kind: kind(dtype="float32"),
+        ["dtype='float32'", "torch.float32"],
+    )
+    for kind in (gqa, mla)
 }
 
 CALLS = {
@@ -91,6 +171,14 @@ CALLS = {
     "mask elsewhere": (lambda: gqa()(X, mask=MASK.to("meta")), ["mask is on meta", "cpu"]),
     "cu_seqlens of a batch": (lambda: gqa()(X, cu_seqlens=OFFSETS), ["cu_seqlens packs", "B must be 1"]),
     "cu_seqlens of longs": (lambda: gqa()(X[:1], cu_seqlens=OFFSETS.long()), ["cu_seqlens is torch.int64", "int32"]),
+    "context_cu_seqlens of a list": (
+        lambda: gqa()(X[:1], cu_seqlens=OFFSETS, context=X[:1], context_cu_seqlens=[0, 6]),
+        ["context_cu_seqlens is a list", "Tensor"],
+    ),
+    "context_cu_seqlens elsewhere": (
+        lambda: gqa()(X[:1], cu_seqlens=OFFSETS, context=X[:1], context_cu_seqlens=OFFSETS.to("meta")),
+        ["context_cu_seqlens is on meta, must be on context's cpu"],
+    ),
     "cu_seqlens too short": (lambda: gqa(rope={})(X[:1], cu_seqlens=OFFSETS[:2]), ["cu_seqlens must end at N=6"]),
     "cu_seqlens with a cache": (
         lambda: gqa(causal=True)(X[:1], cu_seqlens=OFFSETS, cache=KVCache()),
@@ -128,6 +216,21 @@ CALLS = {
         ["the cache holds torch.float32", "given torch.float64"],
     ),
     "cache: crop": (lambda: filled(KVCache()).crop(7), ["length=7", "6 tokens"]),
+    "cache: crop of a string": (lambda: filled(KVCache()).crop("x"), ["length='x'", "int"]),
+    "cache: crop of None": (lambda: filled(KVCache(9)).crop(None), ["length=None", "int"]),
+    "cache: crop of a float": (lambda: filled(KVCache()).crop(2.5), ["length=2.5", "int"]),
+    "cache: crop of a state": (lambda: StateCache().crop("x"), ["length='x'", "int"]),
+    "cache: reorder of a string": (lambda: filled(KVCache()).reorder("x"), ["indices is a str", "list of ints"]),
+    "cache: reorder of strings": (lambda: filled(KVCache()).reorder([0, "x"]), ["indices[1]='x'", "int"]),
+    "cache: reorder too far": (lambda: filled(KVCache()).reorder([1, 2]), ["indices are 1 to 2", "rows 0 to 1"]),
+    "cache: reorder of negatives": (
+        lambda: filled(KVCache()).reorder(torch.tensor([0, -1])),
+        ["indices are -1 to 0", "rows 0 to 1"],
+    ),
+    "cache: reorder elsewhere": (
+        lambda: filled(KVCache()).reorder(torch.tensor([0], device="meta")),
+        ["indices is on meta", "cpu"],
+    ),
     "cache: reorder of a state": (lambda: StateCache().reorder(torch.tensor([0.0])), ["indices is torch.float32"]),
     "cache: reorder": (lambda: filled(KVCache()).reorder(torch.tensor([0.0])), ["indices is torch.float32"]),
     "context of a fused layer": (
@@ -203,6 +306,47 @@ LAYERS = {
     "MLA": lambda **kind: MultiHeadLatentAttention(16, 2, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8, **kind),
     "lightning": lambda **kind: LightningAttention(16, 2, **kind),
 }
+
+
+WRONG_OFFSETS = {
+    "no sequence": (1, 6, OFFSETS[:1], "cu_seqlens has shape (1,), so there is no sequence, but N=6"),
+    "batch": (2, 6, OFFSETS, "so B must be 1; got x (2, 6, 16)"),
+    "elsewhere": (1, 6, OFFSETS.to("meta"), "cu_seqlens is on meta, must be on x's cpu"),
+    "list": (1, 6, [0, 6], "cu_seqlens is a list, must be a torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OFFSETS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_offsets_are_held_against_x(layer, wrong):
+    B, N, offsets, message = WRONG_OFFSETS[wrong]
+    with pytest.raises(ValueError, match=r".") as error:
+        LAYERS[layer]()(torch.randn(B, N, 16), cu_seqlens=offsets)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_sequence_of_no_token(layer):
+    x = torch.randn(1, 0, 16, requires_grad=True)
+    y = LAYERS[layer]()(x, cu_seqlens=OFFSETS[:1])
+    assert y.shape == x.shape
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("make", [gqa, mla, lightning])
+def test_a_backend_that_cannot_be_imported(make, monkeypatch):
+    op = "lightning" if make is lightning else "flash"
+    dispatch.kernels(op)
+    monkeypatch.setitem(dispatch._missing[op], "absent", "cannot be imported: No module named 'absent'")
+    with pytest.raises(NotImplementedError, match="backend='absent' cannot be imported: No module named 'absent'"):
+        make(backend="absent")
+    with pytest.raises(ValueError, match=r"backend='other': .* has absent, cuda"):
+        make(backend="other")
+
+
+def test_numbers_of_numpy_are_numbers():
+    layer = GroupedQueryAttention(np.int64(24), np.int32(4), np.int64(2), norm_eps=np.float32(1e-6), qk_norm="before")
+    assert [type(n) for n in (layer.embed_dim, layer.num_heads, layer.q_norm.eps)] == [int, int, float]
 
 
 @pytest.mark.parametrize("layer", LAYERS)

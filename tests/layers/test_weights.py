@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -219,11 +220,13 @@ def wrong_weights(
         "missing": ({k: v for k, v in state.items() if k != lost}, f"missing {lost}"),
         "unexpected": ({**state, "rotary.inv_freq": torch.zeros(3)}, "unexpected rotary.inv_freq"),
         "shape": ({**state, last: torch.zeros(bad)}, f"{last} has shape {bad}, must be {good}"),
+        "kind": ({**state, last: 3}, f"{last} is a int, must be a tensor"),
     }
 
 
 @pytest.mark.parametrize(
-    ("fault", "nested"), [("missing", False), ("unexpected", False), ("shape", False), ("shape", True)]
+    ("fault", "nested"),
+    [("missing", False), ("unexpected", False), ("shape", False), ("shape", True), ("kind", False), ("kind", True)],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_weights_leave_a_layer_as_it_was(nested, kind, fault):
@@ -240,6 +243,13 @@ def test_wrong_weights_leave_a_layer_as_it_was(nested, kind, fault):
     assert ("at 'attention'" in str(error.value)) == nested
     for name, x in layer.state_dict().items():
         assert torch.equal(x, before[name]), name
+
+
+@pytest.mark.parametrize("nothing", [None, [1]])
+def test_what_is_no_state_dict_is_refused_as_torch_does(nothing):
+    for strict in (True, False):
+        with pytest.raises(TypeError, match="Expected state_dict to be dict-like"):
+            MultiHeadAttention(24, 4).load_state_dict(nothing, strict=strict)
 
 
 def test_loading_without_strictness_takes_what_fits():
@@ -310,6 +320,7 @@ def test_from_hf_refuses_wrong_weights(fault):
 
 def test_other_wrong_sources():
     config = MODELS["llama"]
+    changed = functools.partial(dict, config.to_dict())
     state = LlamaAttention(config, 0).state_dict()
     torch_layer = nn.MultiheadAttention(24, 4)
     faults = [
@@ -319,6 +330,16 @@ def test_other_wrong_sources():
         (lambda: GroupedQueryAttention.from_hf(state, config, prefix="model."), "starts with prefix='model.'"),
         (lambda: GroupedQueryAttention.from_hf(state, MODELS["qwen3"]), "missing q_norm.weight"),
         (lambda: GroupedQueryAttention.from_hf(state, MODELS["qwen3, window"], layer=2), "config has 2 layers"),
+        (lambda: GroupedQueryAttention.from_hf(state, config, layer=32), "layer=32: config has 32 layers"),
+        (lambda: GroupedQueryAttention.from_hf(state, config, layer="x"), "layer='x': must be an int"),
+        (lambda: GroupedQueryAttention.from_hf(dict.fromkeys(state, 1), config), "q_proj.weight is a int"),
+        (lambda: GroupedQueryAttention.from_hf(state, config, dtype="bfloat16"), "dtype='bfloat16'"),
+        (lambda: GroupedQueryAttention.from_hf(state, changed(hidden_size=None)), "config has hidden_size=None"),
+        (lambda: GroupedQueryAttention.from_hf(state, changed(num_attention_heads=0)), "num_attention_heads=0"),
+        (lambda: GroupedQueryAttention.from_hf(state, changed(rope_parameters="x")), "rope_parameters='x'"),
+        (lambda: MultiHeadLatentAttention.from_hf(state, {"qk_rope_head_dim": None}), "qk_rope_head_dim=None"),
+        (lambda: LightningAttention.from_hf(state, changed(hidden_size=None), layer=0), "hidden_size=None"),
+        (lambda: LightningAttention.from_hf(state, changed(hidden_act="silu"), layer="x"), "layer='x'"),
         (lambda: MultiHeadSelfAttention.from_hf(state, config), "use GroupedQueryAttention"),
         (lambda: MultiQueryAttention.from_hf(state, config), "num_kv_heads=2, and MultiQueryAttention one"),
         (lambda: MultiHeadAttention.from_torch(torch_layer.state_dict()), "num_heads is missing"),
