@@ -296,7 +296,8 @@ def train(
 @torch.no_grad()
 def evaluate(model: HybridLM, ids: Tensor, length: int, pieces: int = 16) -> float:
     """Mean loss over the start of a text."""
-    count = max(1, min(pieces, (len(ids) - 1) // length))
+    length = min(length, len(ids) - 1)
+    count = min(pieces, (len(ids) - 1) // length)
     x, y = (ids[i : i + count * length].view(count, length).to(model.embed.weight.device) for i in (0, 1))
     return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten()).item()
 
@@ -326,46 +327,61 @@ def plot(losses: list[float], path: Path, title: str) -> None:
 # ----------------------------------------------------------------------------------------------- the command
 
 
+COUNT = click.IntRange(min=1)
+
+
+def check_device(device: str) -> None:
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise click.UsageError(f"--device {device}: {error}") from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise click.UsageError(f"--device {device}: torch finds {torch.cuda.device_count()} CUDA devices here")
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--pattern", default="LLLG", help="Attention of the layers in turn: L lightning, G grouped, M latent.")
 @click.option("--preset", type=click.Choice(["minimax", "ring"]), default="minimax", help="Of the lightning layers.")
-@click.option("--layers", default=4, help="Number of layers.")
-@click.option("--dim", default=128, help="Size of a token's vector.")
-@click.option("--heads", default=4, help="Heads of each layer.")
-@click.option("--length", default=128, help="Letters in a piece of text.")
-@click.option("--batch", default=16, help="Pieces a step.")
-@click.option("--steps", default=200, help="Steps of training.")
-@click.option("--lr", default=3e-3, help="Learning rate at its highest.")
+@click.option("--layers", type=COUNT, default=4, help="Number of layers.")
+@click.option("--dim", type=COUNT, default=128, help="Size of a token's vector.")
+@click.option("--heads", type=COUNT, default=4, help="Heads of each layer.")
+@click.option("--length", type=COUNT, default=128, help="Letters in a piece of text.")
+@click.option("--batch", type=COUNT, default=16, help="Pieces a step.")
+@click.option("--steps", type=COUNT, default=200, help="Steps of training.")
+@click.option("--lr", type=click.FloatRange(min=0), default=3e-3, help="Learning rate at its highest.")
 @click.option("--seed", default=0, help="Of weights and batches.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute.")
 @click.option("--backend", default="auto", help="Of every layer's attention.")
 @click.option("--autocast", is_flag=True, help="Train in bfloat16.")
 @click.option("--compile", "compiled", is_flag=True, help="torch.compile the model.")
 @click.option("--checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
-@click.option("--tp", default=1, help="Ranks that share the heads; under torchrun.")
-@click.option("--cp", default=1, help="Ranks that share a piece's letters; under torchrun.")
+@click.option("--tp", type=COUNT, default=1, help="Ranks that share the heads; under torchrun.")
+@click.option("--cp", type=COUNT, default=1, help="Ranks that share a piece's letters; under torchrun.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write the loss curve to this PNG.")
-@click.option("--new", default=60, help="Letters to generate at the end.")
-@click.option("--temperature", default=0.0, help="0: always the likeliest letter.")
+@click.option("--new", type=click.IntRange(min=0), default=60, help="Letters to generate at the end.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0: always the likeliest letter.")
 def main(
     pattern: str, preset: str, layers: int, dim: int, heads: int, length: int, batch: int, steps: int, lr: float,
     seed: int, device: str, backend: str, autocast: bool, compiled: bool, checkpointing: bool, tp: int, cp: int,
     picture: Path | None, new: int, temperature: float,
 ) -> None:  # fmt: skip
     """Train a small hybrid language model on a text made here, and let it go on with a few prompts."""
+    check_device(device)
     mesh = start_ranks(tp, cp, device)
     console = Console(quiet=mesh is not None and dist.get_rank() > 0)
     torch.manual_seed(seed)
     text, unseen = make_text(20_000), make_text(500, seed=1)
     alphabet = Alphabet(text)
     ids, held_out = alphabet.encode(text), alphabet.encode(unseen)
+    if length >= len(ids):
+        raise click.UsageError(f"--length {length}: the text has {len(ids):,} letters")
     try:
         config = Config(len(alphabet.letters), pattern, layers, dim, heads, preset, backend)
         model = HybridLM(config).to(device)
         size = sum(p.numel() for p in model.parameters())
         if mesh is not None:
             share_out(model, mesh)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise click.UsageError(str(error)) from error
     model.checkpointing = checkpointing
     console.print(f"{''.join(config.kinds())}: {size / 1e6:.2f} M parameters on {device}, {len(ids):,} letters of text")

@@ -93,9 +93,36 @@ def test_command(hybrid, tmp_path):
     assert result.exit_code == 0, result.output
     assert "LM: 0.0" in result.output
     assert picture.stat().st_size > 1000
-    result = CliRunner().invoke(hybrid.main, ["--pattern", "LX"])
-    assert result.exit_code == 2
-    assert "must be made of L" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--pattern LX", "must be made of L"),
+        ("--steps 0", "0 is not in the range x>=1"),
+        ("--steps -1", "-1 is not in the range x>=1"),
+        ("--length 0", "0 is not in the range x>=1"),
+        ("--length 10000000", "--length 10000000: the text has"),
+        ("--layers 0", "0 is not in the range x>=1"),
+        ("--batch 0", "0 is not in the range x>=1"),
+        ("--new -1", "-1 is not in the range x>=0"),
+        ("--temperature -1", "-1.0 is not in the range x>=0"),
+        ("--dim 130", "num_heads=4 must divide embed_dim=130"),
+        ("--device cuda:99", "--device cuda:99: torch finds"),
+        ("--device gpu", "--device gpu: "),
+        ("--backend nope", "backend='nope'"),
+    ],
+)
+def test_wrong_options_are_one_error_each(hybrid, arguments, message):
+    result = CliRunner().invoke(hybrid.main, ["--device", "cpu", *arguments.split()])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_a_short_text_is_evaluated_whole(hybrid):
+    model, alphabet = small(hybrid, "LG")
+    ids = alphabet.encode(hybrid.make_text(1))
+    assert hybrid.evaluate(model, ids, 10_000) == hybrid.evaluate(model, ids, len(ids) - 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
