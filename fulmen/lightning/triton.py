@@ -262,9 +262,7 @@ def lightning_sweep_kernel(
     mask_v = offs_v < V
 
     FP32: tl.constexpr = b_ptr.dtype.element_ty == tl.float32
-    # A tensor core cuts off what it adds to, and after 2^20 rows that is more than fp16 rounds: the product apart, then
-    # added. At BLOCK_K = 256 there are no registers for it.
-    APART: tl.constexpr = b_ptr.dtype.element_ty == tl.float16 and BLOCK_K <= 128
+    APART: tl.constexpr = b_ptr.dtype.element_ty == tl.float16 and BLOCK_K <= 128  # the next has no registers for it
 
     # what stays resident: the state, and the decay within a chunk; `place` is a row's turn in walking order
     place = C - 1 - offs_c if REVERSE else offs_c
@@ -332,7 +330,7 @@ def lightning_sweep_kernel(
                 state = state * keep + state * tl.where(left >= C, decay_rest, 0.0)
             else:
                 state *= keep
-        if APART:  # an fma, as a plain sum would become the product's
+        if APART:  # a tensor core cuts its sum off: over 2^20 rows that shows in fp16. (`+` would be made one)
             state = tl.fma(tl.dot(c_late, b), 1.0, state)  # [V, K]
         else:
             state = tl.dot(c_late, b, state, input_precision="ieee")
