@@ -191,9 +191,14 @@ def launch_of(var: cuda.Variant, device: torch.device, blocks: int, threads: int
 
 def map_of(x: Tensor) -> bytes:
     """Of (B, heads, N, size), for boxes of 64 rows and 64 columns."""
-    width = x.element_size()
-    apart = [s * width if n > 1 else x.shape[3] * width for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return cuda.tensor_map(x.dtype, x.data_ptr(), tuple(reversed(x.shape)), tuple(reversed(apart)), (64, 64, 1, 1))
+    return known_map(x.dtype, x.data_ptr(), x.shape, x.stride())
+
+
+@functools.lru_cache(maxsize=8192)
+def known_map(dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    width = dtype.itemsize
+    apart = [s * width if n > 1 else shape[3] * width for n, s in zip(shape[:3], strides[:3], strict=True)]
+    return cuda.tensor_map(dtype, address, tuple(reversed(shape)), tuple(reversed(apart)), (64, 64, 1, 1))
 
 
 class States(NamedTuple):

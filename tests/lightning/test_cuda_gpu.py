@@ -225,6 +225,7 @@ def test_a_thread_that_has_not_used_the_gpu():
     def work() -> None:
         try:
             build.tensor_map.cache_clear()
+            cuda.known_map.cache_clear()
             cuda.map_of(x.q)
             found.append(cuda.forward(call, residuals)[0])
         except Exception as error:
