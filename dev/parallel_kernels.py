@@ -222,7 +222,7 @@ def times(device: torch.device, timer: Timer, ceiling: float, until: float) -> N
             for kind in ("none", "alibi"):
                 decay = decayed(None if kind == "none" else slopes_of.alibi(H).to(device), torch.empty(1, H, 1, D, device=device))
                 sources = [(r, (P - 2 - r) * 16_384) for r in range(P - 1)]  # the last rank reads all before it
-                read = sum(math.exp(-decay.least * d) >= states.EPS for _, d in sources)
+                read = sum(math.exp(-decay.least * d) >= states.NOTHING[torch.float32] for _, d in sources)
                 floor = (read + 1) * every[0].numel() * 4
                 timed(timer, ceiling, "combined", "torch", f"{P} ranks D{D} {kind}, reads {read}", floor,
                       lambda: states.combined(every, sources, decay), ranks=P, D=D, H=H, decay=kind)

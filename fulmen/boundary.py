@@ -68,7 +68,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: b
 
 
 def check_scale(scale: float) -> float:
-    if not isinstance(scale, int | float) or not 1e-30 <= abs(scale) <= 1e30:
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 1e-30 <= abs(scale) <= 1e30:
         raise ValueError(f"scale={scale!r}: must be a number of magnitude 1e-30 to 1e30, for fp32 arithmetic")
     return float(scale)
 

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from fulmen import decay, parallel
 from fulmen.bench import environment
@@ -75,7 +76,11 @@ def measure(scaling: Scaling, out: Path) -> list[dict[str, Any]]:
     if out.exists():
         raise BadScaling(f"--out {out} exists, and results are never overwritten")
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (scaling, folder), nprocs=max(scaling.ranks), start_method="spawn")
+        try:
+            start_processes(_rank, (scaling, folder), nprocs=max(scaling.ranks), start_method="spawn")
+        except ProcessRaisedException as error:
+            said = re.search(r"BadScaling: (.*)", str(error))
+            raise BadScaling(said[1] if said else str(error)) from None
         rows = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
     out.parent.mkdir(parents=True, exist_ok=True)
     name = environment.cpu_name() if scaling.device == "cpu" else torch.cuda.get_device_name()

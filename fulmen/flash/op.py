@@ -158,7 +158,7 @@ def _check_mask(causal: Causal, window: Window, softcap: float | None) -> tuple[
     """(left, right, top_left) of the arguments `causal` and `window`."""
     if not isinstance(causal, bool | str) or causal not in (False, True, "bottom_right", "top_left"):
         raise ValueError(f"causal={causal!r}: must be False, True (the same as 'bottom_right') or 'top_left'")
-    if softcap is not None and not (isinstance(softcap, int | float) and 1e-30 <= softcap <= 1e30):
+    if softcap is not None and (type(softcap) not in (int, float) or not 1e-30 <= softcap <= 1e30):
         raise ValueError(f"softcap={softcap!r}: must be None or a number between 1e-30 and 1e30")
     left, right = None, None
     if window is not None:
@@ -471,6 +471,9 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the fast path may be taken: three true tensors, no autocast, nobody looking on, no forward mode."""
     return (
         unwatched(q, k, v)
+        and q is not None
+        and k is not None
+        and v is not None
         and not (q.is_neg() or k.is_neg() or v.is_neg())
         and torch.autograd.forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()

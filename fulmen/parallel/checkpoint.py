@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -27,9 +28,13 @@ def save(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    if path.exists():
-        raise FileExistsError(f"{path} exists: a checkpoint gets a folder of its own")
     first = dist.get_rank() == 0
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (str(path), path.exists()))  # all ranks write one folder, or none does
+    if len({name for name, _ in told}) > 1:
+        raise ValueError(f"path differs between ranks, which write one folder together: {[name for name, _ in told]}")
+    if any(there for _, there in told):
+        raise FileExistsError(f"{path} exists: a checkpoint gets a folder of its own")
     if first:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that died
     write(_state(model, optimizer), checkpoint_id=partial)
@@ -44,7 +49,10 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     if not (path / ".metadata").is_file():
         raise FileNotFoundError(f"{path} is no checkpoint: there is no {path / '.metadata'}")
     state = _state(model, optimizer)
-    read(state, checkpoint_id=path)
+    try:
+        read(state, checkpoint_id=path)
+    except CheckpointException as error:  # which is no Exception
+        raise RuntimeError(f"{path} does not fit the model: {error}") from error
     model.load_state_dict(state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

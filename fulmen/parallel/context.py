@@ -32,6 +32,10 @@ class ContextParallel(NamedTuple):
     softmax: str = "ring"
     shards: str = "contiguous"
 
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        """Of a copy of the layer: the same ranks."""
+        return self
+
     def refuse(self, x: Tensor, mask: Any, cache: Any, cu_seqlens: Tensor | None) -> None:
         """What a layer cannot do over ranks, in one clear error each."""
         if mask is not None:

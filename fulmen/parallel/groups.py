@@ -119,6 +119,8 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "Invalid scalar type" in str(error):
+            raise TypeError(f"{what}: the group's transport does not move this dtype ({error})") from error
         raise RuntimeError(
             f"{what} on rank {ranks.rank} of {ranks.size}: communication failed; a rank died, did not make the same "
             f"call (or its backward) within {timeout_of(ranks.group).total_seconds():g} s, or has other shapes: {error}"

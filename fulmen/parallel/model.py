@@ -43,6 +43,10 @@ def apply_parallel(
 
     Call it before `fully_shard`. Every rank must have the same weights, or rank 0 of each `tp` group the right ones.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}, must be a DeviceMesh with named dimensions")
+    if tp is not None and tp == cp:
+        raise ValueError(f"tp and cp are both {tp!r}: heads and tokens need a dimension of the mesh each, or None")
     for name in (tp, cp):
         if name is not None and name not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"the mesh has dims {mesh.mesh_dim_names}, and no {name!r}: name another, or None")

@@ -105,6 +105,8 @@ def _offsets(cu_seqlens: Tensor | None, q: Tensor, cut: Cut) -> tuple[int, ...] 
         raise ValueError("cu_seqlens must be an int32 tensor (sequences + 1,)")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs sequences along N, so B must be 1; got q {tuple(q.shape)}")
+    if not cu_seqlens.numel():
+        raise ValueError("cu_seqlens is empty: it has one number more than there are sequences, [0] for none")
     on_host = cu_seqlens.cpu()
     check_offset_values("cu_seqlens", on_host, cut.total)
     return tuple(on_host.tolist())

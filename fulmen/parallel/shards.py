@@ -87,12 +87,21 @@ def _check_kind(kind: str) -> None:
 
 
 def _checked(lengths: Sequence[int], size: int, kind: str) -> tuple[int, ...]:
-    found = tuple(lengths)
-    if len(found) != size or any(not isinstance(n, int) or n < 0 for n in found):
-        raise ValueError(f"lengths={found}: must be one int >= 0 for each of the {size} ranks")
+    found = tuple(lengths) if isinstance(lengths, Sequence) else ()
+    if len(found) != size or any(type(n) is not int or n < 0 for n in found):
+        raise ValueError(f"lengths={found or lengths}: must be one int >= 0 for each of the {size} ranks")
     if kind == "zigzag" and (len(set(found)) > 1 or found[0] % 2):
         raise ValueError(f"lengths={found}: zigzag shards have the same, even length on every rank")
     return found
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    """From 0 on."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, must be a torch.Tensor")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim={dim!r}: x {tuple(x.shape)} has dimensions {-x.ndim} to {x.ndim - 1}")
+    return dim % x.ndim
 
 
 def shard(
@@ -103,7 +112,7 @@ def shard(
     dim      the dimension of the tokens.
     lengths  tokens on each rank, where they are not the same on all.
     """
-    ranks = ranks_of(group)
+    ranks, dim = ranks_of(group), _dim(x, dim)
     cut = cut_of_whole(x.shape[dim], ranks, shards, lengths)
     parts = [x.narrow(dim, piece.begin, piece.end - piece.begin) for piece in cut.pieces(ranks.rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -116,8 +125,7 @@ def unshard(
 
     The result is the same on every rank, and so must be its gradient: each rank takes its own part of that.
     """
-    ranks = ranks_of(group)
-    dim = dim % x.ndim
+    ranks, dim = ranks_of(group), _dim(x, dim)
     cut = cut_of_shards(x.shape[dim], ranks, shards, lengths)
     others = {"x": (*x.shape[:dim], *x.shape[dim + 1 :]), "dim": dim, "cut": cut, "dtype": x.dtype}
     agree("unshard", ranks, others)

@@ -28,7 +28,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fulmen import hardware
 
 NOTHING = {torch.float32: 2.0**-60, torch.float64: 2.0**-120}
-EPS = torch.finfo(torch.float32).eps
 PIECE = {"cpu": 1024}  # tokens: what is computed of a piece stays in the cache
 GPU_PIECE = 32_768
 
@@ -50,10 +49,10 @@ class Decay(NamedTuple):
     def least(self) -> float:
         return min(self.known, default=0.0)
 
-    def powers(self, exponents: Tensor, like: Tensor, below: float | None = None) -> Tensor:
-        """lambda^t, (H, len(exponents)), zero where it is below `below`, or NOTHING."""
+    def powers(self, exponents: Tensor, like: Tensor) -> Tensor:
+        """lambda^t, (H, len(exponents)), zero where it is below NOTHING."""
         found = torch.exp(-self.slopes[:, None] * exponents)
-        return torch.where(found < (NOTHING[like.dtype] if below is None else below), 0.0, found).to(like.dtype)
+        return torch.where(found < NOTHING[like.dtype], 0.0, found).to(like.dtype)
 
     def power(self, t: int, like: Tensor) -> Tensor:
         """lambda^t, (H, 1, 1)."""
@@ -221,12 +220,13 @@ def combined(states: Tensor, sources: Sequence[tuple[int, int]], decay: Decay) -
     """sum of lambda^distance states[rank] over the (rank, distance) of `sources`; None where nothing is left of any.
 
     states  (ranks, B, H, D, E)
-    A rank all of whose heads have decayed below fp32's epsilon is not read, and of others such heads count nothing.
+    A rank all of whose heads have decayed to NOTHING is not read, and of others such heads count nothing. (Not at the
+    dtype's epsilon: what is multiplied may be as much larger as there are numbers.)
     """
-    near = [(rank, distance) for rank, distance in sources if math.exp(-decay.least * distance) >= EPS]
+    near = [(rank, d) for rank, d in sources if math.exp(-decay.least * d) >= NOTHING[states.dtype]]
     if not near:
         return None
-    w = decay.powers(torch.tensor([distance for _, distance in near], device=states.device), states, EPS)
+    w = decay.powers(torch.tensor([distance for _, distance in near], device=states.device), states)
     total = torch.zeros_like(states[0])
     for (rank, _), weight in zip(near, w.unbind(1), strict=True):  # in a fixed order: the same bits every time
         total.addcmul_(states[rank], weight[:, None, None])

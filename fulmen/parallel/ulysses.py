@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_offsets, require_tensors
@@ -148,7 +149,7 @@ def _from_ranks(x: Tensor, heads: int) -> Tensor:
     if heads == P * each:
         return x.flatten(1, 2)
     exact = torch.promote_types(x.dtype, torch.float32)
-    return x.reshape(B, heads, -1, N, size).to(exact).sum(2).to(x.dtype)
+    return x.reshape(B, heads, P * each // heads, N, size).to(exact).sum(2).to(x.dtype)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -158,6 +159,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(_gathered([_for_ranks(x, ranks.size) for x in (q, k, v)], ranks, cut))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         parts = _scattered(list(grads), ctx.ranks, ctx.cut)
         return *(_from_ranks(x, heads) for x, heads in zip(parts, ctx.heads, strict=True)), None, None
@@ -170,5 +172,6 @@ class _ToTokens(torch.autograd.Function):
         return _scattered([o], ranks, cut)[0].flatten(1, 2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         return _gathered([do.unflatten(1, (ctx.ranks.size, -1))], ctx.ranks, ctx.cut)[0], None, None

@@ -31,6 +31,15 @@ def test_two_ranks(tmp_path):
     assert "never overwritten" in again.output
 
 
+def test_four_ranks_of_lightning(tmp_path):
+    """States of ranks far away have decayed a lot, and are still proved right."""
+    command = ["bench", "scaling", "--way", "lightning", "--ranks", "1,4", "--tokens", "256", "--heads", "8"]
+    done = CliRunner().invoke(
+        main, [*command, "--head-dim", "16", "--samples", "1", "--out", str(tmp_path / "s.jsonl")]
+    )
+    assert done.exit_code == 0, done.output
+
+
 def test_it_is_no_ordinary_suite():
     done = CliRunner().invoke(main, ["bench", "run", "scaling"])
     assert done.exit_code == 1

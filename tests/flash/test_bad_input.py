@@ -126,6 +126,19 @@ def test_wrong_argument(what):
         assert_says(GOOD._replace(sinks=None), *WRONG[what])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_tensor(name):
+    x = {n: getattr(GOOD, n) for n in ("q", "k", "v")} | {name: None}
+    with pytest.raises((TypeError, ValueError), match=f"{name} is a NoneType, must be a torch.Tensor"):
+        fulmen.flash_attention(**x)
+
+
+@pytest.mark.parametrize("options", [{"scale": True}, {"softcap": True}])
+def test_no_number(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=True: must be"):
+        fulmen.flash_attention(GOOD.q, GOOD.k, GOOD.v, **options)
+
+
 @pytest.mark.parametrize("what", WRONG_PACKED)
 def test_wrong_packing(what):
     assert_says(PACKED, *WRONG_PACKED[what])

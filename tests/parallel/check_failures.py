@@ -60,6 +60,9 @@ def refused_alone(way: str) -> None:
         (ValueError, "group is a int, must be a process group", (q, k, v), {"group": 3}),
         (ValueError, rf"lengths=\(8, 8\): must be one int >= 0 for each of the {P}", (q, k, v), {"lengths": [8, 8]}),
         (ValueError, "rank 0 has N=8 tokens, not 7", (q, k, v), {"lengths": [7] * P}),
+        (ValueError, "lengths=5: must be one int", (q, k, v), {"lengths": 5}),
+        (ValueError, "lengths=.True, .*must be one int", (q, k, v), {"lengths": [True] * P}),
+        (ValueError, "cu_seqlens", (q, k, v), {"cu_seqlens": torch.tensor([], dtype=torch.int32)}),
         (ValueError, "k has head dim 4, must have q's D=8", (q, k[..., :4].contiguous(), v), {}),
         (ValueError, "backend='nothing'", (q, k, v), {"backend": "nothing"}),
         (ValueError, f"cu_seqlens must end at N={8 * P}", (q, k, v), {"cu_seqlens": torch.tensor([0, 8]).int()}),
@@ -102,6 +105,10 @@ def refused_alone(way: str) -> None:
             attend(*given, **{"group": world} | options)
     for call, message in (
         (lambda: parallel.shard(q, world, dim=2, lengths=[1] * P), f"sum to {P}, must sum to N=8"),
+        (lambda: parallel.shard(q, world, dim=9), "dim=9: x .* has dimensions -4 to 3"),
+        (lambda: parallel.unshard(q, world, dim=9), "dim=9: x .* has dimensions -4 to 3"),
+        (lambda: parallel.unshard(q, world, dim="a"), "dim='a'"),
+        (lambda: parallel.unshard(q.sum(), world, dim=0), "dim=0"),
         (lambda: parallel.shard(rows(N=9)[0], world, dim=2), r"N=9 tokens cannot be cut in 4 equal pieces: .*lengths="),
         (lambda: parallel.shard(rows(N=4)[0], world, dim=2, shards="zigzag"), "cannot be cut in 8 equal pieces"),
     ):
@@ -159,6 +166,30 @@ def a_rank_dies_saving(folder: str) -> None:
     assert time.monotonic() - before < 15
     assert not Path(f"{folder}/second").exists()
     assert Path(f"{folder}/first/.metadata").is_file()
+
+
+def saving_in_two_places(folder: str) -> None:
+    """All ranks are told, and nothing is written."""
+    model, rank = LightningAttention(8, 2), dist.get_rank()
+    with pytest.raises(ValueError, match="path differs between ranks"):
+        parallel.save(f"{folder}/{rank}", model)
+    Path(f"{folder}/own{rank}").mkdir()
+    with pytest.raises(FileExistsError):
+        parallel.save(f"{folder}/own0", model)
+    assert not list(Path(folder).glob("*.partial"))
+
+
+def loading_another_model(folder: str) -> None:
+    parallel.save(f"{folder}/one", LightningAttention(8, 2))
+    with pytest.raises(RuntimeError, match="does not fit the model"):
+        parallel.load(f"{folder}/one", LightningAttention(16, 2))
+
+
+def no_second_derivative(way: str) -> None:
+    x = torch.randn(1, 4, 8, 8, requires_grad=True)
+    (g,) = torch.autograd.grad(WAYS[way](x, x, x, group=dist.group.WORLD).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        g.square().sum().backward()
 
 
 def one_rank() -> None:

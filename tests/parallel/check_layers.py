@@ -92,6 +92,7 @@ def refusals() -> None:
         (r"the mesh has dims \('dp', 'cp', 'tp'\), and no 'pp'", two, mesh, {"tp": "pp"}),
         (r"3 heads of q .*'ulysses' cannot share out", two, flat, {"softmax": "ulysses", "tp": None}),
         (r"softmax='star'", two, mesh, {"softmax": "star"}),
+        (r"tp and cp are both 'cp'", two, flat, {"tp": "cp", "cp": "cp"}),
         (r"must be 'contiguous'", LightningAttention(24, 4), flat, {"shards": "zigzag", "tp": None}),
         (r"has dropout=0.1", GroupedQueryAttention(24, 4, 4, dropout=0.1), flat, {"tp": None}),
         (r"Linear has no attention layer", torch.nn.Linear(2, 2), flat, {}),
@@ -101,7 +102,10 @@ def refusals() -> None:
             parallel.apply_parallel(model, where, **options)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
         assert all(getattr(m, "cp", None) is None for m in model.modules())
+    with pytest.raises(TypeError, match="mesh is a str, must be a DeviceMesh"):
+        parallel.apply_parallel(two, "m")
     shared = parallel.apply_parallel(GroupedQueryAttention(24, 4, 4, causal=True), flat, tp=None)
+    assert copy.deepcopy(shared).cp is shared.cp  # the same ranks
     x = torch.randn(1, 4, 24)
     for message, options in (
         ("mask is given", {"mask": torch.ones(1, 4, dtype=torch.bool)}),

@@ -93,9 +93,9 @@ def traffic(N: int) -> None:
 
 
 def far_ranks_are_skipped() -> None:
-    """What has decayed below fp32's epsilon is not read: NaN in it is not seen, forward or backward."""
+    """What has decayed to nothing (2^-60) is not read: NaN in it is not seen, forward or backward."""
     P, rank, N = dist.get_world_size(), dist.get_rank(), 64
-    decay = torch.full((2,), 0.3)  # exp(-0.3 * 64) = 5e-9
+    decay = torch.full((2,), 0.7)  # exp(-0.7 * 64) = 2^-65
     generator = torch.Generator().manual_seed(rank)
     q, k, v = torch.randn(3, 1, 2, N, 8, generator=generator)
     if rank == 0:
@@ -109,6 +109,19 @@ def far_ranks_are_skipped() -> None:
         assert all(t.grad.isfinite().all() for t in leaves)
     if rank == P - 2:
         assert not leaves[2].grad.isfinite().all()
+
+
+def what_is_large_reaches_far() -> None:
+    """Little is left of a state 64 tokens on, 2^-24, and that counts where it was large, or is all there is."""
+    x = testing.inputs(1, 4, 64 * dist.get_world_size(), 8, decay=torch.full((4,), 0.26), dtype=torch.float64)
+    x.v[:, :, :64] *= 1e6
+    x.v[:, :, 64:] = 0.0
+    actual = testing.evaluate(across(), x, ("o",))
+    if dist.get_rank() == 0:
+        exact = testing.expected(x, ("o",))["o"].exact
+        for first in range(0, x.q.shape[2], 64):
+            mine, right = actual.o[:, :, first : first + 64], exact[:, :, first : first + 64]
+            assert float((mine - right).norm() / right.norm()) < 1e-10, first
 
 
 def parts() -> None:

@@ -47,6 +47,19 @@ def test_a_rank_dies_saving(on_short_ranks, tmp_path):
     assert dead == "the process ended with 7"
 
 
+def test_saving_in_two_places(on_ranks, tmp_path):
+    on_ranks(2, CHECKS, "saving_in_two_places", folder=str(tmp_path))
+
+
+def test_loading_another_model(on_ranks, tmp_path):
+    on_ranks(2, CHECKS, "loading_another_model", folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("way", ["lightning", "ring", "ulysses"])
+def test_no_second_derivative(on_ranks, way):
+    on_ranks(2, CHECKS, "no_second_derivative", way=way)
+
+
 def test_one_rank(on_ranks):
     on_ranks(2, CHECKS, "one_rank")
 

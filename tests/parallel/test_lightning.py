@@ -75,5 +75,9 @@ def test_far_ranks_are_skipped(on_ranks):
     on_ranks(8, CHECKS, "far_ranks_are_skipped")
 
 
+def test_what_is_large_reaches_far(on_ranks):
+    on_ranks(4, CHECKS, "what_is_large_reaches_far")
+
+
 def test_parts(on_ranks):
     on_ranks(4, CHECKS, "parts")

@@ -67,6 +67,7 @@ def test_ulysses(on_ranks, size, heads):
         {"softcap": 2.0, "sinks": True},
         {"lengths_q": [1, 40, 3, 0, 20], "causal": True},
         {"lengths": [40, 1, 0, 23], "causal": True},
+        {"lengths": [40, 1, 0, 23], "causal": True, "H_KV": 1},
         {"D": 192, "E": 128},
         {"dtype": "bfloat16", "layout": "fused", "H_KV": 2},
         {"backend": "eager"},
