@@ -36,7 +36,10 @@ from fulmen.lightning.triton import Gradients, Segments
 CHUNK = 64
 SAVED_ROWS = 512
 MAX_ROWS = 1 << 30
-WORTH_CUTTING = {64: 4, 128: 3}  # segments, of what is left over after whole rounds of blocks: leftover.txt
+WORTH_CUTTING = {
+    64: 4,
+    128: 3,
+}  # segments, of what is left over after whole rounds of blocks: results/h200/lightning_leftover.txt
 
 
 def supports(spec: LightningSpec) -> str | None:

@@ -177,6 +177,19 @@ def as_operand(state, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def with_chunk(state, c, b):
+    """state + c b.
+
+    A tensor core cuts off what it adds to, and over 2^20 rows that is more than fp16 rounds. So fp16, where there are
+    registers for it, makes the product apart and adds it: by an fma, as the compiler makes a plain sum the product's.
+    """
+    if b.dtype == tl.float16 and b.shape[1] <= 128:
+        return tl.fma(tl.dot(c, b), 1.0, state)
+    else:
+        return tl.dot(c, b, state, input_precision="ieee")
+
+
+@triton.jit
 def owned(number, pieces_ptr, num_segments, H):
     """(sequence, head, segment) of a program, by its number; see the kernel's arguments."""
     if pieces_ptr is None:
@@ -262,7 +275,6 @@ def lightning_sweep_kernel(
     mask_v = offs_v < V
 
     FP32: tl.constexpr = b_ptr.dtype.element_ty == tl.float32
-    APART: tl.constexpr = b_ptr.dtype.element_ty == tl.float16 and BLOCK_K <= 128  # the next has no registers for it
 
     # what stays resident: the state, and the decay within a chunk; `place` is a row's turn in walking order
     place = C - 1 - offs_c if REVERSE else offs_c
@@ -330,10 +342,7 @@ def lightning_sweep_kernel(
                 state = state * keep + state * tl.where(left >= C, decay_rest, 0.0)
             else:
                 state *= keep
-        if APART:  # a tensor core cuts its sum off: over 2^20 rows that shows in fp16. (`+` would be made one)
-            state = tl.fma(tl.dot(c_late, b), 1.0, state)  # [V, K]
-        else:
-            state = tl.dot(c_late, b, state, input_precision="ieee")
+        state = with_chunk(state, c_late, b)  # [V, K]
         a_ptr += STEP * a_stride
         b_ptr += STEP * b_stride
         c_ptr += STEP * c_stride

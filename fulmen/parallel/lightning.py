@@ -342,9 +342,10 @@ class _Lightning(torch.autograd.Function):
             kernel = dispatch.pick("lightning", spec, call.backend)
             assert kernel.backward is not None, "_check_backend refuses those that have none"
             dq, dk, dv, dinitial = kernel.backward(spec, local, do, None if dleft is None else dleft.contiguous())
+        G = None  # or what is left to add
         if not at_once:
             every = travelling.wait()[0]
-        G = None if at_once else states.combined(every, part.behind, decay)
+            G = states.combined(every, part.behind, decay)
         if G is not None:
             begin, N = part.bounds[-2], x.q.shape[2]
             dk_, dv_, k_, v_ = (t[:, :, begin:] for t in (dk, dv, k, v))

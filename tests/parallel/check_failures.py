@@ -185,6 +185,12 @@ def loading_another_model(folder: str) -> None:
         parallel.load(f"{folder}/one", LightningAttention(16, 2))
 
 
+def a_dtype_that_is_not_moved() -> None:
+    """Which is nobody's death."""
+    with pytest.raises(TypeError, match="unshard: the group's transport does not move this dtype"):
+        parallel.unshard(torch.zeros(1, 4, 8, 8, dtype=torch.int16), dist.group.WORLD, dim=2)
+
+
 def no_second_derivative(way: str) -> None:
     x = torch.randn(1, 4, 8, 8, requires_grad=True)
     (g,) = torch.autograd.grad(WAYS[way](x, x, x, group=dist.group.WORLD).square().sum(), x, create_graph=True)

@@ -55,6 +55,10 @@ def test_loading_another_model(on_ranks, tmp_path):
     on_ranks(2, CHECKS, "loading_another_model", folder=str(tmp_path))
 
 
+def test_a_dtype_that_is_not_moved(on_ranks):
+    on_ranks(2, CHECKS, "a_dtype_that_is_not_moved")
+
+
 @pytest.mark.parametrize("way", ["lightning", "ring", "ulysses"])
 def test_no_second_derivative(on_ranks, way):
     on_ranks(2, CHECKS, "no_second_derivative", way=way)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,9 +34,11 @@ def test_who_waits():
     """Where to add is 3u of a GPU's memory traffic, and that takes longer than states travel."""
     from fulmen.parallel.lightning import waits
 
-    few, many = (torch.empty(1, 16, N, 64, dtype=torch.bfloat16, device="meta") for N in (8192, 131_072))
-    assert not waits(few)
-    assert not waits(many), "only on a GPU"
+    def q(device: str, megabytes: int) -> Any:  # all that is looked at
+        return SimpleNamespace(device=torch.device(device), numel=lambda: megabytes << 19, element_size=lambda: 2)
+
+    assert [waits(q("cuda", size)) for size in (1, 50, 70, 1000)] == [False, False, True, True]
+    assert not waits(q("cpu", 1000))
 
 
 @pytest.mark.parametrize("size", RANKS)
