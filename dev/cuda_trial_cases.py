@@ -170,9 +170,10 @@ def final_calls():
 def tile_of(options):
     """The tile `config` has for these options, not grouped."""
     import torch
+    from fulmen import hardware
     from fulmen.flash import cuda_sm90
 
-    return cuda_sm90.tile(spec_of(options, torch.bfloat16))
+    return cuda_sm90.tile(spec_of(options, torch.bfloat16), hardware.TARGETS[90])
 
 
 def timed_configs(options) -> list:

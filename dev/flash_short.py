@@ -1,9 +1,11 @@
 """Tiles for short calls with a cold L2: the kernel's own time (CUPTI), and the time between two events.
 
-    PYTHONPATH=. python3 dev/flash_short.py          # about 40 s on an H200; the chosen tile is starred, the 8 fastest shown
+    PYTHONPATH=. python3 dev/flash_short.py              # about 40 s on an H200; the chosen tile is starred, the 8 fastest shown
+    PYTHONPATH=. python3 dev/flash_short.py --compile    # the kernels alone, without a GPU
 """
 import collections
 import statistics
+import sys
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,7 +17,8 @@ from fulmen.testing import flash as testing
 
 SHAPES = [(1, 1, 128), (8, 4, 128), (32, 8, 128), (32, 8, 256), (32, 8, 512)]
 ROUNDS = 25
-hw = hardware.of(torch.device("cuda", 0))
+COMPILE = "--compile" in sys.argv
+hw = hardware.TARGETS[90] if COMPILE else hardware.of(torch.device("cuda", 0))
 
 
 def candidates(N):
@@ -41,11 +44,14 @@ def compiled(spec, cfg):
 
 for B, H, N in SHAPES:
     for dtype in (torch.bfloat16, torch.float16) if N < 512 else (torch.bfloat16,):
-        x = testing.inputs(B, H, N, 64, dtype=dtype, device="cuda")
+        x = testing.inputs(B, H, N, 64, dtype=dtype, device="cpu" if COMPILE else "cuda")
         spec, tensors = x.spec(), Residuals(x.q, x.k, x.v)
         chosen = cuda.config(spec, hw)
         with ThreadPoolExecutor(16) as pool:
             tiles = [c for c in pool.map(lambda c: compiled(spec, c), dict.fromkeys([chosen, *candidates(N)])) if c]
+        if COMPILE:
+            print(B, H, N, dtype, len(tiles), "tiles")
+            continue
         name_of = lambda c: tag(c) + f" b{c.blocks_per_sm}" + (f" s{c.stages}" if not hasattr(c, "warps_m") else "")
         calls = {"FA2": lambda: sdpa.forward(spec, tensors, implementation="flash")[0], "cuDNN": lambda: sdpa.forward(spec, tensors, implementation="cudnn")[0]}
         calls |= {name_of(c): lambda c=c: cuda.forward(spec, tensors, c)[0] for c in tiles}

@@ -63,11 +63,11 @@ class Config(NamedTuple):
 
 
 def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
-    cfg = tile(spec)
+    cfg = tile(spec, hw)
     return cfg._replace(grouped=spec.group in GROUPS and gains(spec, cfg, hw))
 
 
-def tile(spec: FlashSpec) -> Config:
+def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     """By the measurements in dev/ladder_cuda.md: beside a row its TFLOP/s on an H200 and those of cuDNN.
 
     Options take registers: with any of them tiles are those that still fit.
@@ -75,21 +75,32 @@ def tile(spec: FlashSpec) -> Config:
     causal, long = spec.right is not None, spec.N_KV >= 4096
     plain = spec.left is None and spec.softcap is None and spec.sequences is None and not spec.has_sinks
     few = queries(spec) * (spec.group if spec.group in GROUPS else 1) <= 64
+    together = not plain or (causal and not crowded(spec, hw))
     if spec.D == 64:
-        if few or (plain and max(spec.N_Q, spec.N_KV) <= 256):
+        if few:
             return Config(1, 128, 2, blocks_per_sm=2)
-        if spec.softcap is not None or (plain and max(spec.N_Q, spec.N_KV) <= 512):
-            return Config(2, 128, 2)
-        if plain and long and (not causal or spec.N_KV < 8192):
-            return Config(3, 128, 2, together=False)  # N4096: 466, 419; causal 467, 433
-        return Config(3, 128, 2, take_turns=not (causal and long))  # N2048: 440, 400; causal 323, 253
+        rounds = [math.ceil(spec.B * spec.H * math.ceil(spec.N_Q / rows) / max(hw.sm_count, 1)) for rows in (128, 192)]
+        short = spec.N_KV <= 1024 if causal else 1.2 * rounds[1] >= rounds[0]
+        if spec.softcap is not None or (plain and short):
+            return Config(2, 128, 2, together=together)  # B32 H8 N1024, causal: 288, 317
+        # N2048: 440, 400; causal 323, 253; N4096: 466, 419; causal 467, 433
+        return Config(3, 128, 2, take_turns=not (long and (plain or causal)), together=together)
     if spec.D == 128:
         if few:
             return Config(1, 80, 2, blocks_per_sm=2)
-        if plain and (long or not causal):
-            return Config(2, 176, 2, together=causal)  # N4096: 675, 668; causal 607, 531
-        return Config(2, 128, 2)  # N2048, causal: 527, 420
+        if plain and (long if causal else spec.N_KV > 512):
+            return Config(2, 176, 2, together=together)  # N4096: 675, 668; causal 607, 531
+        return Config(2, 128, 2, together=together)  # N2048, causal: 527, 420
     return Config(2, 80, 2) if spec.D == 256 else Config(2, 128, 2)
+
+
+def crowded(spec: FlashSpec, hw: hardware.Hardware) -> bool:
+    """Whether heads are more than the L2 cache holds k and v of, and so many that few tiles of each run side by side and
+    share what they read. Longest tiles first, of all heads, would then read every k and v from memory again and again:
+    B32 H8 N2048 D128, causal, 450 TFLOP/s instead of 527, where B4 H16 has 487 either way and B8 H4 510 instead of 396.
+    """
+    heads = spec.B * spec.H_KV
+    return heads * spec.N_KV * (spec.D + spec.E) * 2 > hw.l2_bytes and 2 * heads > hw.sm_count
 
 
 def queries(spec: FlashSpec) -> float:

@@ -65,7 +65,7 @@ def blocks(spec: FlashSpec, rows: int) -> int:
 def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     """Few queries are spread over as many SMs as there are; many share the keys they load.
 
-    Beside a row its us on an H200 and those of FlashAttention-2, D = 64, full (dev/ladder_cuda.md).
+    Beside a row its us on an H200, L2 cold, and those of FlashAttention-2, D = 64, full (dev/ladder_cuda.md).
     """
 
     def ring(block_n: int, most: int) -> int:
@@ -73,14 +73,13 @@ def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
 
     wide = spec.D == 128
     if blocks(spec, 16) <= hw.sm_count:
-        return Config(1, 4, 64, ring(64, 2)) if wide else Config(1, 4, 128, 2)  # B1 H1 N128: 2.23, 5.05
+        return Config(1, 4, 64, ring(64, 2)) if wide else Config(1, 4, 128, 2)  # B1 H1 N128: 3.0, 5.4
     if blocks(spec, 32) <= hw.sm_count:
-        if spec.N_KV <= 128 and not wide:
-            return Config(4, 2, 128, 2)  # B8 H4 N128: 3.32, 5.62
-        return Config(2, 2, 64, ring(64, 2 if wide else 4))  # B8 H4 N128: 3.93, 5.62
+        return Config(2, 2, 64, ring(64, 2 if wide else 4))  # B8 H4 N128: 4.1, 6.3
     if blocks(spec, 64) <= hw.sm_count:
         return Config(4, 1, 64, ring(64, 2 if wide else 4))
-    # B32 H8 N128: 6.78, 7.91; N256: 19.06, 21.14; N512: 65.3, 69.1
+    if hw.arch == 90 and spec.N_KV <= 128 and not wide:
+        return Config(4, 1, 64, 2, 4)  # B32 H8 N128: 9.4, 10.4, and 10.6 with 128 queries a block
     return Config(8, 1, 64, 2) if wide else Config(8, 1, 64, ring(64, 4), 2 if hw.arch < 100 else 1)
 
 

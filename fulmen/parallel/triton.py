@@ -111,7 +111,7 @@ def add_product_kernel(
             matrix *= 1.0 / tl.where(most == 0.0, 1.0, most)
             high = matrix.to(x.dtype)
             low = ((matrix - high.to(tl.float32)) * 256.0).to(x.dtype)
-            product = (tl.dot(x, high) + tl.dot(x, low) * (1.0 / 256.0)) * most
+            product = tl.dot(x, high, tl.dot(x, low) * (1.0 / 256.0)) * most
             weight = tl.full([ROWS], 1.0, tl.float32)
             if slopes_ptr is not None:
                 bits = LOG2E * tl.load(slopes_ptr + head) * away

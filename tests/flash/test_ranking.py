@@ -31,7 +31,9 @@ def hopper(monkeypatch):
     [
         (spec(), "cuda"),
         (spec(causal=False), "cuda"),
-        (spec(N=1024, B=4), "sdpa"),
+        (spec(N=1024, B=4), "cuda"),
+        (spec(N=512, B=8), "sdpa"),
+        (spec(N=1024, B=4, causal=False), "sdpa"),
         (spec(grad=False), "cuda"),
         (spec(causal=False, grad=False), "cuda"),
         (spec(N=8192, causal=False, grad=False), "cuda"),
@@ -50,7 +52,8 @@ def hopper(monkeypatch):
         (spec(D=192, E=128, causal=False, grad=False), "cuda"),
         (spec(D=64, N=128, B=1, grad=False), "cuda"),
         (spec(D=64, N=128, B=1), "triton"),
-        (spec(D=64, N=300, B=1, grad=False), "triton"),
+        (spec(N=512, B=1, grad=False), "cuda"),
+        (spec(D=64, N=600, B=1, grad=False), "triton"),
         (spec(N=128, B=1), "triton"),  # small: the host is what costs
         (spec(D=192, E=128), "cuda"),
         (spec(D=96), "sdpa"),  # cuda has no such head dim
