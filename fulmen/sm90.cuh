@@ -29,6 +29,19 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
+// At the same place in block `rank` of this cluster. (Without .release.cluster, which costs a fence of the whole GPU: what
+// is handed back was read by products that are over.)
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];}" :: "r"(barrier), "r"(rank) : "memory");
+}
+
+// All threads of all blocks of the cluster. (What one wrote is not yet for the others to see: that, too, would take the
+// fence; barriers have their own.)
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -47,6 +60,16 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap &map, u32 barri
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// To the same place in each block of the cluster that `blocks` has a bit for, and to its barrier.
+__device__ __forceinline__ void load_box_for(
+    u32 blocks, u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w
+) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"((unsigned short)blocks)
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_box(u32 from, const TensorMap &map, int x, int y, int z, int w) {
@@ -100,9 +123,9 @@ __device__ __forceinline__ void await_stores_read() {
     }
 
 // Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
-// over its rows, panels of 64 columns `panel` bytes apart.
+// over its rows, panels of 64 columns `panel` bytes apart. (Above an address's 18 bits is the block's rank in its cluster.)
 __device__ __forceinline__ u64 operand(u32 address, int panel) {
-    return (u64)(address >> 4) | (u64)(panel >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(panel >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -152,3 +175,41 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 
 __device__ __forceinline__ float low(u32 x) { return __int_as_float(x << 16); }
 __device__ __forceinline__ float high(u32 x) { return __int_as_float(x & 0xffff0000u); }
+
+// x * (hi + lo), rounded once: hi and lo are a factor in twice the digits of bf16.
+__device__ __forceinline__ u32 times(u32 x, u32 hi, u32 lo) {
+    u32 y;
+    asm("{.reg .b32 rest; mul.rn.bf16x2 rest, %1, %3; fma.rn.bf16x2 %0, %1, %2, rest;}"
+        : "=r"(y) : "r"(x), "r"(hi), "r"(lo));
+    return y;
+}
+
+// -------------------------------------------------------------------------------------------------- matrices
+
+constexpr int PANEL = 64 * 128;         // bytes of 64 rows of 64 columns
+
+// Unit `unit` of row `row`.
+__device__ __forceinline__ u32 place(u32 base, int row, int unit) {
+    return base + unit / 8 * PANEL + row * 128 + ((unit % 8 ^ row % 8) << 4);
+}
+
+// The registers of an A operand x^T, 64 x 64: columns 16 warp to 16 warp + 16 of a panel x, rows as they come.
+__device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row, int warp) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    u32 from = place(panel, row + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// Accumulators of 64 rows as bf16 to shared memory, row by row.
+template <int COUNT>
+__device__ __forceinline__ void store_rows(const float (&x)[COUNT], u32 to, int warp) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = 16 * warp + matrix % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; j += 2) {
+        u32 at = place(to, row, j + matrix / 2);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     :: "r"(at), "r"(pack(x[4 * j], x[4 * j + 1])), "r"(pack(x[4 * j + 2], x[4 * j + 3])),
+                        "r"(pack(x[4 * j + 4], x[4 * j + 5])), "r"(pack(x[4 * j + 6], x[4 * j + 7])) : "memory");
+    }
+}

@@ -95,9 +95,10 @@ def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
 
 
 def crowded(spec: FlashSpec, hw: hardware.Hardware) -> bool:
-    """Whether heads are more than the L2 cache holds k and v of, and so many that few tiles of each run side by side and
-    share what they read. Longest tiles first, of all heads, would then read every k and v from memory again and again:
-    B32 H8 N2048 D128, causal, 450 TFLOP/s instead of 527, where B4 H16 has 487 either way and B8 H4 510 instead of 396.
+    """Whether heads are more than the L2 cache holds k and v of, and so many that few tiles of each run side by side
+    and share what they read. Longest tiles first, of all heads, would then read every k and v from memory again and
+    again: B32 H8 N2048 D128, causal, gets 450 TFLOP/s so and 527 a part at a time, B4 H16 487 either way, and B8 H4,
+    whose k and v fit, 510 and 396.
     """
     heads = spec.B * spec.H_KV
     return heads * spec.N_KV * (spec.D + spec.E) * 2 > hw.l2_bytes and 2 * heads > hw.sm_count

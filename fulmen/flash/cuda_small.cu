@@ -2,9 +2,10 @@
 //
 // A block owns 16 * WARPS_M queries of one head and walks the keys they see, BLOCK_N at a time, through a ring of
 // STAGES places in shared memory. All places are filled before anything is computed: a call of this size is over when
-// its memory has come and gone. Warp (i, j) owns 16 queries and, of every BLOCK_N keys, the j-th of WARPS_N parts; few
-// queries on a large GPU are the faster for it. Its m, l and o stay in registers, in base 2 as in triton.py, and where
-// WARPS_N > 1 the warps of a row add theirs up at the end, in a fixed order.
+// its memory has come and gone. With one place all keys are one block, and nothing is scaled again from block to block.
+// Warp (i, j) owns 16 queries and, of every BLOCK_N keys, the j-th of WARPS_N parts; few queries on a large GPU are the
+// faster for it. Its m, l and o stay in registers, in base 2 as in triton.py, and where WARPS_N > 1 the warps of a row
+// add theirs up at the end, in a fixed order.
 //
 // Rows lie in shared memory in units of 16 bytes, unit c of row r at c ^ (r % 8): eight rows at one c are in different
 // banks. The fragments of m16n8k16, with g = lane / 4 and t = lane % 4: A holds rows g, g + 8 at columns 2t, 2t + 8
@@ -24,7 +25,8 @@ constexpr int KEYS = BLOCK_N / WARPS_N; // a warp's share of a block of keys
 constexpr int ROW_BYTES = 2 * D;
 constexpr int TILE_BYTES = BLOCK_N * ROW_BYTES;
 constexpr int SUM_ROW = D + 8;          // floats; rows of sums, apart so that banks differ
-static_assert(KEYS % 16 == 0 && STAGES >= 2, "a warp takes 16 keys at a time, and the ring has two places");
+constexpr bool ONCE = STAGES == 1;
+static_assert(KEYS % 16 == 0, "a warp takes 16 keys at a time");
 static_assert(WARPS_N == 1 || 4 * WARPS * 16 * (SUM_ROW + 2) <= 2 * STAGES * TILE_BYTES, "sums fit where k, v lay");
 
 struct Args {
@@ -122,15 +124,15 @@ struct Rows {
     float o[D / 8][4];
 };
 
-// Takes KEYS keys from `key` on, whose rows in shared memory begin at `k` and `v`, into the rows.
-__device__ __forceinline__ void attend(Rows &x, const u32 (&q)[D / 16][4], u32 k, u32 v, int key, int limit0,
-                                       int limit1, bool edge, float factor) {
+// The weights of KEYS keys from `key` on, whose rows in shared memory begin at `k`. What the rows had is scaled to them.
+__device__ __forceinline__ void weigh(Rows &x, float (&s)[KEYS / 8][4], u32 (&q)[D / 16][4], u32 q_rows, u32 k, int key,
+                                      int limit0, int limit1, bool edge, float factor) {
     const int lane = threadIdx.x % 32, in8 = lane % 8, low = lane / 8 % 2, high = lane / 16;
-    float s[KEYS / 8][4];
 #pragma unroll
     for (int j = 0; j < KEYS / 8; j++) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
 #pragma unroll
-    for (int d = 0; d < D / 16; d++)
+    for (int d = 0; d < D / 16; d++) {
+        if (ONCE) load_matrices(q[d], q_rows + place(lane % 16, 2 * d + lane / 16));  // which saves registers
 #pragma unroll
         for (int j = 0; j < KEYS / 16; j++) {
             u32 b[4];                   // keys 0-7 at d 0-7, 8-15; keys 8-15 the same
@@ -138,6 +140,7 @@ __device__ __forceinline__ void attend(Rows &x, const u32 (&q)[D / 16][4], u32 k
             multiply(s[2 * j], q[d], b[0], b[1]);
             multiply(s[2 * j + 1], q[d], b[2], b[3]);
         }
+    }
 
     if (edge) {
 #pragma unroll
@@ -157,7 +160,7 @@ __device__ __forceinline__ void attend(Rows &x, const u32 (&q)[D / 16][4], u32 k
         for (int j = 0; j < KEYS / 8; j++) m = fmaxf(m, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
         m = quad_max(m);
         pivot[i] = m == -INFINITY_ ? 0.0f : m * factor;
-        alpha[i] = exp2_(x.m[i] * factor - pivot[i]);
+        alpha[i] = ONCE ? 0.0f : exp2_(x.m[i] * factor - pivot[i]);
         x.m[i] = m;
         x.l[i] *= alpha[i];
     }
@@ -172,6 +175,11 @@ __device__ __forceinline__ void attend(Rows &x, const u32 (&q)[D / 16][4], u32 k
     for (int e = 0; e < D / 8; e++)
 #pragma unroll
         for (int i = 0; i < 4; i++) x.o[e][i] *= alpha[i / 2];
+}
+
+// Adds their values, whose rows begin at `v`, by these weights.
+__device__ __forceinline__ void add(Rows &x, const float (&s)[KEYS / 8][4], u32 v) {
+    const int lane = threadIdx.x % 32, in8 = lane % 8, low = lane / 8 % 2, high = lane / 16;
 #pragma unroll
     for (int j = 0; j < KEYS / 16; j++) {
         u32 p[4] = {pack(s[2 * j][0], s[2 * j][1]), pack(s[2 * j][2], s[2 * j][3]),
@@ -228,7 +236,7 @@ flash_small_forward_kernel(const __grid_constant__ Args a) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int m0 = tile * ROWS, row = m0 + 16 * warp_m + g;
     const int end = CAUSAL ? max(0, min(a.n_kv, m0 + ROWS + a.shift)) : a.n_kv;
-    const int blocks = (end + BLOCK_N - 1) / BLOCK_N;
+    const int blocks = ONCE ? end > 0 : (end + BLOCK_N - 1) / BLOCK_N;
     const u32 q_tile = (u32)__cvta_generic_to_shared(shared), ring = q_tile + ROWS * ROW_BYTES;
 
 #if __CUDA_ARCH__ >= 900
@@ -242,6 +250,7 @@ flash_small_forward_kernel(const __grid_constant__ Args a) {
     for (int i = 0; i < STAGES; i++) {
         if (i < blocks) {
             k.fetch<BLOCK_N>(ring + 2 * i * TILE_BYTES);
+            if (ONCE) commit();         // what is next to wait for is waited for by itself
             v.fetch<BLOCK_N>(ring + (2 * i + 1) * TILE_BYTES);
         }
         commit();
@@ -254,20 +263,25 @@ flash_small_forward_kernel(const __grid_constant__ Args a) {
     x.l[0] = x.l[1] = 0.0f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) x.o[e][0] = x.o[e][1] = x.o[e][2] = x.o[e][3] = 0.0f;
+    const u32 q_rows = q_tile + 16 * warp_m * ROW_BYTES;
     const int last = a.n_kv - 1;        // key a row sees last
     const int limit0 = CAUSAL ? min(last, row + a.shift) : last;
     const int limit1 = CAUSAL ? min(last, row + 8 + a.shift) : last;
     const int all_see = CAUSAL ? min(last, m0 + 16 * warp_m + a.shift) : last;
 
-    for (int j = 0; j < blocks; j++) {
-        if (j == 0) {
-            wait<STAGES - 1>();
+    if (!blocks) {                      // outputs go through the place that q is still on its way to
+        wait<0>();
+        __syncthreads();
+    }
+    for (int j = 0; j < (ONCE ? min(blocks, 1) : blocks); j++) {
+        if (ONCE || j == 0) {
+            wait<(ONCE ? 1 : STAGES - 1)>();
             __syncthreads();
 #pragma unroll
             for (int d = 0; d < D / 16; d++)
-                load_matrices(q[d], q_tile + place(16 * warp_m + lane % 16, 2 * d + lane / 16));
+                if (!ONCE) load_matrices(q[d], q_rows + place(lane % 16, 2 * d + lane / 16));
         } else {
-            wait<STAGES - 2>();
+            wait<(ONCE ? 0 : STAGES - 2)>();
             __syncthreads();            // all are done with the block before, whose place is filled again
             if (j - 1 + STAGES < blocks) {
                 u32 old = ring + 2 * ((j - 1) % STAGES) * TILE_BYTES;
@@ -278,7 +292,13 @@ flash_small_forward_kernel(const __grid_constant__ Args a) {
         }
         u32 block = ring + 2 * (j % STAGES) * TILE_BYTES + warp_n * KEYS * ROW_BYTES;
         int key = j * BLOCK_N + warp_n * KEYS;
-        attend(x, q, block, block + TILE_BYTES, key, limit0, limit1, key + KEYS - 1 > all_see, a.factor);
+        float s[KEYS / 8][4];
+        weigh(x, s, q, q_rows, block, key, limit0, limit1, key + KEYS - 1 > all_see, a.factor);
+        if (ONCE) {
+            wait<0>();
+            __syncthreads();
+        }
+        add(x, s, block + TILE_BYTES);
     }
     x.l[0] = quad_sum(x.l[0]);
     x.l[1] = quad_sum(x.l[1]);

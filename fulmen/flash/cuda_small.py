@@ -40,7 +40,7 @@ class Config(NamedTuple):
     warps_m: int  # of 16 queries each
     warps_n: int  # that share the keys of a block
     block_n: int  # keys at a time
-    stages: int  # blocks of keys on their way
+    stages: int  # blocks of keys on their way; 1: there is but one
     blocks_per_sm: int = 1  # how many the registers must leave room for
 
     @property
@@ -68,19 +68,19 @@ def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     Beside a row its us on an H200, L2 cold, and those of FlashAttention-2, D = 64, full (dev/ladder_cuda.md).
     """
 
-    def ring(block_n: int, most: int) -> int:
-        return min(most, max(2, math.ceil(spec.N_KV / block_n)))
-
-    wide = spec.D == 128
+    wide, once = spec.D == 128, spec.N_KV <= 128
+    ring = min(2 if wide else 4, max(2, math.ceil(spec.N_KV / 64)))
     if blocks(spec, 16) <= hw.sm_count:
-        return Config(1, 4, 64, ring(64, 2)) if wide else Config(1, 4, 128, 2)  # B1 H1 N128: 3.0, 5.4
+        if once:
+            return Config(1, 4, 128, 1)  # B1 H1 N128: 2.7, 5.2
+        return Config(1, 4, 64, 2) if wide else Config(1, 4, 128, 2)
     if blocks(spec, 32) <= hw.sm_count:
-        return Config(2, 2, 64, ring(64, 2 if wide else 4))  # B8 H4 N128: 4.1, 6.3
+        return Config(2, 2, 128, 1) if once else Config(2, 2, 64, ring)  # B8 H4 N128: 3.8, 6.2
     if blocks(spec, 64) <= hw.sm_count:
-        return Config(4, 1, 64, ring(64, 2 if wide else 4))
-    if hw.arch == 90 and spec.N_KV <= 128 and not wide:
-        return Config(4, 1, 64, 2, 4)  # B32 H8 N128: 9.4, 10.4, and 10.6 with 128 queries a block
-    return Config(8, 1, 64, 2) if wide else Config(8, 1, 64, ring(64, 4), 2 if hw.arch < 100 else 1)
+        return Config(4, 1, 128, 1) if once else Config(4, 1, 64, ring)
+    if hw.arch == 90 and once and not wide:
+        return Config(4, 1, 128, 1, 4)  # B32 H8 N128: 9.2, 10.4; with 128 queries a block 9.9
+    return Config(8, 1, 64, 2) if wide else Config(8, 1, 64, ring, 2 if hw.arch < 100 else 1)
 
 
 def variant(spec: FlashSpec, hw: hardware.Hardware, cfg: Config) -> cuda.Variant:
@@ -100,6 +100,8 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def launch_of(spec: FlashSpec, cfg: Config, steps: tuple[int, ...], early: bool = True) -> cuda.Launch:
     """The launch of calls with these strides: q, k, v and o, in that order."""
+    if cfg.stages == 1 and cfg.block_n < spec.N_KV:
+        raise ValueError(f"{cfg} in one block of keys, and there are {spec.N_KV}")
     hw = hardware.of(spec.device)
     shift = 0 if spec.top_left else spec.N_KV - spec.N_Q
     rest = struct.pack(

@@ -77,6 +77,7 @@ class Config(NamedTuple):
     stages: int
     outs: int  # warpgroups that make outputs; 0: a state alone
     save: int = 0  # 1: saves states, 2: reads saved ones
+    share: bool = False  # blocks of one head copy rows for each other
 
     @property
     def threads(self) -> int:
@@ -100,7 +101,7 @@ def config(spec: LightningSpec, what: str) -> Config:
     if what == "state":
         return Config(8 if small else 6, 0)
     if what == "backward":
-        return Config(5, 2, save=2) if small else Config(4, 1)
+        return Config(5, 2, save=2) if small else Config(4, 1, share=True)
     return Config(6, 2, save=1 if what == "training" else 0) if small else Config(4, 1)
 
 
@@ -108,6 +109,7 @@ def variant(spec: LightningSpec, cfg: Config) -> cuda.Variant:
     macros = {
         "HEAD_DIM": spec.D, "STAGES": cfg.stages, "OUTS": cfg.outs, "DECAY": int(spec.has_decay),
         "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": cfg.save,
+        "SHARE": int(cfg.share),
     }  # fmt: skip
     return cuda.Variant("lightning/cuda_sm90.cu", "lightning_sm90_kernel", "90a", tuple(macros.items()))
 

@@ -23,17 +23,18 @@
 // wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
 // 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed.
 //
-// The compiler defines HEAD_DIM, STAGES, OUTS, DECAY, PACKED, EVERY (chunks between saved states) and
-// SAVE (0: none, 1: writes them, 2: a sweep may read them).
+// The compiler defines HEAD_DIM, STAGES, OUTS, DECAY, PACKED, EVERY (chunks between saved states),
+// SAVE (0: none, 1: writes them, 2: a sweep may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128,
+// are a cluster; each copies half of a and b into the shared memory of both, which halves what L2 is asked for.
 
 #include "sm90.cuh"
 
 constexpr int D = HEAD_DIM, C = 64;
 constexpr int PANELS = D / 64;                                       // also the tiles of c's columns
-constexpr int PANEL = C * 128;                                       // bytes of 64 rows of 64 columns
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1) * PANEL;         // a, b, c
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
 constexpr int THREADS = 128 * (2 + OUTS);
+constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 
 struct Sweep {
@@ -85,42 +86,6 @@ __device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[16],
 #pragma unroll
     for (int j = 0; j < C / 16; j++) multiply(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
     commit();
-}
-
-// -------------------------------------------------------------------------------------------------- matrices
-
-// x * (hi + lo), rounded once: hi and lo are a factor in twice the digits of bf16.
-__device__ __forceinline__ u32 times(u32 x, u32 hi, u32 lo) {
-    u32 y;
-    asm("{.reg .b32 rest; mul.rn.bf16x2 rest, %1, %3; fma.rn.bf16x2 %0, %1, %2, rest;}"
-        : "=r"(y) : "r"(x), "r"(hi), "r"(lo));
-    return y;
-}
-
-// Unit `unit` of row `row`.
-__device__ __forceinline__ u32 place(u32 base, int row, int unit) {
-    return base + unit / 8 * PANEL + row * 128 + ((unit % 8 ^ row % 8) << 4);
-}
-
-// The registers of an A operand x^T, 64 x 64: columns 16 warp to 16 warp + 16 of a panel x, rows as they come.
-__device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row, int warp) {
-    const int lane = threadIdx.x % 32, matrix = lane / 8;
-    u32 from = place(panel, row + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
-}
-
-// Accumulators of 64 rows as bf16 to shared memory, row by row.
-template <int COUNT>
-__device__ __forceinline__ void store_rows(const float (&x)[COUNT], u32 to, int warp) {
-    const int lane = threadIdx.x % 32, matrix = lane / 8, row = 16 * warp + matrix % 2 * 8 + lane % 8;
-#pragma unroll
-    for (int j = 0; j < COUNT / 4; j += 2) {
-        u32 at = place(to, row, j + matrix / 2);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                     :: "r"(at), "r"(pack(x[4 * j], x[4 * j + 1])), "r"(pack(x[4 * j + 2], x[4 * j + 3])),
-                        "r"(pack(x[4 * j + 4], x[4 * j + 5])), "r"(pack(x[4 * j + 6], x[4 * j + 7])) : "memory");
-    }
 }
 
 // ---------------------------------------------------------------------------------------------------- walks
@@ -241,12 +206,27 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
         const u32 full = at.full + n % STAGES * 8, row = w.row(n);
         at.await_empty(n);
         expect(full, STAGE);
+        if (CLUSTER > 1) {          // a panel from each block, to all of them
+            const int i = w.tile;
+            if (OUTS) load_box_for(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
+            load_box_for(3, at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+        } else {
 #pragma unroll
-        for (int i = 0; i < PANELS; i++) {
-            if (OUTS) load_box(at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
-            load_box(at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+            for (int i = 0; i < PANELS; i++) {
+                if (OUTS) load_box(at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
+                load_box(at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+            }
         }
         load_box(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, w.h, w.b);
+    }
+}
+
+// A warp is done with a place of the ring, in which every block of the cluster loads for all of them.
+__device__ __forceinline__ void release(u32 barrier) {
+    const int lane = threadIdx.x % 32;
+    if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
+        if (CLUSTER == 1) arrive(barrier);
+        else arrive_at(barrier, lane);
     }
 }
 
@@ -398,7 +378,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         if (n + 1 < w.chunks) fetch(n + 1, next);
         finish<0>();
         pin(y.state);
-        if (reports) arrive(free);
+        release(free);
     };
     if (w.chunks) fetch(0, c[0]);
     for (int n = 0; n < w.chunks; n += 2) {
@@ -504,10 +484,8 @@ struct Outputs {
         pin(out);
         pin(inter);
         hold(q, x.zero);
-        if (reports) {
-            arrive(at.state_empty + n % 2 * 8);
-            arrive(at.empty + n % STAGES * 8);
-        }
+        if (reports) arrive(at.state_empty + n % 2 * 8);
+        release(at.empty + n % STAGES * 8);
 #pragma unroll
         for (int i = 0; i < 32; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
@@ -563,14 +541,20 @@ constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
               && OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if SHARE
+#define TOGETHER __cluster_dims__(HEAD_DIM / 64, 1, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1)
 lightning_sm90_kernel(const __grid_constant__ Args x) {
     extern __shared__ __align__(1024) char shared[];
     const Shared at((u32)__cvta_generic_to_shared(shared));
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             init(at.full + 8 * i, 1);
-            init(at.empty + 8 * i, OUTS ? 8 : 4);
+            init(at.empty + 8 * i, (OUTS ? 8 : 4) * CLUSTER);
         }
         for (int i = 0; i < 4; i++) init(at.state_full + 8 * i, 4);  // and state_empty
         init(at.saved_full, 1);
@@ -578,7 +562,8 @@ lightning_sm90_kernel(const __grid_constant__ Args x) {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
     }
-    __syncthreads();
+    if (CLUSTER > 1) meet_cluster();
+    else __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     Walk w;
@@ -593,5 +578,9 @@ lightning_sm90_kernel(const __grid_constant__ Args x) {
     } else if (OUTS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_OUTPUT));
         make_outputs(x, at, w, sweep, role);
+    }
+    if (CLUSTER > 1) {              // no block ends while another may still tell it something
+        __syncwarp();
+        meet_cluster();
     }
 }

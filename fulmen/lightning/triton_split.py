@@ -30,7 +30,7 @@ PROGRAMS_PER_SM = 2
 PACKED_ROUNDS = 8  # so that what is left over at the end of packed sequences is small
 MIN_SEGMENT = 256  # rows; shorter ones spend their time on states
 AT_ONCE = 16  # segments that a scan reads before it adds them up, at most
-SCAN_BLOCK = 256  # elements of a state that a program carries
+SCAN_BLOCK = 256  # elements of a state that a program carries; of less than AT_ONCE segments twice as many
 
 
 def rank(spec: LightningSpec) -> float:
@@ -148,22 +148,14 @@ def scan(
     final: Tensor | None,
 ) -> Launch:
     size = spec.D * spec.E
-    block = min(SCAN_BLOCK, fused.block(size))
+    at_once = min(AT_ONCE, triton.next_power_of_2(cut.number))
+    block = min(SCAN_BLOCK * (1 if at_once == AT_ONCE else 2), fused.block(size))
     return Launch(
         kernel=lightning_scan_kernel,
         grid=(spec.states * spec.H - cut.whole) * triton.cdiv(size, block),
         args=(
             *(states, initial, final, x.decay, None if cut.pieces is None else x.cu_seqlens, cut.pieces),
-            *(
-                cut.whole,
-                spec.H,
-                spec.N,
-                cut.rows,
-                cut.number,
-                size,
-                block,
-                min(AT_ONCE, triton.next_power_of_2(cut.number)),
-            ),
+            *(cut.whole, spec.H, spec.N, cut.rows, cut.number, size, block, at_once),
         ),
         options={"num_warps": 4},
     )

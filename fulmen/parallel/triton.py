@@ -20,7 +20,8 @@ from fulmen.lightning.op import LightningSpec, Residuals
 from fulmen.lightning.triton import LOG2E
 
 TILE = 4096  # elements of o a program merges
-ROWS, COLUMNS = 64, 64  # of o, dk or dv that a program adds to
+COLUMNS = 64  # of o, dk or dv that a program adds to
+OPERANDS = 8192  # of its product, in registers: q, k or v
 FORGOTTEN = tl.constexpr(60.0)  # 2^-60 of a state is nothing
 
 
@@ -129,7 +130,7 @@ def add_product(
     B, heads, N, size = x.shape
     width = out.shape[3]
     columns = min(COLUMNS, fused.block(width)) if size <= 128 else 32
-    rows = ROWS if size <= 128 else 32
+    rows = min(128, OPERANDS // fused.block(size))
     args = (
         *(out, x, matrix, slopes, tuple(out.stride()[:3]), tuple(x.stride()[:3]), tuple(matrix.stride())),
         *(scale, heads, N, matrix.shape[1] // heads, backwards, size, width, rows, fused.block(size), columns),

@@ -12,7 +12,7 @@ import torch
 from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
 from fulmen.flash import cuda_sm90, cuda_small
-from fulmen.flash.op import FlashSpec
+from fulmen.flash.op import FlashSpec, Residuals
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests import sass
@@ -130,6 +130,26 @@ def test_gradients_from_our_forward_by_cudnn(D, E, H_KV, causal, layout):
     testing.check(x, "cuda", ("o",))
 
 
+def test_one_block_takes_no_more_keys_than_it_has(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    with pytest.raises(ValueError, match=r"64 queries x 128 keys in one block of keys, and there are 129"):
+        cuda_small.launch_of(spec(N=129), cuda_small.Config(4, 1, 128, 1), (0,) * 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("B", "N_KV"), [(1, 0), (1, 40), (8, 100), (32, 100), (32, 200)])
+def test_short_rows_without_keys_are_zero(B, N_KV):
+    """Their outputs go through the place in shared memory that their queries are on their way to."""
+    x = testing.inputs(B, 8, 128 + N_KV, 64, N_KV=N_KV, causal=True, dtype=torch.bfloat16, device="cuda")
+    call, tensors = x.spec(), Residuals(x.q, x.k, x.v)
+    if (why := flash.supports(call)) is not None:
+        pytest.skip(why)
+    for _ in range(20):
+        o, _ = flash.forward(call, tensors, cuda_small.config(call, hardware.of(x.q.device)))
+        assert not o[:, :, :128].any()
+    testing.check(x, "cuda", ("o",))
+
+
 # ------------------------------------------------------------------------------------------------- Hopper
 
 WINDOW = {"left": 100}
@@ -142,7 +162,7 @@ ALL = WINDOW | PACKED | CAP | {"has_sinks": True}
     ("call", "detail"),
     [
         (spec(), "cuda_small.cu, 16 queries x 128 keys"),
-        (spec(B=32, H=8, N=128), "cuda_small.cu, 64 queries x 64 keys"),
+        (spec(B=32, H=8, N=128), "cuda_small.cu, 64 queries x 128 keys"),
         (spec(B=32, H=8, N=256, causal=True), "cuda_sm90.cu, 128 queries x 128 keys"),
         (spec(B=32, H=8, N=512), "cuda_sm90.cu, 192 queries x 128 keys"),
         (spec(N=2048), "cuda_sm90.cu, 128 queries x 128 keys"),  # one head leaves SMs idle
@@ -178,16 +198,17 @@ def test_what_was_measured_is_taken():
 def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
     """By results/h200/cuda_short.txt: (B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
     two, three = cuda_sm90.Config(2, 128, 2, together=False), cuda_sm90.Config(3, 128, 2, True, together=False)
+    two_all, three_all = two._replace(together=True), three._replace(together=True)
     best = {
         (32, 8, 256, 64, False): two, (32, 8, 384, 64, False): three, (32, 8, 512, 64, False): three,
         (32, 8, 1024, 64, False): three, (4, 16, 384, 64, False): three, (4, 16, 512, 64, False): two,
         (4, 16, 1024, 64, False): three, (32, 8, 1024, 64, True): two, (32, 8, 2048, 64, True): three,
-        (32, 8, 512, 64, True): two._replace(together=True), (4, 16, 1024, 64, True): two._replace(together=True),
-        (4, 16, 2048, 64, True): three._replace(together=True), (32, 8, 256, 128, False): two,
-        (32, 8, 512, 128, False): two, (32, 8, 1024, 128, False): cuda_sm90.Config(2, 176, 2, together=False),
-        (32, 8, 512, 128, True): two, (32, 8, 2048, 128, True): two, (4, 16, 512, 128, True): two._replace(together=True),
-        (4, 16, 2048, 128, True): two._replace(together=True), (8, 4, 2048, 128, True): two._replace(together=True),
-        (32, 8, 128, 64, False): cuda_small.Config(4, 1, 64, 2, 4), (8, 4, 128, 64, True): cuda_small.Config(2, 2, 64, 2),
+        (32, 8, 512, 64, True): two_all, (4, 16, 1024, 64, True): two_all, (4, 16, 2048, 64, True): three_all,
+        (32, 8, 256, 128, False): two, (32, 8, 512, 128, False): two, (32, 8, 512, 128, True): two,
+        (32, 8, 1024, 128, False): cuda_sm90.Config(2, 176, 2, together=False), (32, 8, 2048, 128, True): two,
+        (4, 16, 512, 128, True): two_all, (4, 16, 2048, 128, True): two_all, (8, 4, 2048, 128, True): two_all,
+        (32, 8, 128, 64, False): cuda_small.Config(4, 1, 128, 1, 4),
+        (8, 4, 128, 64, False): cuda_small.Config(2, 2, 128, 1),
     }  # fmt: skip
     for case, tile in best.items():
         assert flash.config(spec(*case), TARGETS[90]) == tile, case

@@ -89,6 +89,15 @@ def test_no_register_is_overwritten_while_a_product_reads_it(made):
         assert sass.overwritten(text) == [], variant
 
 
+def test_blocks_of_a_head_share_without_a_fence_of_the_whole_gpu(made):
+    """Which the compiler takes for granted wherever blocks of a cluster tell each other something, and which costs more
+    than sharing gains."""
+    assert {dict(v.macros)["SHARE"] for v in made} == {0, 1}
+    for variant, (cfg, _, _, text) in made.items():
+        assert ("MULTICAST" in text) == cfg.share, variant
+        assert "MEMBAR.ALL.GPU" not in text, variant
+
+
 # ------------------------------------------------------------------------------------------ what the host says
 
 
