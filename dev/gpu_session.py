@@ -2,7 +2,7 @@
 
     python3 dev/gpu_session.py suites again compare base resume     # 6.5 min on an H200, kernels to compile included
     python3 dev/gpu_session.py small layers tune parallel           # 5.5 min
-    python3 dev/gpu_session.py tests bars mla sanitize              # 6.5 min
+    python3 dev/gpu_session.py tests bars sanitize                  # 10 min
     python3 dev/gpu_session.py --list                               # what the stages do and how long they take
 
 Results name their commit, and `base` needs another one, so send a small clone, and a folder in case git stays behind:
@@ -183,8 +183,9 @@ def tests(_) -> int:
     """All of them; the slow ones, which take much memory, by themselves."""
     code = 0
     for which, workers in (("gpu and not slow", 14), ("gpu and slow", 3)):
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore", "-n", workers, "-m", which, "tests"]
-        code |= run(*command, into=OUT / f"test-gpu{'-slow' if workers == 3 else ''}.log", show=25, limit=260)
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore", "-n", workers, "-m", which]
+        command += ["--durations=12", "-o", "faulthandler_timeout=100", "tests"]  # a test that hangs is named
+        code |= run(*command, into=OUT / f"test-gpu{'-slow' if workers == 3 else ''}.log", show=25, limit=340)
     return code
 
 
@@ -204,8 +205,8 @@ def saved(_) -> int:
     return run(sys.executable, "dev/lightning_saved.py", into=OUT / "lightning_saved.txt", show=60, limit=60)
 
 
-def mla(_) -> int:
-    return run(sys.executable, "tools/measure_layers.py", "--only", "mla", "--out", OUT / "layers-parts-mla.jsonl", limit=90)
+def parts(_) -> int:
+    return run(sys.executable, "tools/measure_layers.py", "--out", OUT / "layers-parts.jsonl", limit=160)
 
 
 def sanitize(_) -> int:
@@ -229,9 +230,9 @@ STAGES = {  # what, and about how many seconds on an H200
     "leftover": (leftover, "lightning attention of heads that fill the SMs once and a bit", 20),
     "short": (short, "tiles for short calls with a cold L2", 60),
     "saved": (saved, "how often lightning attention saves a state", 20),
-    "mla": (mla, "what latent attention's layer costs beyond its parts", 35),
+    "parts": (parts, "what layers cost beyond their parts", 85),
     "sanitize": (sanitize, "memcheck of our CUDA kernels", 90),
-    "tests": (tests, "all GPU tests", 220),
+    "tests": (tests, "all GPU tests", 430),
 }
 
 
