@@ -100,13 +100,20 @@ def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
     why = reasons(op, spec)
     if backend != "auto":
         if backend not in why:
-            raise ValueError(f"backend={backend!r}: {op} has {', '.join(sorted(why))}, or 'auto'")
+            raise unknown(op, backend)
         raise NotImplementedError(f"backend={backend!r} cannot serve this call: {why[backend]}\n{table(why)}")
     raise NotImplementedError(f"no {op} backend can serve this call:\n{table(why)}")
 
 
+def unknown(op: str, backend: Any) -> ValueError:
+    """The error for what is no name of a backend of `op`. `pick`, which hashes it first, must be given a string."""
+    return ValueError(f"backend={backend!r}: {op} has {', '.join(sorted({*kernels(op), *_missing[op]}))}, or 'auto'")
+
+
 def differentiable_as_it_is(op: str, backend: str) -> bool:
     """Whether `backend` names a kernel of plain PyTorch, which autograd goes through by itself."""
+    if not isinstance(backend, str):
+        raise unknown(op, backend)
     if backend == "auto":
         return False
     if not torch.compiler.is_compiling():  # a compiler cannot follow imports
@@ -139,6 +146,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     if op not in OPS:
         raise ValueError(f"op={op!r}: fulmen has {', '.join(OPS)}")
     backend = kwargs.pop("backend", "auto")
+    if not isinstance(backend, str):
+        raise unknown(op, backend)
     spec = importlib.import_module(f"fulmen.{op}.op").checked_spec(*args, **kwargs)
     try:
         chosen = pick(op, spec, backend).name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -137,6 +138,18 @@ def test_explain_says_which_and_why():
     assert text.endswith("auto: eager")
     with pytest.raises(ValueError, match="op='flesh': fulmen has lightning"):
         fulmen.explain("flesh", q, q, q)
+
+
+@pytest.mark.parametrize("backend", [["eager"], {"eager": 1}, None, 3])
+def test_what_is_no_string_is_refused_as_an_unknown_name_is(backend):
+    q = torch.randn(1, 2, 8, 16)
+    says = re.escape(f"backend={backend!r}: lightning has cuda, eager, reference, triton, triton_split, or 'auto'")
+    with pytest.raises(ValueError, match=says):
+        fulmen.lightning_attention(q, q, q, backend=backend)
+    with pytest.raises(ValueError, match=says):
+        fulmen.explain("lightning", q, q, q, backend=backend)
+    with pytest.raises(ValueError, match=re.escape(f"backend={backend!r}: flash has ")):
+        fulmen.explain("flash", q, q, q, backend=backend)
 
 
 def test_report_names_every_backend():

@@ -108,14 +108,14 @@ class GroupedQueryAttention(weights.Whole):
         context_dim = embed_dim if context_dim is None else whole("context_dim", context_dim)
         if flag("fused_qkv", fused_qkv) and context_dim != embed_dim:
             raise ValueError(f"context_dim={context_dim} with fused_qkv: one product makes q, k and v of the same x")
-        dropping.refuse(backend, dropout)
+        dropping.refuse(check_backend("flash", backend), dropout)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, self.context_dim, self.dropout = head_dim, context_dim, float(dropout)
         self.qk_norm = choice("qk_norm", qk_norm, None, "before", "after")
         self.rope = calls.rotary(rope, head_dim)
         factor = 1.0 if self.rope is None else self.rope.softmax_factor
         scale = (head_dim**-0.5 if scale is None else check_scale(scale)) * factor
-        self.options = dropping.Options(flag("causal", causal), window, softcap, scale, check_backend("flash", backend))
+        self.options = dropping.Options(flag("causal", causal), window, softcap, scale, backend)
         _check_options(self)
         bias, norm_eps, kind = flag("bias", bias), number("norm_eps", norm_eps, zero=True), factory(device, dtype)
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim

@@ -38,8 +38,8 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> tuple[int,
 def check_backend(op: str, backend: str) -> str:
     known = dispatch.kernels(op)
     missing = dispatch._missing[op]
-    if backend != "auto" and backend not in (names := sorted({*known, *missing})):
-        raise ValueError(f"backend={backend!r}: {op} has {', '.join(names)}, or 'auto'")
+    if not isinstance(backend, str) or backend not in ("auto", *known, *missing):
+        raise dispatch.unknown(op, backend)
     if backend in missing:
         raise NotImplementedError(f"backend={backend!r} {missing[backend]}")
     return backend

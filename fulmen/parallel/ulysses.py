@@ -99,6 +99,8 @@ def _check_whole(
     x: Residuals, cu_seqlens: Tensor | None, cut: Cut, P: int, options: dict[str, Any], backend: str, grads: bool
 ) -> None:
     """What `flash_attention` would say of the call each rank will make, said before anybody waits."""
+    if not isinstance(backend, str):
+        raise dispatch.unknown("flash", backend)
     sizes = ((x.q.shape[1] // P, x.q), (max(x.k.shape[1] // P, 1), x.k), (max(x.v.shape[1] // P, 1), x.v))
     like = [torch.empty(x.q.shape[0], h, cut.total, t.shape[3], dtype=t.dtype, device="meta") for h, t in sizes]
     spec = checked_spec(*like, **options)

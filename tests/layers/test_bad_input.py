@@ -75,6 +75,14 @@ CONSTRUCTION = {
     "softcap": (lambda: gqa(softcap=0.0), ["softcap=0.0"]),
     "scale": (lambda: gqa(scale=0.0), ["scale=0.0"]),
     "backend": (lambda: gqa(backend="cudnn"), ["backend='cudnn'", "eager", "'auto'"]),
+    "backend of a list, with dropout": (
+        lambda: gqa(dropout=0.1, backend=["eager"]),
+        ["backend=['eager']: flash has", "eager", "'auto'"],
+    ),
+    "backend of names": (
+        lambda: lightning(backend=np.array(["eager", "triton"])),
+        ["backend=array(['eager', 'triton']", "lightning has", "eager", "'auto'"],
+    ),
     "dropout": (lambda: gqa(dropout=1.0), ["dropout=1.0", "below 1"]),
     "dropout on triton": (
         lambda: gqa(dropout=0.1, backend="triton"),

@@ -65,6 +65,8 @@ def refused_alone(way: str) -> None:
         (ValueError, "cu_seqlens", (q, k, v), {"cu_seqlens": torch.tensor([], dtype=torch.int32)}),
         (ValueError, "k has head dim 4, must have q's D=8", (q, k[..., :4].contiguous(), v), {}),
         (ValueError, "backend='nothing'", (q, k, v), {"backend": "nothing"}),
+        (ValueError, r"backend=\['eager'\]: .* has cuda, eager, .*or 'auto'", (q, k, v), {"backend": ["eager"]}),
+        (ValueError, r"backend=None: .* has cuda, eager, .*or 'auto'", (q, k, v), {"backend": None}),
         (ValueError, f"cu_seqlens must end at N={8 * P}", (q, k, v), {"cu_seqlens": torch.tensor([0, 8]).int()}),
     ]
     if way == "lightning":
