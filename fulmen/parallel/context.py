@@ -26,11 +26,13 @@ class ContextParallel(NamedTuple):
     group    the ranks a sequence is cut over.
     softmax  "ring" or "ulysses": how softmax attention sees the other ranks' tokens.
     shards   "contiguous" or "zigzag".
+    dim      the ranks' dimension of the mesh, if it has a name.
     """
 
     group: Group
     softmax: str = "ring"
     shards: str = "contiguous"
+    dim: str | None = None
 
     def __deepcopy__(self, memo: Any) -> ContextParallel:
         """Of a copy of the layer: the same ranks."""

@@ -41,7 +41,8 @@ def apply_parallel(
     softmax  how softmax layers see other ranks' tokens: "ring" or "ulysses".
     shards   "contiguous", or "zigzag" for models that have no lightning layer.
 
-    Call it before `fully_shard`. Every rank must have the same weights, or rank 0 of each `tp` group the right ones.
+    Call it once, before `fully_shard`. Every rank must have the same weights, or rank 0 of each `tp` group the right
+    ones.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}, must be a DeviceMesh with named dimensions")
@@ -56,6 +57,7 @@ def apply_parallel(
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Attention)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention layer of fulmen.layers")
+    _check_once(layers, tp, cp)
     heads = 1 if tp is None else mesh[tp].size()
     tokens = 1 if cp is None else mesh[cp].size()
     if tp is not None:
@@ -67,8 +69,22 @@ def apply_parallel(
         _share_heads(model, mesh[tp])
     if cp is not None:
         for layer in layers.values():
-            layer.cp = ContextParallel(mesh[cp].get_group(), softmax, shards)
+            layer.cp = ContextParallel(mesh[cp].get_group(), softmax, shards, cp)
     return model
+
+
+def _check_once(layers: dict[str, Attention], tp: str | None, cp: str | None) -> None:
+    """Heads that are shared out are not shared out again, and neither are tokens."""
+    for name, layer in layers.items():
+        meshes = [p.device_mesh for p in layer.parameters() if isinstance(p, DTensor)]
+        if not (tp is not None and meshes) and not (cp is not None and layer.cp is not None):
+            continue
+        found = [f"weights over mesh dims {meshes[0].mesh_dim_names}"] if meshes else []
+        found += [f"tokens over mesh dim {layer.cp.dim!r}"] if layer.cp is not None else []
+        raise ValueError(
+            f"the model is already parallel: {name or type(layer).__name__} has {' and '.join(found)}. A model is made "
+            "parallel once, with tp and cp in one call and before fully_shard: build it again, and call this once"
+        )
 
 
 def _check_plans(model: nn.Module, ranks: int) -> None:

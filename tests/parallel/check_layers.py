@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -113,6 +114,41 @@ def refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             shared(x, **options)
+
+
+def twice() -> None:
+    """A model that is parallel is refused and stays as it is; heads and tokens may be shared out in two calls."""
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    heads, tokens = r"0 has weights over mesh dims \('tp',\)", "tokens over mesh dim 'cp'"
+    wrong = [
+        ({}, {}, f"{heads} and {tokens}"),
+        ({"cp": None}, {}, heads),
+        ({"cp": None}, {"cp": None}, heads),
+        ({"tp": None}, {}, f"0 has {tokens}"),
+        ({"tp": None}, {"tp": None}, f"0 has {tokens}"),
+    ]
+    for name, (first, second, message) in itertools.product(LAYERS, wrong):
+        model = parallel.apply_parallel(torch.nn.Sequential(LAYERS[name](), torch.nn.Linear(24, 24)), mesh, **first)
+        parameters, cp = list(model.parameters()), model[0].cp
+        for again in (model, copy.deepcopy(model)):
+            with pytest.raises(ValueError, match=f"already parallel: {message}. A model is made parallel once"):
+                parallel.apply_parallel(again, mesh, **second)
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        assert model[0].cp is cp
+    sharded = LAYERS["grouped"]()
+    fully_shard(sharded, mesh=mesh["dp"])
+    with pytest.raises(
+        ValueError, match=r"GroupedQueryAttention has weights over mesh dims \('dp',\).*before fully_sh"
+    ):
+        parallel.apply_parallel(sharded, mesh)
+    torch.manual_seed(0)
+    alone, x = LAYERS["window"](), torch.randn(1, 8, 24)
+    want = parallel.shard(alone(x), mesh["cp"], dim=1)
+    for steps in ({"cp": None}, {"tp": None}), ({"tp": None}, {"cp": None}):
+        shared = copy.deepcopy(alone)
+        for step in steps:
+            parallel.apply_parallel(shared, mesh, **step)
+        torch.testing.assert_close(shared(parallel.shard(x, mesh["cp"], dim=1)), want)
 
 
 def build(pattern: str, tp: int, cp: int, fsdp: bool, seed: int = 0, device: str = "cpu"):

@@ -31,6 +31,10 @@ def test_refusals(on_ranks):
     on_ranks(4, CHECKS, "refusals")
 
 
+def test_a_model_is_made_parallel_once(on_ranks):
+    on_ranks(4, CHECKS, "twice")
+
+
 @pytest.mark.parametrize(("pattern", "tp", "cp"), [("LGM", 2, 2), ("LG", 1, 2)])
 def test_training_follows_one_process(on_ranks, pattern, tp, cp):
     on_ranks(4, CHECKS, "training", pattern=pattern, tp=tp, cp=cp, checkpointing=tp == 1)
