@@ -208,7 +208,7 @@ def _withhold(cell: schema.Cell, why: str) -> None:
     cell.audit.setdefault("arithmetic", why)
     cell.audit.pop("efficiency", None)
     cell.stats, cell.samples_ms, cell.clocks_mhz = {}, [], []
-    cell.device_ms = cell.host_ms = None
+    cell.device_ms = cell.kernels_ms = cell.host_ms = None
 
 
 def _host_flag(cell: schema.Cell, work: floors.Work, median: float, bounds: Limits) -> None:

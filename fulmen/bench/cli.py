@@ -44,7 +44,9 @@ def bench() -> None:
 @click.option("--shape", "shapes", multiple=True, help="Cases with N=2048,D=64; made where the suite has none.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Sampling time of a cell, at most.")
 @click.option("--seed", type=int, help="Of the random inputs; drawn anew without it.")
-@click.option("--kernels", is_flag=True, help="Record which kernels ran; the profiler slows what comes after.")
+@click.option(
+    "--kernels", is_flag=True, help="Record which kernels ran, and their own time; the profiler slows what comes after."
+)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
 @click.option("--resume", is_flag=True, help="Go on with the file --out.")
 @click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes, and stop.")

@@ -281,7 +281,8 @@ class Group:
                 cell.reason = str(error) if isinstance(error, Wrong) else first_line(error)
             if isinstance(error, Wrong) and error.correctness:
                 cell.correctness = error.correctness
-            cell.samples_ms, cell.clocks_mhz, cell.stats, cell.device_ms, cell.host_ms = [], [], {}, None, None
+            cell.samples_ms, cell.clocks_mhz, cell.stats = [], [], {}
+            cell.device_ms = cell.kernels_ms = cell.host_ms = None
 
     def _case(self, op: str) -> dict[str, Any]:
         """The case in the words of another operation that stands beside it."""
@@ -484,8 +485,9 @@ class Group:
             with task.competitor.pinned():
                 if min(task.samples) < REPLAYED_MS:
                     task.cell.device_ms = timing.graph_ms(timer, prepare, cold=task.cell.cache == "cold")
-                if self.kernels and task.cell.cache == "cold":
-                    task.cell.kernels = timing.kernel_names(timer, prepare())
+                if self.kernels:
+                    ran = timing.kernels_of(timer, prepare(), cold=task.cell.cache == "cold")
+                    task.cell.kernels, task.cell.kernels_ms = ran
 
     # -------------------------------------------------------------------------------------------- finish
 

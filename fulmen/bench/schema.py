@@ -71,6 +71,7 @@ class Cell:
     # median, low, high (95 %), p20, p80, min, mad, n, outliers, stop (why sampling ended), enqueue (host's ms until the
     # call returns), throttle (names of the reasons), power_w, temperature_c
     device_ms: float | None = None  # by graph replay, without the host
+    kernels_ms: float | None = None  # kernels alone, by the profiler, without the gaps between them
     host_ms: float | None = None  # wall time of a synchronised call
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     # inputs, output, saved, workspace_forward, workspace_backward, gradients, peak: {"bytes": ..., "floor": ...}

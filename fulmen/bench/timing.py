@@ -37,6 +37,7 @@ CPU_CACHE_LIMIT = 64 << 20  # no more than this is overwritten: a server's L3 is
 SLOW_CLOCK_NS = 2_000_000
 TRIES = 4
 LONGEST_SPACER_MS = 16.0
+SPACER = "spin_kernel"  # of torch.cuda._sleep
 Work = Callable[[], Any]
 
 
@@ -253,20 +254,52 @@ def _abandon(device: torch.device, pool: Any) -> None:
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def kernel_names(timer: Timer, work: Work) -> list[str]:
-    """What the device ran for one call, in order, by torch's profiler; empty on a CPU or where it cannot say."""
+class Ran(NamedTuple):
+    """What the device ran for one call, by torch's profiler: kernels by name, in order, and how long they took, without
+    the gaps between them; nothing on a CPU or where it cannot say."""
+
+    names: list[str]
+    ms: float | None
+
+
+def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> Ran:
+    """Two spacers stand around each call, so that it can be told from what empties the cache."""
     if not timer.cuda:
-        return []
+        return Ran([], None)
     from torch.profiler import ProfilerActivity, profile
 
     try:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            work()
-            _synchronize(timer.device)
+            for _ in range(rounds):
+                if cold:
+                    timer.cache.zero_()
+                torch.cuda._sleep(int(0.1 * timer.cycles_per_ms))
+                result = work()
+                torch.cuda._sleep(1)
+                _synchronize(timer.device)
+                del result
         events = [e for e in seen.events() or [] if e.device_type.name == "CUDA"]
     except RuntimeError:  # another profiler holds the counters
-        return []
-    return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
+        return Ran([], None)
+    found = [(e.name, e.time_range.elapsed_us()) for e in sorted(events, key=lambda e: e.time_range.start)]
+    return between_spacers(found)
+
+
+def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
+    """Of all that ran, with its us: what stands after every first of two spacers. The first call is warm-up."""
+    calls: list[list[tuple[str, float]]] = []
+    spacers = 0
+    for name, us in kernels:
+        if SPACER in name:
+            spacers += 1
+            if spacers % 2:
+                calls.append([])
+        elif spacers % 2:
+            calls[-1].append((name, us))
+    if spacers % 2 or not calls or not all(calls):  # it lost some: of such a profile nothing is certain
+        return Ran([], None)
+    times = [sum(us for _, us in call) / 1e3 for call in calls]
+    return Ran([name for name, _ in calls[-1]], median(times[1:] or times))
 
 
 # ---------------------------------------------------------------------------------------- statistics

@@ -88,7 +88,19 @@ def test_no_garbage_is_collected_while_timing() -> None:
 
 def test_a_cpu_has_no_graphs_and_no_kernels(timer: timing.Timer) -> None:
     assert timing.graph_ms(timer, lambda: lambda: None) is None
-    assert timing.kernel_names(timer, lambda: None) == []
+    assert timing.kernels_of(timer, lambda: None) == ([], None)
+
+
+def test_kernels_are_told_from_what_empties_the_cache() -> None:
+    spin, fill, one, two = "at::cuda::(anonymous namespace)::spin_kernel(long)", "fill", "one", "two"
+    first = [(fill, 70.0), (spin, 100.0), (one, 9.0), (two, 5.0), (spin, 1.0)]  # as slow as a first call is
+    again = [(fill, 70.0), (spin, 100.0), (one, 3.0), (two, 1.0), (spin, 1.0)]
+    fast = [(fill, 70.0), (spin, 100.0), (one, 2.0), (two, 1.5), (spin, 1.0)]
+    assert timing.between_spacers([*first, *again, *fast, *again]) == ([one, two], 4.0 / 1e3)
+    assert timing.between_spacers(first) == ([one, two], 14.0 / 1e3)
+    lost = [x for x in again if x[0] != spin]
+    for broken in ([], again[:-1], [*again, *again[:-1]], [fill, *lost][1:], [(spin, 100.0), (spin, 1.0)]):
+        assert timing.between_spacers(broken) == ([], None)
 
 
 @pytest.mark.gpu
@@ -99,7 +111,16 @@ def test_on_a_gpu() -> None:
     device = timing.graph_ms(timer, lambda: lambda: a @ a)
     assert device is not None
     assert 0.5 < device / ms < 1.5
-    assert timing.kernel_names(timer, lambda: a @ a)
+    b = torch.randn(256, 256, device="cuda")
+    for cold in (False, True):
+        names, alone = timing.kernels_of(timer, lambda: (a @ a).add_(1.0), cold)
+        assert len(names) == 2
+        assert alone is not None
+        assert 0.5 < alone / ms < 1.5
+        names, alone = timing.kernels_of(timer, lambda: b.add(1.0), cold)
+        assert len(names) == 1
+        assert alone is not None
+        assert 0 < alone < 0.05
     assert timer.overhead_ms() < 0.05
     returned, stream, done = timer.wall(lambda: torch.cuda._sleep(2_000_000))
     assert returned < 0.5 < stream <= done

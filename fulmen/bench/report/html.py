@@ -140,7 +140,7 @@ def row_data(row: model.Row, family: int, step: int) -> dict[str, Any]:
         data[name] = model.number(cell.audit.get(name))
     if row.timed:
         data |= {"median": row.median, "low": row.low, "high": row.high}
-        data |= {"device_ms": cell.device_ms, "host_ms": cell.host_ms}
+        data |= {"device_ms": cell.device_ms, "kernels_ms": cell.kernels_ms, "host_ms": cell.host_ms}
         data["stats"] = {k: v for k, v in cell.stats.items() if k not in ("median", "low", "high")}
         data["samples"] = packed(cell.samples_ms[::step])
         clocks = cell.clocks_mhz[::step] if len(cell.clocks_mhz) == len(cell.samples_ms) else cell.clocks_mhz

@@ -12,8 +12,8 @@ from fulmen.bench.report import model
 
 FIRST = ("run_id", "config_hash", "suite", "op", "function", "competitor", "pass", "cache", "status", "reason", "flags")
 NUMBERS = (
-    "median_ms", "low_ms", "high_ms", "samples", "device_ms", "host_ms", "floor_ms", "efficiency", "tflop_per_s",
-    "gb_per_s", "worst_error_over_bound",
+    "median_ms", "low_ms", "high_ms", "samples", "device_ms", "kernels_ms", "host_ms", "floor_ms", "efficiency",
+    "tflop_per_s", "gb_per_s", "worst_error_over_bound",
 )  # fmt: skip
 LAST = ("backend", "version", "seed", "device", "commit", "command")
 ALL_MEMORY = (*model.MEMORY_PARTS, "peak")
@@ -48,7 +48,7 @@ def values(row: model.Row, run: schema.Run) -> dict[str, Any]:
         flops, size = row.rate("flops"), row.rate("bytes")
         line |= {
             "median_ms": row.median, "low_ms": row.low, "high_ms": row.high, "samples": len(cell.samples_ms),
-            "device_ms": cell.device_ms, "host_ms": cell.host_ms,
+            "device_ms": cell.device_ms, "kernels_ms": cell.kernels_ms, "host_ms": cell.host_ms,
             "efficiency": model.number(cell.audit.get("efficiency")),
             "tflop_per_s": None if flops is None else flops / 1e12, "gb_per_s": None if size is None else size / 1e9,
         }  # fmt: skip

@@ -66,7 +66,7 @@ function drawerTimes(row) {
   const st = row.stats;
   drawer.append(facts([["samples", isNumber(st.n) ? commas(st.n) : samples.length || ""], ["20 % to 80 %", isNumber(st.p20) && isNumber(st.p80) ? `${digits(st.p20)} to ${digits(st.p80)} ms` : ""],
     ["fastest", ms(st.min)], ["typical deviation", isNumber(st.mad) ? percent(st.mad / row.median, 2) : ""], ["outliers", isNumber(st.outliers) ? commas(st.outliers) : ""], ["stopped by", st.stop],
-    ["device alone", ms(row.device_ms)], ["call, with the host", ms(row.host_ms)], ["host until it returns", ms(st.enqueue)], ["power", isNumber(st.power_w) ? `${digits(st.power_w, 3)} W` : ""],
+    ["device alone", ms(row.device_ms)], ["kernels alone", ms(row.kernels_ms)], ["call, with the host", ms(row.host_ms)], ["host until it returns", ms(st.enqueue)], ["power", isNumber(st.power_w) ? `${digits(st.power_w, 3)} W` : ""],
     ["temperature", isNumber(st.temperature_c) ? `${st.temperature_c} °C` : ""], ["calls per second", digits(1000 / row.median, 4)],
     ["arithmetic", isNumber(rate(row, "flops")) ? digits(rate(row, "flops") / 1e12, 3) + " TFLOP/s" : ""],
     ["memory traffic", isNumber(rate(row, "bytes")) ? digits(rate(row, "bytes") / 1e9, 4) + " GB/s" : ""],
