@@ -167,6 +167,8 @@ class GroupedQueryAttention(weights.Whole):
         """
         calls.check_call(self.embed_dim, x, positions, cache, KVCache, mask, cu_seqlens, self.options.causal, self.cp)
         calls.check_kind("x", x, self.o_proj)
+        if cache is not None:
+            cache.check_writer(self)
         x, padding = calls.tokens_first(x, mask)
         if context is None:
             if self.context_dim != self.embed_dim:
@@ -197,7 +199,7 @@ class GroupedQueryAttention(weights.Whole):
         o = calls.attend(q, k, v, self.options, self.sinks, rows, self.dropout if self.training else 0.0, self.cp)
         y = self.o_proj(o.transpose(1, 2).flatten(2))
         if cache is not None and end is not None:
-            cache.advance(end)
+            cache.advance(end, self)
         return y if padding is None else padding.back(y)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:

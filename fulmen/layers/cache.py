@@ -12,19 +12,26 @@ mask brings the tokens of x to the front and tells `append` how many there are (
 without gaps at the start of its memory, whichever side was padded, and the next ones are written right after. `lengths`
 (B,) is on the device, None as long as all rows have `length` tokens; `length`, on the host, is the most any row can
 have. So nothing synchronises.
+
+**One cache for each layer.** A cache remembers which layer wrote its tokens, and refuses another. Without tokens (new,
+after `reset` or `crop(0)`) it is any layer's. A copy of the layer may go on for it, and a copy of the cache is nobody's
+until it is written. Compiled calls neither look nor note it: layers that share a graph would need one each.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulmen.boundary import unwatched
 from fulmen.layers.checks import whole
+
+if TYPE_CHECKING:
+    from fulmen.layers.weights import Whole
 
 
 class End(NamedTuple):
@@ -35,7 +42,30 @@ class End(NamedTuple):
     held: tuple[Tensor, ...]
 
 
-class TokenCache:
+class Written:
+    """What a cache remembers of the layer that wrote its tokens; see the top of the file."""
+
+    length: int
+    writer: int | None = None  # the layer's number; None: nobody, or not known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or in a file: where that is read layers have other numbers."""
+        return {name: value for name, value in self.__dict__.items() if name != "writer"}
+
+    def check_writer(self, layer: Whole) -> None:
+        if torch.compiler.is_compiling() or self.writer in (None, layer._number):
+            return
+        raise ValueError(
+            f"cache holds {self.length} tokens of another layer: give each layer a cache of its own, or call reset() "
+            "before another layer takes it (one with the same weights can go on with a copy.deepcopy of it)"
+        )
+
+    def _note_writer(self, layer: Whole | None) -> None:
+        if layer is not None and not torch.compiler.is_compiling():
+            self.writer = layer._number if self.length else None
+
+
+class TokenCache(Written):
     """Tensors (B, N, ...) that grow along N together; see the top of the file."""
 
     def __init__(self, max_length: int | None = None) -> None:
@@ -51,7 +81,7 @@ class TokenCache:
 
     def reset(self) -> None:
         """Forgets every token; memory of a preallocated cache is kept, for a batch of the same kind."""
-        self.length, self.lengths = 0, None
+        self.length, self.lengths, self.writer = 0, None, None
         if self.max_length is None:
             self._held = ()
 
@@ -82,11 +112,12 @@ class TokenCache:
             else:
                 self._held = tuple(_room(t, self.max_length) for t in moved)
 
-    def advance(self, end: End) -> None:
-        """The tokens last offered are in the cache now."""
+    def advance(self, end: End, layer: Whole | None = None) -> None:
+        """The tokens last offered are in the cache now; `layer` wrote them, if one did."""
         self.length, self.lengths, self._held = end
         if not self.length:
-            self.lengths = None  # no row has any
+            self.lengths = self.writer = None  # no row has any
+        self._note_writer(layer)
 
     def _offer(self, new: tuple[Tensor, ...], counts: Tensor | None) -> tuple[tuple[Tensor, ...], End]:
         """Writes new (B, N, ...) after the cache's tokens, where nobody looks before `advance` is called with the end.
@@ -200,7 +231,7 @@ class LatentCache(TokenCache):
         return latent, k_rope, end
 
 
-class StateCache:
+class StateCache(Written):
     """The state of one lightning layer, fp32 (B, H, D, E), and how many tokens went into it."""
 
     def __init__(self) -> None:
@@ -208,14 +239,15 @@ class StateCache:
         self.length = 0
         self.lengths: Tensor | None = None  # (B,), where rows differ
 
-    def update(self, state: Tensor, N: int, counts: Tensor | None = None) -> None:
-        """`state` after N more tokens, or counts[b] more in row b."""
+    def update(self, state: Tensor, N: int, counts: Tensor | None = None, layer: Whole | None = None) -> None:
+        """`state` after N more tokens, or counts[b] more in row b, of `layer`, if they are one's."""
         if counts is not None or self.lengths is not None:
             self.lengths = _counted_on(self.length, self.lengths, N, counts)
         self.state, self.length = state, self.length + N
+        self._note_writer(layer)
 
     def reset(self) -> None:
-        self.state, self.length, self.lengths = None, 0, None
+        self.state, self.length, self.lengths, self.writer = None, 0, None, None
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Row i becomes what row indices[i] was."""

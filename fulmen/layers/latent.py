@@ -197,6 +197,8 @@ class MultiHeadLatentAttention(weights.Whole):
         """
         check_call(self.embed_dim, x, positions, cache, LatentCache, mask, cu_seqlens, self.options.causal, self.cp)
         check_kind("x", x, self.o_proj)
+        if cache is not None:
+            cache.check_writer(self)
         x, padding = tokens_first(x, mask)
         rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
         if padding is not None:
@@ -223,7 +225,7 @@ class MultiHeadLatentAttention(weights.Whole):
         else:
             o, end = self._continued(q_nope, q_rope, latent, k_rope, rows, cache)
             y = self.o_proj(o.flatten(2))
-            cache.advance(end)
+            cache.advance(end, self)
         return y if padding is None else padding.back(y)
 
     def _q_first(self) -> nn.Module:

@@ -236,6 +236,8 @@ class LightningAttention(weights.Whole):
         """
         check_call(self.embed_dim, x, positions, cache, StateCache, mask, cu_seqlens, cp=self.cp)
         check_kind("x", x, self.out_proj)
+        if cache is not None:
+            cache.check_writer(self)
         x, padding = tokens_first(x, mask)
         q, k, v = self._project(x)
         if self.rope is not None:
@@ -251,7 +253,7 @@ class LightningAttention(weights.Whole):
             o = o * torch.sigmoid(self.output_gate(x))
         y = self.out_proj(o)
         if cache is not None and state is not None:
-            cache.update(state, x.shape[1], None if padding is None else padding.counts)
+            cache.update(state, x.shape[1], None if padding is None else padding.counts, self)
         return y if padding is None else padding.back(y)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

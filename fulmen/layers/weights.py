@@ -10,6 +10,7 @@ strict, so there it looks at shapes alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fulmen.layers.attention import GroupedQueryAttention
 
 PARTS = ("q_proj", "k_proj", "v_proj")
+_numbers = itertools.count()
 
 
 # --------------------------------------------------------------------------------------- state_dict hooks
@@ -36,10 +38,16 @@ def save_separately(layer: GroupedQueryAttention) -> None:
 
 
 class Whole(nn.Module):
-    """A layer that takes all weights it is given or, if any is wrong, none."""
+    """A layer that takes all weights it is given or, if any is wrong, none.
+
+    _number  tells layers apart, for their caches; a copy has the same.
+    """
+
+    _number: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
+        self._number = next(_numbers)
         self.register_load_state_dict_pre_hook(_look_first)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

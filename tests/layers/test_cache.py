@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
+import re
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fulmen.layers import (
     GroupedQueryAttention,
@@ -198,6 +201,82 @@ def facts(cache) -> tuple:
     rows = None if cache.lengths is None else cache.lengths.tolist()
     state = getattr(cache, "state", None)
     return cache.length, rows, getattr(cache, "capacity", None), None if state is None else state.tolist()
+
+
+ANOTHER = "cache holds 6 tokens of another layer: give each layer a cache of its own, or call reset()"
+
+
+@pytest.mark.parametrize("kind", CACHED)
+@torch.no_grad()
+def test_a_cache_is_of_one_layer(kind):
+    make, new = CACHED[kind]
+    first, second, cache, x = make(), make(), new(), tokens(2, 6)
+    first(x, cache=cache)
+    before = facts(cache)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(ANOTHER)):
+            second(x, cache=cache)
+        assert facts(cache) == before
+    cache.reorder([1, 0])
+    if kind != "lightning":
+        cache.crop(6)
+    with pytest.raises(ValueError, match=re.escape(ANOTHER)):
+        second(x, cache=cache)
+    z = tokens(2, 1)
+    torch.testing.assert_close(first(z, cache=cache), first(torch.cat([x[[1, 0]], z], 1))[:, 6:], **EXACT)
+
+
+@pytest.mark.parametrize("empty", EMPTIED)
+@pytest.mark.parametrize("kind", CACHED)
+@torch.no_grad()
+def test_a_cache_without_tokens_is_any_layers(kind, empty):
+    """Emptied, or given to calls that failed or had no token."""
+    if kind == "lightning" and empty != "reset":
+        pytest.skip("a state cannot be cropped")
+    make, new = CACHED[kind]
+    first, second, cache, x = make(), make(), new(), tokens(2, 6)
+    for f in (first, second, second, first):
+        f(x, cache=cache)
+        EMPTIED[empty](cache)
+    with pytest.raises(ValueError, match="x has shape"):
+        first(x[..., 1:], cache=cache)
+    first(x[:, :0], cache=cache)
+    torch.testing.assert_close(second(x, cache=cache), second(x), **EXACT)
+
+
+@pytest.mark.parametrize("kind", CACHED)
+@torch.no_grad()
+def test_copies_of_layers_and_of_caches_go_on(kind):
+    make, new = CACHED[kind]
+    f, cache, x = make(), new(), tokens(2, 8)
+    want = f(x)[:, 6:]
+    f(x[:, :6], cache=cache)
+    again, other = pickle.loads(pickle.dumps(f)), make()
+    other.load_state_dict(f.state_dict())
+    pairs = [
+        (copy.deepcopy(f), copy.deepcopy(cache)),
+        copy.deepcopy((f, cache)),
+        pickle.loads(pickle.dumps((f, cache))),
+    ]
+    pairs += [(f, pickle.loads(pickle.dumps(cache))), (other, copy.deepcopy(cache)), (again, copy.deepcopy(cache))]
+    for g, c in (*pairs, (copy.deepcopy(f), cache)):
+        torch.testing.assert_close(torch.cat([g(part, cache=c) for part in x[:, 6:].split(1, 1)], 1), want, **EXACT)
+        with pytest.raises(ValueError, match="cache holds 8 tokens of another layer"):
+            make()(x, cache=c)
+
+
+@pytest.mark.parametrize("kind", ["grouped, growing", "latent, growing", "lightning"])
+def test_one_layer_at_two_depths_has_two_caches(kind):
+    make, new = CACHED[kind]
+    f, x = make(), tokens(2, 6).requires_grad_()
+
+    def deep(x: torch.Tensor) -> torch.Tensor:
+        caches = new(), new()
+        return torch.cat([f(f(part, cache=caches[0]), cache=caches[1]) for part in x.split([4, 1, 1], 1)], 1)
+
+    for y in (deep(x), checkpoint(deep, x, use_reentrant=False)):
+        for got, want in zip(*(grads(z.square().sum(), x, f) for z in (y, f(f(x)))), strict=True):
+            torch.testing.assert_close(got, want, **EXACT)
 
 
 @torch.no_grad()
