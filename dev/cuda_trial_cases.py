@@ -173,7 +173,7 @@ def tile_of(options):
     from fulmen import hardware
     from fulmen.flash import cuda_sm90
 
-    return cuda_sm90.tile(spec_of(options, torch.bfloat16), hardware.TARGETS[90])
+    return cuda_sm90.config(spec_of(options, torch.bfloat16), hardware.TARGETS[90])._replace(grouped=False)
 
 
 def timed_configs(options) -> list:

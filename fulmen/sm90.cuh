@@ -30,7 +30,7 @@ __device__ __forceinline__ void arrive(u32 barrier) {
 }
 
 // At the same place in block `rank` of this cluster. (Without .release.cluster, which costs a fence of the whole GPU: what
-// is handed back was read by products that are over.)
+// is handed back was read by what is over.)
 __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
     asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [there];}" :: "r"(barrier), "r"(rank) : "memory");

@@ -64,7 +64,8 @@ class Config(NamedTuple):
 
 def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     cfg = tile(spec, hw)
-    return cfg._replace(grouped=spec.group in GROUPS and gains(spec, cfg, hw))
+    cfg = cfg._replace(grouped=spec.group in GROUPS and gains(spec, cfg, hw))
+    return cfg._replace(together=together(spec, cfg, hw))
 
 
 def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
@@ -73,35 +74,63 @@ def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     Options take registers: with any of them tiles are those that still fit.
     """
     causal, long = spec.right is not None, spec.N_KV >= 4096
-    plain = spec.left is None and spec.softcap is None and spec.sequences is None and not spec.has_sinks
     few = queries(spec) * (spec.group if spec.group in GROUPS else 1) <= 64
-    together = not plain or (causal and not crowded(spec, hw))
     if spec.D == 64:
-        if few:
-            return Config(1, 128, 2, blocks_per_sm=2)
-        rounds = [math.ceil(spec.B * spec.H * math.ceil(spec.N_Q / rows) / max(hw.sm_count, 1)) for rows in (128, 192)]
-        short = spec.N_KV <= 1024 if causal else 1.2 * rounds[1] >= rounds[0]
-        if spec.softcap is not None or (plain and short):
-            return Config(2, 128, 2, together=together)  # B32 H8 N1024, causal: 288, 317
+        rounds = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
+        if few or (plain(spec) and spec.N_KV <= 512 and rounds[64] <= 2):
+            return Config(1, 128, 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
+        short = spec.N_KV <= 1024 if causal else 1.2 * math.ceil(rounds[192]) >= math.ceil(rounds[128])
+        if spec.softcap is not None or (plain(spec) and short):
+            return Config(2, 128, 2)  # B32 H8 N1024, causal: 288, 317
         # N2048: 440, 400; causal 323, 253; N4096: 466, 419; causal 467, 433
-        return Config(3, 128, 2, take_turns=not (long and (plain or causal)), together=together)
+        return Config(3, 128, 2, take_turns=not (long and (plain(spec) or causal)))
     if spec.D == 128:
         if few:
             return Config(1, 80, 2, blocks_per_sm=2)
-        if plain and (long if causal else spec.N_KV > 512):
-            return Config(2, 176, 2, together=together)  # N4096: 675, 668; causal 607, 531
-        return Config(2, 128, 2, together=together)  # N2048, causal: 527, 420
+        if plain(spec) and (long if causal else spec.N_KV > 512):
+            return Config(2, 176, 2)  # N4096: 675, 668; causal 607, 531
+        return Config(2, 128, 2)  # N2048, causal: 527, 420
     return Config(2, 80, 2) if spec.D == 256 else Config(2, 128, 2)
 
 
-def crowded(spec: FlashSpec, hw: hardware.Hardware) -> bool:
-    """Whether heads are more than the L2 cache holds k and v of, and so many that few tiles of each run side by side
-    and share what they read. Longest tiles first, of all heads, would then read every k and v from memory again and
-    again: B32 H8 N2048 D128, causal, gets 450 TFLOP/s so and 527 a part at a time, B4 H16 487 either way, and B8 H4,
-    whose k and v fit, 510 and 396.
+def plain(spec: FlashSpec) -> bool:
+    """Causal or not, and nothing else."""
+    return spec.left is None and spec.softcap is None and spec.sequences is None and not spec.has_sinks
+
+
+def together(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> bool:
+    """Whether all heads are worked on at once, where that was measured (D = 64 and 128).
+
+    Without a mask a part at a time is never slower. Causal, longest tiles first, all at once is dealt out evenly. But
+    of many heads few tiles each run side by side and share k and v, which beyond what the L2 cache holds are then read
+    from memory again and again. B32 H8 N2048 D128 has 450 TFLOP/s so, and 527 a part at a time. So parts, if they are
+    dealt out evenly, too: of B8 H4 N2048 in parts of 30 and 2 heads the longest block has 1.32 times as much to do as
+    all at once, and 396 TFLOP/s are left of 510.
     """
-    heads = spec.B * spec.H_KV
-    return heads * spec.N_KV * (spec.D + spec.E) * 2 > hw.l2_bytes and 2 * heads > hw.sm_count
+    if spec.D not in (64, 128) or not plain(spec):
+        return True
+    if spec.right is None:
+        return False
+    if spec.group > 1 or hw.sm_count >= 2 * spec.B * spec.H:
+        return True
+    parts = section(spec, cfg._replace(together=False), hw)
+    fits = hw.l2_bytes >= spec.B * spec.H * spec.N_KV * (spec.D + spec.E) * 2
+    return fits or longest(spec, cfg, hw, parts) > 1.05 * longest(spec, cfg, hw, heads(spec, cfg))
+
+
+def longest(spec: FlashSpec, cfg: Config, hw: hardware.Hardware, section: int) -> float:
+    """What the block with the most to do has to do in a causal call, in blocks of keys, with that many heads at a time.
+    Tiles are dealt out as by `Tile::find`, and take as long as 1.2 blocks of keys beside them (dev/ladder_cuda.md).
+    """
+    length, shift = cfg.length(spec), 0 if spec.top_left else spec.N_KV - spec.N_Q
+    ends = [min(spec.N_KV, max(0, min((i + 1) * length, spec.N_Q) + shift)) for i in range(tiles(spec, cfg))]
+    work = torch.tensor([math.ceil(end / cfg.block_n) + 1.2 for end in reversed(ends)], device="cpu")
+    whole, rest = divmod(heads(spec, cfg), section)
+    dealt = torch.cat([work.repeat_interleave(section).repeat(whole), work.repeat_interleave(rest)])
+    grid = max(1, min(cfg.blocks_per_sm * hw.sm_count, len(dealt)))
+    rounds = torch.nn.functional.pad(dealt, (0, -len(dealt) % grid)).view(-1, grid)
+    rounds[1::2] = rounds[1::2].flip(1)  # back and forth
+    return float(rounds.sum(0).max()) if len(dealt) else 0.0
 
 
 def queries(spec: FlashSpec) -> float:
@@ -152,10 +181,16 @@ def tiles(spec: FlashSpec, cfg: Config) -> int:
 
 
 def section(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
-    """Heads worked on at a time: all, or as many as half the L2 cache holds the k and v of, whole groups."""
-    stored = hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2)
-    every = max(1, heads(spec, cfg))
-    return every if cfg.together else min(every, max(1, stored) * (1 if cfg.grouped else max(spec.group, 1)))
+    """Heads worked on at a time: all, or as many as half the L2 cache holds the k and v of, whole groups; causal down
+    to half as many, if their tiles are then dealt out more evenly.
+    """
+    every, unit = max(1, heads(spec, cfg)), 1 if cfg.grouped else max(spec.group, 1)
+    stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
+    if cfg.together or stored * unit >= every:
+        return every
+    if spec.right is None or not plain(spec):
+        return stored * unit
+    return unit * min(range(stored, stored // 2, -1), key=lambda n: longest(spec, cfg, hw, n * unit))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 // Softmax attention of short sequences, forward, from compute capability 8.0 on: mma.sync, ldmatrix, cp.async.
 //
 // A block owns 16 * WARPS_M queries of one head and walks the keys they see, BLOCK_N at a time, through a ring of
-// STAGES places in shared memory. All places are filled before anything is computed: a call of this size is over when
+// STAGES places in shared memory. All places are asked for before anything is computed: a call of this size is over when
 // its memory has come and gone. With one place all keys are one block, and nothing is scaled again from block to block.
 // Warp (i, j) owns 16 queries and, of every BLOCK_N keys, the j-th of WARPS_N parts; few queries on a large GPU are the
 // faster for it. Its m, l and o stay in registers, in base 2 as in triton.py, and where WARPS_N > 1 the warps of a row

@@ -69,6 +69,7 @@ def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     """
 
     wide, once = spec.D == 128, spec.N_KV <= 128
+    all_keys = 64 if spec.N_KV <= 64 else 128
     ring = min(2 if wide else 4, max(2, math.ceil(spec.N_KV / 64)))
     if blocks(spec, 16) <= hw.sm_count:
         if once:
@@ -77,9 +78,9 @@ def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     if blocks(spec, 32) <= hw.sm_count:
         return Config(2, 2, 128, 1) if once else Config(2, 2, 64, ring)  # B8 H4 N128: 3.8, 6.2
     if blocks(spec, 64) <= hw.sm_count:
-        return Config(4, 1, 128, 1) if once else Config(4, 1, 64, ring)
+        return Config(4, 1, all_keys, 1) if once else Config(4, 1, 64, ring)
     if hw.arch == 90 and once and not wide:
-        return Config(4, 1, 128, 1, 4)  # B32 H8 N128: 9.2, 10.4; with 128 queries a block 9.9
+        return Config(4, 1, all_keys, 1, 4)  # B32 H8 N128: 9.2, 10.4; with 128 queries a block 9.9
     return Config(8, 1, 64, 2) if wide else Config(8, 1, 64, ring, 2 if hw.arch < 100 else 1)
 
 

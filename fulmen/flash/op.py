@@ -422,6 +422,7 @@ def _attend(
         and cu_seqlens_q is None
         and cu_seqlens_k is None
         and _plain(q, k, v)
+        and type(backend) is str
     ):
         grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
         key = (

@@ -40,7 +40,9 @@ ROWS = [
     Row(90, 64, 0, False, True, "sdpa"),  # 2048: 0.066 / 0.183, 0.063 / 0.172; 4096: 1.14 / 3.28, 1.14 / 3.01
     Row(90, 64, 2048, False, True, "cuda"),
     Row(90, 128, 0, True, False, "sdpa"),  # D 80, 2048: 0.177, 0.149; D 128, 4096: 0.309, 0.265; 16384: 2.00, 1.70
-    Row(90, 128, 1024, True, False, "cuda"),  # 2048: 527, 420; 4096: 607, 531; 8192: 618, 519; 16384: 655, 541
+    Row(
+        90, 128, 1024, True, False, "cuda"
+    ),  # 1024: 399, 353 (64 heads), 431, 425 (256); 2048: 527, 420; 4096: 607, 531; 8192: 618, 519; 16384: 655, 541
     Row(90, 128, 0, True, True, "sdpa"),  # 4096: 0.309 / 0.887, 0.265 / 0.757; 16384: 2.00 / 5.60, 1.70 / 4.61
     Row(90, 128, 1024, True, True, "cuda"),
     Row(90, 128, 0, False, False, "sdpa"),  # 4096: 0.534, 0.410; 16384: 4.05, 3.15
@@ -64,7 +66,7 @@ def first(spec: FlashSpec) -> str:
     options = spec.left is not None or spec.softcap is not None or spec.has_sinks or spec.sequences is not None
     plain = not options and spec.right in (None, 0)
     if arch == 90 and 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E) < SMALL:
-        if plain and not spec.needs_grad and spec.D == spec.E in (64, 128) and max(spec.N_Q, spec.N_KV) <= 512:
+        if plain and not spec.needs_grad and spec.D == spec.E == 64 and max(spec.N_Q, spec.N_KV) <= 256:
             return "cuda"  # us on the GPU, cuda and triton, N128: B1 H1 2.2, 3.5; B8 H4 3.3, 3.8; B32 H8 6.8, 8.6
         return "triton"  # B1 H8 N128 D64: 0.007 / 0.014 against cuDNN's 0.008 / 0.017
     full = spec.N_Q >= 1024 and spec.B * spec.H * spec.N_Q >= FULL

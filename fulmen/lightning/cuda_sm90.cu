@@ -219,6 +219,8 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
         }
         load_box(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, w.h, w.b);
     }
+    if (CLUSTER > 1)                // no block ends while another has yet to tell it that a place is empty
+        for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
 }
 
 // A warp is done with a place of the ring, in which every block of the cluster loads for all of them.
@@ -578,9 +580,5 @@ lightning_sm90_kernel(const __grid_constant__ Args x) {
     } else if (OUTS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_OUTPUT));
         make_outputs(x, at, w, sweep, role);
-    }
-    if (CLUSTER > 1) {              // no block ends while another may still tell it something
-        __syncwarp();
-        meet_cluster();
     }
 }

@@ -30,7 +30,7 @@ PROGRAMS_PER_SM = 2
 PACKED_ROUNDS = 8  # so that what is left over at the end of packed sequences is small
 MIN_SEGMENT = 256  # rows; shorter ones spend their time on states
 AT_ONCE = 16  # segments that a scan reads before it adds them up, at most
-SCAN_BLOCK = 256  # elements of a state that a program carries; of less than AT_ONCE segments twice as many
+SCAN_BLOCK = 256  # elements of a state that a program carries; of up to AT_ONCE / 2 segments twice as many
 
 
 def rank(spec: LightningSpec) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -25,17 +26,22 @@ def spec(B=1, H=1, N=128, D=64, causal=False, dtype=torch.bfloat16, **options) -
     return FlashSpec(B=B, H=H, D=D, dtype=dtype, device=CUDA, scale=D**-0.5, **options)
 
 
-# One for each row of `config`, at both ends of the ring.
-SIZES = [(1, 1, 128), (1, 1, 512), (1, 12, 128), (4, 8, 128), (2, 8, 512), (32, 8, 128), (32, 8, 256), (32, 8, 512)]
+def sizes(sms: int) -> list[tuple[int, int, int]]:
+    """(B, H, N): one for each row of `config`, with one block of keys, and at both ends of the ring."""
+    few = [(1, 1, N) for N in (64, 128, 512)]
+    for rows in (32, 64, 128):  # as many heads as give every SM a block of that many queries
+        few += [(1, max(1, sms * rows // N), N) for N in (64, 128, 256, 512)]
+    return [*few, *((32, 8, N) for N in (64, 128, 256, 512))]
 
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_small_fits_and_does_not_spill(arch, D):
     hw, seen = TARGETS[arch], set()
-    for B, H, N in SIZES:
-        for causal in (False, True):
-            call = spec(B, H, N, D, causal)
+    for (B, H, N), causal in itertools.product(sizes(hw.sm_count), (False, True)):
+        once = N <= 128  # in both dtypes: such a variant has not a register to spare
+        for dtype in (torch.bfloat16, torch.float16) if once and not causal else (torch.bfloat16,):
+            call = spec(B, H, N, D, causal, dtype)
             cfg = cuda_small.config(call, hw)
             variant = cuda_small.variant(call, hw, cfg)
             if variant in seen:
@@ -47,7 +53,8 @@ def test_small_fits_and_does_not_spill(arch, D):
             assert usage.shared == 0
             assert cfg.shared(D) <= hw.smem_bytes, cfg
             assert usage.registers * cfg.threads * cfg.blocks_per_sm <= 65_536, (cfg, usage)
-    assert len({v.macros for v in seen}) >= 6
+    tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
+    assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
 
 
 @pytest.mark.parametrize("arch", ["90a", "100", "120"])
@@ -199,10 +206,13 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
     """By results/h200/cuda_short.txt: (B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
     two, three = cuda_sm90.Config(2, 128, 2, together=False), cuda_sm90.Config(3, 128, 2, True, together=False)
     two_all, three_all = two._replace(together=True), three._replace(together=True)
+    one = cuda_sm90.Config(1, 128, 2, blocks_per_sm=2)
     best = {
         (32, 8, 256, 64, False): two, (32, 8, 384, 64, False): three, (32, 8, 512, 64, False): three,
         (32, 8, 1024, 64, False): three, (4, 16, 384, 64, False): three, (4, 16, 512, 64, False): two,
-        (4, 16, 1024, 64, False): three, (32, 8, 1024, 64, True): two, (32, 8, 2048, 64, True): three,
+        (4, 16, 1024, 64, False): three, (4, 16, 256, 64, True): one, (8, 4, 384, 64, True): one,
+        (8, 4, 512, 64, False): one._replace(together=False), (32, 8, 1024, 64, True): two,
+        (32, 8, 2048, 64, True): three,
         (32, 8, 512, 64, True): two_all, (4, 16, 1024, 64, True): two_all, (4, 16, 2048, 64, True): three_all,
         (32, 8, 256, 128, False): two, (32, 8, 512, 128, False): two, (32, 8, 512, 128, True): two,
         (32, 8, 1024, 128, False): cuda_sm90.Config(2, 176, 2, together=False), (32, 8, 2048, 128, True): two,
@@ -212,6 +222,53 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
     }  # fmt: skip
     for case, tile in best.items():
         assert flash.config(spec(*case), TARGETS[90]) == tile, case
+
+
+def dealt(call: FlashSpec, cfg: cuda_sm90.Config, hw: hardware.Hardware, section: int) -> list[float]:
+    """What every block has to do, tile by tile as `Tile::find` has it."""
+    tiles, every = cuda_sm90.tiles(call, cfg), cuda_sm90.heads(call, cfg)
+    grid = min(cfg.blocks_per_sm * hw.sm_count, tiles * every)
+    work = [0.0] * grid
+    for t in range(tiles * every):
+        i, block = divmod(t, grid)
+        start = t // (section * tiles) * section
+        slot = tiles - 1 - (t - start * tiles) // min(section, every - start)
+        keys = min(call.N_KV, max(0, min((slot + 1) * cfg.rows, call.N_Q) + call.N_KV - call.N_Q))
+        work[grid - 1 - block if i % 2 else block] += -(-keys // cfg.block_n) + 1.2
+    return work
+
+
+@pytest.mark.parametrize("case", [(8, 4, 2048), (2, 40, 2048), (4, 16, 1000), (32, 8, 300), (1, 1, 64), (3, 50, 700)])
+def test_the_longest_block_is_found(case):
+    B, H, N = case
+    for options in ({}, {"N_Q": N // 2}, {"N_KV": N // 3}):
+        call = spec(B, H, N, 128, True, **options)
+        for section in {1, 7, 30, B * H}:
+            cfg = cuda_sm90.Config(2, 128, 2)
+            if section <= B * H:
+                found = cuda_sm90.longest(call, cfg, TARGETS[90], section)
+                assert found == pytest.approx(max(dealt(call, cfg, TARGETS[90], section)))
+
+
+def test_parts_are_dealt_out_evenly():
+    """Not as many heads as fit: of 80 heads in parts of 30 the longest block had 1.16 times its share to do."""
+    for heads, N, D in (
+        (68, 2048, 128),
+        (72, 2048, 128),
+        (80, 2048, 128),
+        (96, 2048, 128),
+        (80, 8192, 64),
+        (256, 1024, 128),
+    ):
+        call = spec(1, heads, N, D, True)
+        cfg = cuda_sm90.config(call, TARGETS[90])
+        assert not cfg.together
+        section = cuda_sm90.section(call, cfg, TARGETS[90])
+        assert section * N * 2 * D * 2 <= TARGETS[90].l2_bytes // 2
+        work = dealt(call, cfg, TARGETS[90], section)
+        assert max(work) <= 1.07 * sum(work) / len(work), (heads, N, D)
+    for call in (spec(1, 64, 2048, 128, True), spec(1, 80, 256, 64, True), spec(1, 256, 2048, 128, True, H_KV=128)):
+        assert cuda_sm90.config(call, TARGETS[90]).together  # side by side; in the cache; shared by a group
 
 
 def machine_code(code: bytes, folder: Path) -> list[str]:

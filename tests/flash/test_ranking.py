@@ -52,8 +52,8 @@ def hopper(monkeypatch):
         (spec(D=192, E=128, causal=False, grad=False), "cuda"),
         (spec(D=64, N=128, B=1, grad=False), "cuda"),
         (spec(D=64, N=128, B=1), "triton"),
-        (spec(N=512, B=1, grad=False), "cuda"),
-        (spec(D=64, N=600, B=1, grad=False), "triton"),
+        (spec(D=64, N=300, B=1, grad=False), "triton"),
+        (spec(N=128, B=1, grad=False), "triton"),  # at D = 128 the two were not compared
         (spec(N=128, B=1), "triton"),  # small: the host is what costs
         (spec(D=192, E=128), "cuda"),
         (spec(D=96), "sdpa"),  # cuda has no such head dim
