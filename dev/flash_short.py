@@ -1,6 +1,6 @@
 """Tiles for short calls: the kernel's own time (CUPTI) and the time between two events, with what the L2 cache holds.
 
-    PYTHONPATH=. python3 dev/flash_short.py              # about 90 s on an H200; the chosen tile is starred
+    PYTHONPATH=. python3 dev/flash_short.py              # about 120 s on an H200; the chosen tile is starred
     PYTHONPATH=. python3 dev/flash_short.py --compile    # the kernels alone, without a GPU
 
 dirty: L2 holds what was written before, as in the bench tool; clean: what was read; warm: the call's own tensors. Tiles
@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from cuda_trial_cases import tag
 from fulmen import cuda as build, hardware
-from fulmen.flash import cuda, cuda_sm90, sdpa
+from fulmen.flash import cuda, cuda_sm90, sdpa, triton
 from fulmen.flash.cuda_sm90 import Config as G
 from fulmen.flash.cuda_small import Config as S, variant as small_variant
 from fulmen.flash.op import Residuals
@@ -41,6 +41,13 @@ def cases():
                 tiles += [c._replace(together=False) for c in tiles] + ([G(1, 128, 2, blocks_per_sm=2)] if D == 64 else [])
                 for causal in (False, True):
                     yield B, H, N, D, causal, torch.bfloat16, "dirty", tiles
+    for H in (72, 80, 96, 128):  # parts that are dealt out evenly, over all heads at once
+        for N, D, tile in ((2048, 128, G(2, 128, 2)), (2048, 64, G(3, 128, 2, True)), (8192, 64, G(3, 128, 2))):
+            yield 1, H, N, D, True, torch.bfloat16, "dirty", [tile, tile._replace(together=False)]
+    for H in (1, 4, 16):  # few heads: which kernel, and whether `auto` should take it or triton
+        for D in (64, 128):
+            for N in (64, 128, 256, 512):
+                yield 1, H, N, D, N > 128, torch.bfloat16, "dirty", [S(4, 1, 64, 2), G(1, 128 if D == 64 else 80, 2, blocks_per_sm=2), G(2, 128, 2)]
 
 
 def variant(spec, cfg):
@@ -100,6 +107,8 @@ def main():
             continue
         calls = {"FA2": lambda: sdpa.forward(spec, tensors, implementation="flash")[0],
                  "cuDNN": lambda: sdpa.forward(spec, tensors, implementation="cudnn")[0]}
+        if N <= 512:
+            calls["triton"] = lambda: triton.forward(spec, tensors)[0]
         calls |= {name_of(c): lambda c=c: cuda.forward(spec, tensors, c)[0] for c in tiles}
         measure(f"B{B} H{H} N{N} D{D} {'causal' if causal else 'full'} {str(dtype)[6:]}", calls, state, name_of(chosen))
 

@@ -198,7 +198,7 @@ def leftover(_) -> int:
 
 
 def short(_) -> int:
-    return run(sys.executable, "dev/flash_short.py", into=OUT / "flash_short.txt", show=20, limit=120)
+    return run(sys.executable, "dev/flash_short.py", into=OUT / "flash_short.txt", show=20, limit=200)
 
 
 def saved(_) -> int:
@@ -228,7 +228,7 @@ STAGES = {  # what, and about how many seconds on an H200
     "parallel": (parallel, "the kernels that ranks call: right, and how fast", 40),
     "bars": (bars, "lightning attention at the shapes of its bars", 50),
     "leftover": (leftover, "lightning attention of heads that fill the SMs once and a bit", 20),
-    "short": (short, "tiles for short calls with a cold L2", 60),
+    "short": (short, "tiles for short calls and for many heads, L2 cold", 120),
     "saved": (saved, "how often lightning attention saves a state", 20),
     "parts": (parts, "what layers cost beyond their parts", 85),
     "sanitize": (sanitize, "memcheck of our CUDA kernels", 90),

@@ -36,10 +36,8 @@ from fulmen.lightning.triton import Gradients, Segments
 CHUNK = 64
 SAVED_ROWS = 512
 MAX_ROWS = 1 << 30
-WORTH_CUTTING = {
-    64: 4,
-    128: 3,
-}  # segments, of what is left over after whole rounds of blocks: results/h200/lightning_leftover.txt
+# segments, of what is left over after whole rounds of blocks: results/h200/lightning_leftover.txt
+WORTH_CUTTING = {("forward", 64): 4, ("backward", 64): 5, ("forward", 128): 3, ("backward", 128): 3}
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -120,21 +118,22 @@ def whole(spec: LightningSpec) -> int:
     return 0 if spec.sequences is not None else spec.B * spec.H * each // sms * sms // each
 
 
-def parts(spec: LightningSpec) -> int:
+def parts(spec: LightningSpec, what: str = "forward") -> int:
     """Into how many segments sequences are cut, together: as many as give every SM a block. Where there are blocks
     for every SM, those that are left over are cut if they are few."""
     before = whole(spec)
     left = (spec.B * spec.H - before) * (spec.D // 64)
     wanted = hardware.of(spec.device).sm_count // max(left, 1)
-    if before and (not left or wanted < WORTH_CUTTING[spec.D]):
+    if before and (not left or wanted < WORTH_CUTTING[what, spec.D]):
         return 1
     if spec.sequences is not None:  # of unknown lengths: many, so that what is left over at the end is small
         wanted = 0 if wanted < 2 * spec.sequences else wanted * split.PACKED_ROUNDS
     return max(1, min(wanted, spec.N // SAVED_ROWS))
 
 
-def cut_of(spec: LightningSpec) -> Segments:
-    count = parts(spec)
+def cut_of(spec: LightningSpec, what: str = "forward") -> Segments:
+    """At D = 128 the same for both: what enters segments is saved."""
+    count = parts(spec, what)
     if count == 1:
         return Segments(max(spec.N, 1), 1)
     rows = triton.cdiv(spec.N, count * SAVED_ROWS) * SAVED_ROWS
@@ -142,8 +141,8 @@ def cut_of(spec: LightningSpec) -> Segments:
     return Segments(rows, number, whole=whole(spec))
 
 
-def segments(spec: LightningSpec, x: Residuals) -> Segments:
-    cut = cut_of(spec)
+def segments(spec: LightningSpec, x: Residuals, what: str) -> Segments:
+    cut = cut_of(spec, what)
     if cut.number == 1 or spec.sequences is None:
         return cut
     return cut._replace(pieces=x.q.new_empty(spec.sequences + 1, dtype=torch.int32))
@@ -296,7 +295,7 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
     o = empty_rows(x.q, spec.H, spec.E)
     final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
     tensors = {Q: x.q, K: x.k, V: x.v, OUT: o}
-    cut = segments(spec, x)
+    cut = segments(spec, x, "forward")
     states = first = States(initial=x.initial_state, final=final)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
@@ -321,7 +320,7 @@ def backward(
     do = do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: do, OUT: grads.dq, DK: grads.dk, DV: grads.dv}
-    cut = segments(spec, x)
+    cut = segments(spec, x, "backward")
     states = first = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:

@@ -97,7 +97,7 @@ def walks(spec, names, lengths=None, saved=False):
     cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, None, None, offsets)
-    cut = cuda.segments(spec, x)
+    cut = cuda.segments(spec, x, "forward" if names[0] in ("o", "state") else "backward")
     fused.run(triton_split.find_pieces(spec, x, cut), torch.device("cpu"))
     start = cut.whole if names[0] in ("state", "dstate") else 0
     blocks = (cuda.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
@@ -211,7 +211,7 @@ def test_wrong_offsets_stay_in_the_tensor(h200):
     for wrong in ([0, 5000, 1000, 2000], [-7, 300, 100, 9999], [2000, 0, 2000, 0], [0, 2**31 - 1, -(2**31), 7]):
         call = spec(1, 2, 2000, sequences=3)
         x = Residuals(torch.empty(0), None, None, None, None, torch.tensor(wrong, dtype=torch.int32))
-        cut = cuda.segments(call, x)
+        cut = cuda.segments(call, x, "forward")
         fused.run(triton_split.find_pieces(call, x, cut), torch.device("cpu"))
         _, slots, *_ = cuda.saves(call)
         for block in range(call.H * cut.number):
