@@ -131,7 +131,9 @@ def a_rank_dies(way: str, when: str) -> None:
     rank, world, attend = dist.get_rank(), dist.group.WORLD, WAYS[way]
     dead = dist.get_world_size() - 1
     if when == "before":  # of shapes nobody has seen
+        dist.barrier()  # not before the others have met it
         if rank == dead:
+            time.sleep(0.5)
             os._exit(7)
         raises_in_time(lambda: attend(*rows(), group=world), 3, "did not come to compare shapes", f"rank {dead} of")
         return
