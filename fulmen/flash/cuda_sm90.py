@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -124,13 +125,21 @@ def longest(spec: FlashSpec, cfg: Config, hw: hardware.Hardware, section: int) -
     """
     length, shift = cfg.length(spec), 0 if spec.top_left else spec.N_KV - spec.N_Q
     ends = [min(spec.N_KV, max(0, min((i + 1) * length, spec.N_Q) + shift)) for i in range(tiles(spec, cfg))]
-    work = torch.tensor([math.ceil(end / cfg.block_n) + 1.2 for end in reversed(ends)], device="cpu")
-    whole, rest = divmod(heads(spec, cfg), section)
-    dealt = torch.cat([work.repeat_interleave(section).repeat(whole), work.repeat_interleave(rest)])
-    grid = max(1, min(cfg.blocks_per_sm * hw.sm_count, len(dealt)))
-    rounds = torch.nn.functional.pad(dealt, (0, -len(dealt) % grid)).view(-1, grid)
-    rounds[1::2] = rounds[1::2].flip(1)  # back and forth
-    return float(rounds.sum(0).max()) if len(dealt) else 0.0
+    work = [math.ceil(end / cfg.block_n) + 1.2 for end in reversed(ends)]
+    every = heads(spec, cfg)
+    grid = max(1, min(cfg.blocks_per_sm * hw.sm_count, every * len(work)))
+    more, at = [0.0] * (grid + 1), 0  # how much more a block has to do than the one before it
+    for first in range(0, every, section):
+        for each in work:
+            left = min(section, every - first)
+            while left:
+                turn, block = divmod(at, grid)
+                count = min(left, grid - block)
+                low = grid - block - count if turn % 2 else block  # back and forth
+                more[low] += each
+                more[low + count] -= each
+                at, left = at + count, left - count
+    return max(itertools.accumulate(more))
 
 
 def queries(spec: FlashSpec) -> float:
@@ -188,7 +197,7 @@ def section(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
     stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
     if cfg.together or stored * unit >= every:
         return every
-    if spec.right is None or not plain(spec):
+    if spec.right is None or not plain(spec) or every > 32 * stored * unit:  # of many parts the last weighs little
         return stored * unit
     return unit * min(range(stored, stored // 2, -1), key=lambda n: longest(spec, cfg, hw, n * unit))
 
