@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python3 dev/lightning_bars.py
 """
+import gc
 import random
 import torch
 import fulmen
@@ -35,6 +36,7 @@ for shape, packed in rows:
             t, o = timeit(call), call()
             b = timeit(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
             o = None
+            gc.collect()  # what a call left behind would be taken for its own
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() - 4 * u
             torch.autograd.grad(call(), (q, k, v), do)
