@@ -78,25 +78,20 @@ def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     few = queries(spec) * (spec.group if spec.group in GROUPS else 1) <= 64
     if spec.D == 64:
         rounds = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
-        if few or (plain(spec) and spec.N_KV <= 512 and rounds[64] <= 2):
+        if few or (spec.plain and spec.N_KV <= 512 and rounds[64] <= 2):
             return Config(1, 128, 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
         short = spec.N_KV <= 1024 if causal else 1.2 * math.ceil(rounds[192]) >= math.ceil(rounds[128])
-        if spec.softcap is not None or (plain(spec) and short):
+        if spec.softcap is not None or (spec.plain and short):
             return Config(2, 128, 2)  # B32 H8 N1024, causal: 288, 317
         # N2048: 440, 400; causal 323, 253; N4096: 466, 419; causal 467, 433
-        return Config(3, 128, 2, take_turns=not (long and (plain(spec) or causal)))
+        return Config(3, 128, 2, take_turns=not (long and (spec.plain or causal)))
     if spec.D == 128:
         if few:
             return Config(1, 80, 2, blocks_per_sm=2)
-        if plain(spec) and (long if causal else spec.N_KV > 512):
+        if spec.plain and (long if causal else spec.N_KV > 512):
             return Config(2, 176, 2)  # N4096: 675, 668; causal 607, 531
         return Config(2, 128, 2)  # N2048, causal: 527, 420
     return Config(2, 80, 2) if spec.D == 256 else Config(2, 128, 2)
-
-
-def plain(spec: FlashSpec) -> bool:
-    """Causal or not, and nothing else."""
-    return spec.left is None and spec.softcap is None and spec.sequences is None and not spec.has_sinks
 
 
 def together(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> bool:
@@ -108,7 +103,7 @@ def together(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> bool:
     dealt out evenly, too: of B8 H4 N2048 in parts of 30 and 2 heads the longest block has 1.32 times as much to do as
     all at once, and 396 TFLOP/s are left of 510.
     """
-    if spec.D not in (64, 128) or not plain(spec):
+    if spec.D not in (64, 128) or not spec.plain:
         return True
     if spec.right is None:
         return False
@@ -197,7 +192,7 @@ def section(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
     stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
     if cfg.together or stored * unit >= every:
         return every
-    if spec.right is None or not plain(spec) or every > 32 * stored * unit:  # of many parts the last weighs little
+    if spec.right is None or not spec.plain or every > 32 * stored * unit:  # of many parts the last weighs little
         return stored * unit
     return unit * min(range(stored, stored // 2, -1), key=lambda n: longest(spec, cfg, hw, n * unit))
 

@@ -69,6 +69,11 @@ class FlashSpec(NamedTuple):
         return self.with_lse or self.needs_grad
 
     @property
+    def plain(self) -> bool:
+        """Causal, up to a distance `right`, or not, and nothing else."""
+        return self.left is None and self.softcap is None and self.sequences is None and not self.has_sinks
+
+    @property
     def group(self) -> int:
         """Query heads that share one head of k and v."""
         return self.H // max(self.H_KV, 1)

@@ -63,8 +63,7 @@ ROWS = [
 def first(spec: FlashSpec) -> str:
     """The backend measured to be the fastest for calls like this."""
     arch = hardware.of(spec.device).arch
-    options = spec.left is not None or spec.softcap is not None or spec.has_sinks or spec.sequences is not None
-    plain = not options and spec.right in (None, 0)
+    plain = spec.plain and spec.right in (None, 0)
     if arch == 90 and 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E) < SMALL:
         if plain and not spec.needs_grad and spec.D == spec.E == 64 and max(spec.N_Q, spec.N_KV) <= 256:
             return "cuda"  # us on the GPU, cuda and triton, N128: B1 H1 2.2, 3.5; B8 H4 3.3, 3.8; B32 H8 6.8, 8.6
