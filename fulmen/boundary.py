@@ -20,6 +20,8 @@ from torch.autograd import forward_ad
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
+_autocast = torch._C._is_any_autocast_enabled
+_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch.compile's
 
 # --------------------------------------------------------------------------------------------- checks
 
@@ -176,6 +178,36 @@ def unwatched(*tensors: Tensor | None) -> bool:
         if not (kind is Tensor or x is None or kind is torch.nn.Parameter):
             return False
     return True
+
+
+def undisturbed() -> bool:
+    """Whether no compiler, dispatch mode, forward mode or autocast is at work, whatever the tensors are."""
+    return not (torch.compiler.is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0 or _autocast())
+
+
+def recogniser(*tensors: Tensor) -> Callable[..., bool] | None:
+    """What says of tensors whether they are like these, in one call of C++ and a tenth of the time it takes to ask each
+    of them: type, dtype, device, sizes, strides (of dimensions longer than 1), requires_grad, negated or not, and the
+    transforms and tracers at work. None where torch has no such thing.
+    """
+    return _guard(*tensors) if _guards_tell() else None
+
+
+def _guard(*tensors: Tensor) -> Callable[..., bool]:
+    return _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+@functools.cache
+def _guards_tell() -> bool:
+    """Whether this torch's guards tell apart what must be told apart: they are nobody's promise."""
+    try:
+        x = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+        check = _guard(x)
+        others = (x[:1], x[:, :2], x.T, x.T.contiguous().T, x[None], x.double(), torch._neg_view(x), None, 1.0)
+        watched = (x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False))
+        return check(x) and check(x.clone()) and not any(check(y) for y in (*others, *watched))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:

@@ -2,8 +2,8 @@
 
 This file is the whole story of a call: check, build the spec, let `dispatch.pick` choose, and in the backward do the
 same again from q, k, v, o and lse = log sum exp of a row's logits. A plain eager call whose like came before finds its
-spec and kernel by shapes and strides in `_plans` and skips the checks: on small shapes the host is what costs.
-Compilers and modes see two `torch.library` operators.
+spec and kernel by shapes and strides in `_plans`, or faster among the last few in `_recent`, and skips the checks: on
+small shapes the host is what costs. Compilers and modes see two `torch.library` operators.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from fulmen.boundary import (
     no_second_derivative,
     outside_autocast,
     plain_memory,
+    recogniser,
     refuse_derivatives_we_lack,
     require_tensors,
+    undisturbed,
     unwatched,
 )
 
@@ -130,8 +132,8 @@ def flash_attention(
 
     A row that sees no key is zero, and so are its gradients.
     """
-    arguments = (sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale)
-    return _attend(q, k, v, *arguments, backend, with_lse=False)[0]
+    o, _ = _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, False)
+    return o
 
 
 def flash_attention_with_lse(
@@ -152,8 +154,7 @@ def flash_attention_with_lse(
 
     It counts the sink, is differentiable, and is -inf for a row that sees no key and no sink.
     """
-    arguments = (sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale)
-    return _attend(q, k, v, *arguments, backend, with_lse=True)
+    return _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, True)
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -382,6 +383,7 @@ class Plan(NamedTuple):
     kernel: dispatch.Kernel
     inputs: tuple[Any, ...]  # what the operators take after the tensors
     quick: Callable[..., Any] | None  # the kernel's shortest way
+    alike: Callable[..., bool] | None = None  # says of q, k, v whether they are like those of the last call with it
 
 
 class PlannedFunction(torch.autograd.Function):
@@ -398,7 +400,7 @@ class PlannedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        spec, kernel, inputs, _ = ctx.plan
+        spec, kernel, inputs = ctx.plan[:3]
         if torch.is_grad_enabled() or not unwatched(q, k, v, o, lse, do, dlse) or torch._C._is_any_autocast_enabled():
             do = torch.zeros_like(o) if do is None else do
             return *torch.ops.fulmen.flash_backward(q, k, v, None, None, None, o, lse, do, dlse, *inputs)[:3], None
@@ -406,7 +408,30 @@ class PlannedFunction(torch.autograd.Function):
 
 
 _plans: dict[Any, Plan] = {}
+_recent: dict[Any, tuple[tuple[Callable[..., bool], Callable[..., Any]], ...]] = {}  # by options: alike, quick
 MAX_PLANS = 4096
+MAX_RECENT = 4
+
+
+def _remember(key: Any, options: tuple[Any, ...], plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+    """Keeps the plan, and puts it first among those of its options if its like can be told at once."""
+    if len(_plans) >= MAX_PLANS and key not in _plans:
+        forget()
+    alike, quick = plan.alike, plan.quick
+    if quick is not None and not (q.requires_grad or k.requires_grad or v.requires_grad):
+        if alike is None or not alike(q, k, v):
+            alike = recogniser(q, k, v)
+        if alike is not None:
+            others = (pair for pair in _recent.get(options, ()) if pair[1] is not quick)
+            _recent[options] = ((alike, quick), *others)[:MAX_RECENT]
+    _plans[key] = plan = plan._replace(alike=alike)
+    return plan
+
+
+def forget() -> None:
+    """All that was found out about earlier calls."""
+    _plans.clear()
+    _recent.clear()
 
 
 def _needs_grad(x: Residuals) -> bool:
@@ -420,27 +445,30 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    key = None
+    key, options = None, (causal, window, softcap, scale, backend, with_lse)
     if (
-        _usual(causal, window, softcap, scale)
-        and sinks is None
+        sinks is None
         and cu_seqlens_q is None
         and cu_seqlens_k is None
-        and _plain(q, k, v)
-        and type(backend) is str
+        and undisturbed()
+        and _usual(causal, window, softcap, scale, backend)
     ):
-        grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
-            v.dtype, v.device, causal, window, softcap, scale, backend, with_lse,
-            grad and (_deterministic(), True),
-        )  # fmt: skip
-        plan = _plans.get(key)
-        if plan is not None:
-            if grad:
-                return PlannedFunction.apply(q, k, v, plan)
-            done = None if plan.quick is None else plan.quick(q, k, v)
-            return plan.kernel.forward(plan.spec, Residuals(q, k, v)) if done is None else done
+        for alike, quick in _recent.get(options, ()):
+            if alike(q, k, v) and (done := quick(q, k, v)) is not None:
+                return done
+        if _plain(q, k, v):
+            grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+            key = (
+                q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
+                v.dtype, v.device, options, grad and (_deterministic(), True),
+            )  # fmt: skip
+            found = _plans.get(key)
+            if found is not None:
+                if grad:
+                    return PlannedFunction.apply(q, k, v, found)
+                found = _remember(key, options, found, q, k, v)
+                done = None if found.quick is None else found.quick(q, k, v)
+                return found.kernel.forward(found.spec, Residuals(q, k, v)) if done is None else done
     left, right, top_left = _check_mask(causal, window, softcap)
     x = _check(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
     scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
@@ -456,17 +484,17 @@ def _attend(
     outputs = FlashFunction.apply(*inputs) if facts[-1] else _forward(*inputs)
     if key is not None:
         spec = _spec(x, *facts)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
         kernel = dispatch.pick("flash", spec, backend)
-        _plans[key] = Plan(spec, kernel, (*facts, backend), kernel.prepare(spec, x) if kernel.prepare else None)
+        plan = Plan(spec, kernel, (*facts, backend), kernel.prepare(spec, x) if kernel.prepare else None)
+        _remember(key, options, plan, q, k, v)
     return outputs
 
 
-def _usual(causal: Causal, window: Window, softcap: float | None, scale: float | None) -> bool:
+def _usual(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
     """Whether options are of the types that need no checking beyond their value: what equals them is the same."""
     return (
         type(causal) in (bool, str)
+        and type(backend) is str
         and (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
         and (window is None or (type(window) is tuple and all(w is None or type(w) is int for w in window)))
@@ -474,13 +502,11 @@ def _usual(causal: Causal, window: Window, softcap: float | None, scale: float |
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the fast path may be taken: three true tensors, no autocast, nobody looking on, no forward mode."""
+    """Whether these are three true tensors and nobody looks on."""
     return (
         unwatched(q, k, v)
         and q is not None
         and k is not None
         and v is not None
         and not (q.is_neg() or k.is_neg() or v.is_neg())
-        and torch.autograd.forward_ad._current_level < 0
-        and not torch._C._is_any_autocast_enabled()
     )

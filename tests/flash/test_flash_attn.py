@@ -77,7 +77,7 @@ def backend(monkeypatch):
     yield module
     sys.modules.pop("fulmen.flash.flash_attn")
     dispatch.pick.cache_clear()
-    op._plans.clear()
+    op.forget()
 
 
 CASES = {

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fulmen
@@ -176,13 +178,29 @@ def test_activation_checkpointing(kind, device):
 # ------------------------------------------------------------------------------------ the cache of plans
 
 
-@pytest.fixture
-def plans(monkeypatch):
-    """An empty cache, and the number of times a call was checked in full."""
+@pytest.fixture(params=[False, True], ids=["forward", "quick"])
+def plans(monkeypatch, request):
+    """An empty cache, and the number of times a call was checked in full; with and without a kernel's shortest way."""
     monkeypatch.setattr(op, "_plans", {})
+    monkeypatch.setattr(op, "_recent", {})
     checked, check = [], op._check
     monkeypatch.setattr(op, "_check", lambda *args: checked.append(1) or check(*args))
-    return checked
+    if request.param:
+        for name in ("sdpa", "eager"):
+            slow = dispatch.kernels("flash")[name]
+            monkeypatch.setitem(
+                dispatch._kernels["flash"], name, slow._replace(prepare=functools.partial(shortest, slow))
+            )
+        dispatch.pick.cache_clear()
+    yield checked
+    dispatch.pick.cache_clear()
+
+
+def shortest(kernel: dispatch.Kernel, spec: op.FlashSpec, x: op.Residuals):
+    """As the kernels for GPUs have it: knows the spec and nothing else."""
+    if spec.wants_lse or spec.has_sinks or spec.sequences is not None:
+        return None
+    return lambda q, k, v: (kernel.forward(spec, op.Residuals(q, k, v))[0], None)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -243,6 +261,94 @@ def test_a_plan_knows_whether_there_is_a_gradient(plans):
             assert gradient.shape == getattr(x, name).shape
         assert not attend_o(x)[0].requires_grad
     assert len(op._plans) == 2
+
+
+CIRCUMSTANCES = [
+    "grad", "no_grad", "inference", "Parameter", "negated", "autocast", "dual", "mode", "subclass", "vmap",
+    "grad of func", "fake", "compile",
+]  # fmt: skip
+
+
+@pytest.fixture
+def recognised(plans, monkeypatch):
+    """Whether a call is served without looking at its tensors one by one."""
+    plain, looked = op._plain, []
+    monkeypatch.setattr(op, "_plain", lambda *x: looked.append(1) or plain(*x))
+    return lambda call, *args: (looked.clear(), call(*args), not looked)[2]
+
+
+@pytest.mark.parametrize("plans", [True], indirect=True, ids=["quick"])
+def test_the_last_few_calls_are_recognised_at_once(recognised):
+    shapes = [testing.inputs(1, 2, n, 16) for n in range(20, 20 + op.MAX_RECENT)]
+    for x in shapes:
+        assert not recognised(attend_o, x)
+    for x in (*shapes, *reversed(shapes)):
+        assert recognised(attend_o, x)
+    assert not recognised(attend_o, testing.inputs(1, 2, 7, 16))  # and takes the place of the oldest
+    assert not recognised(attend_o, shapes[0])
+    assert recognised(attend_o, shapes[0])
+    assert not recognised(lambda: fulmen.flash_attention(*shapes[0][:3], causal=True))  # other options, other calls
+    assert recognised(lambda: fulmen.flash_attention(*shapes[0][:3]))
+
+
+@pytest.mark.parametrize("plans", [True], indirect=True, ids=["quick"])
+@pytest.mark.parametrize("what", CIRCUMSTANCES)
+def test_what_is_not_as_it_was_is_looked_at(recognised, what):
+    """A call that has been recognised, in circumstances in which it is another one."""
+    x = testing.inputs(1, 2, 20, 16)
+    plain = attend_o(x)[0]
+    assert recognised(attend_o, x)
+    f = functools.partial(fulmen.flash_attention, k=x.k, v=x.v)
+    if what == "grad":
+        assert not recognised(lambda: f(x.q.clone().requires_grad_()))
+        assert f(x.q.clone().requires_grad_()).requires_grad
+    elif what == "no_grad":  # what asks for a gradient and gets none is not told from what gets one
+        q = x.q.clone().requires_grad_()
+        with torch.no_grad():
+            assert not any(f(q).requires_grad for _ in range(2))
+        assert [f(q).requires_grad, f(x.q).requires_grad] == [True, False]
+    elif what == "inference":
+        with torch.inference_mode():
+            assert not recognised(attend_o, x)
+            assert recognised(attend_o, x)
+            assert attend_o(x)[0].is_inference()
+        assert not attend_o(x)[0].is_inference()
+    elif what == "Parameter":
+        assert not recognised(lambda: f(torch.nn.Parameter(x.q, requires_grad=False)))
+    elif what == "negated":
+        assert torch.equal(f(torch._neg_view(-x.q)), plain)
+    elif what == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attend_o(x)[0].dtype == torch.bfloat16
+        assert torch.equal(attend_o(x)[0], plain)
+    elif what == "dual":
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            f(forward_ad.make_dual(x.q, x.q))
+    elif what == "mode":
+        seen = []
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with Mode():
+            attend_o(x)
+        assert any("flash_forward" in name for name in seen)
+    elif what == "subclass":
+        assert type(fulmen.flash_attention(*(TwoTensor(t, t) for t in x[:3]))) is TwoTensor
+    elif what == "vmap":
+        assert not recognised(lambda: torch.vmap(f)(x.q.expand(3, *x.q.shape)))
+    elif what == "grad of func":
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            torch.func.grad(lambda q: f(q).sum())(x.q)
+    elif what == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(attend_o(x)[0], FakeTensor)
+    else:
+        assert torch.equal(torch.compile(f, backend="eager", fullgraph=True)(x.q), plain)
+    assert recognised(attend_o, x) or recognised(attend_o, x)
+    assert torch.equal(attend_o(x)[0], plain)
 
 
 def test_a_plan_knows_whether_lse_is_wanted(plans):
