@@ -76,8 +76,8 @@ def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     """
     causal, long = spec.right is not None, spec.N_KV >= 4096
     few = queries(spec) * (spec.group if spec.group in GROUPS else 1) <= 64
+    rounds = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
     if spec.D == 64:
-        rounds = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
         if few or (spec.plain and spec.N_KV <= 512 and rounds[64] <= 2):
             return Config(1, 128, 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
         short = spec.N_KV <= 1024 if causal else 1.2 * math.ceil(rounds[192]) >= math.ceil(rounds[128])
@@ -86,9 +86,9 @@ def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
         # N2048: 440, 400; causal 323, 253; N4096: 466, 419; causal 467, 433
         return Config(3, 128, 2, take_turns=not (long and (spec.plain or causal)))
     if spec.D == 128:
-        if few:
-            return Config(1, 80, 2, blocks_per_sm=2)
-        if spec.plain and (long if causal else spec.N_KV > 512):
+        if few or (spec.plain and spec.N_KV <= 1024 and rounds[64] <= (2 if causal else 1)):
+            return Config(1, 80, 2, blocks_per_sm=2)  # B1 H16 N512: 204, 190; causal 99, 89
+        if spec.plain and (long if causal else spec.N_KV > 1024):
             return Config(2, 176, 2)  # N4096: 675, 668; causal 607, 531
         return Config(2, 128, 2)  # N2048, causal: 527, 420
     return Config(2, 80, 2) if spec.D == 256 else Config(2, 128, 2)
@@ -99,19 +99,20 @@ def together(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> bool:
 
     Without a mask a part at a time is never slower. Causal, longest tiles first, all at once is dealt out evenly. But
     of many heads few tiles each run side by side and share k and v, which beyond what the L2 cache holds are then read
-    from memory again and again. B32 H8 N2048 D128 has 450 TFLOP/s so, and 527 a part at a time. So parts, if they are
-    dealt out evenly, too: of B8 H4 N2048 in parts of 30 and 2 heads the longest block has 1.32 times as much to do as
-    all at once, and 396 TFLOP/s are left of 510.
+    from memory again and again. B32 H8 N2048 D128 has 453 TFLOP/s so, and 563 a part at a time. So parts, if they are
+    dealt out evenly, too: of B1 H40 N8192 in parts of 7 heads the longest block has 1.09 times as much to do as
+    all at once, and takes 1.02 times as long. At D = 64, where k and v are half as large, there is less to gain.
     """
     if spec.D not in (64, 128) or not spec.plain:
         return True
     if spec.right is None:
         return False
-    if spec.group > 1 or hw.sm_count >= 2 * spec.B * spec.H:
+    if spec.group > 1 or hw.sm_count >= 3 * spec.B * spec.H:
         return True
     parts = section(spec, cfg._replace(together=False), hw)
-    fits = hw.l2_bytes >= spec.B * spec.H * spec.N_KV * (spec.D + spec.E) * 2
-    return fits or longest(spec, cfg, hw, parts) > 1.05 * longest(spec, cfg, hw, heads(spec, cfg))
+    fits = 2 * hw.l2_bytes >= 3 * spec.B * spec.H * spec.N_KV * (spec.D + spec.E) * 2
+    uneven = longest(spec, cfg, hw, parts) / longest(spec, cfg, hw, heads(spec, cfg))
+    return fits or uneven > (1.05 if spec.D == 128 else 1.02)
 
 
 def longest(spec: FlashSpec, cfg: Config, hw: hardware.Hardware, section: int) -> float:

@@ -32,9 +32,9 @@ class Row(NamedTuple):
 ROWS = [
     #   arch  D keys causal grad   first         triton          sdpa
     Row(90, 64, 0, True, False, "sdpa"),  # N 512: 0.030, 0.026 (cuDNN); 2048: 0.053, 0.050; 4096: 0.652, 0.632
-    Row(90, 64, 2048, True, False, "cuda"),  # 2048: 323, 253; 4096: 467, 433
+    Row(90, 64, 1024, True, False, "cuda"),  # 1024: 233, 190 (32 heads), 313, 320 (256); 2048: 323, 253; 4096: 467, 433
     Row(90, 64, 0, True, True, "sdpa"),  # 2048: 0.053 / 0.147, 0.050 / 0.139; 4096: 0.652 / 1.97, 0.632 / 1.76
-    Row(90, 64, 2048, True, True, "cuda"),
+    Row(90, 64, 1024, True, True, "cuda"),
     Row(90, 64, 0, False, False, "sdpa"),  # 512: 0.035, 0.029; 2048: 0.066, 0.063
     Row(90, 64, 2048, False, False, "cuda"),  # 2048: 440, 400; 4096: 466, 419
     Row(90, 64, 0, False, True, "sdpa"),  # 2048: 0.066 / 0.183, 0.063 / 0.172; 4096: 1.14 / 3.28, 1.14 / 3.01
@@ -65,8 +65,8 @@ def first(spec: FlashSpec) -> str:
     arch = hardware.of(spec.device).arch
     plain = spec.plain and spec.right in (None, 0)
     if arch == 90 and 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E) < SMALL:
-        if plain and not spec.needs_grad and spec.D == spec.E == 64 and max(spec.N_Q, spec.N_KV) <= 256:
-            return "cuda"  # us on the GPU, cuda and triton, N128: B1 H1 2.2, 3.5; B8 H4 3.3, 3.8; B32 H8 6.8, 8.6
+        if plain and not spec.needs_grad and short(spec):
+            return "cuda"
         return "triton"  # B1 H8 N128 D64: 0.007 / 0.014 against cuDNN's 0.008 / 0.017
     full = spec.N_Q >= 1024 and spec.B * spec.H * spec.N_Q >= FULL
     if arch == 90 and not plain:  # sdpa has no options, so triton is the other one, and the backward triton's
@@ -75,7 +75,22 @@ def first(spec: FlashSpec) -> str:
     rows = [r for r in ROWS if (r.arch, r.causal, r.grad) == (arch, causal, spec.needs_grad) and size <= r.D]
     rows = [r for r in rows if r.D == rows[0].D and r.keys <= spec.N_KV]
     name = max(rows, key=lambda r: r.keys).first if rows else "sdpa"
+    if name == "cuda" and not causal and size == 128 and spec.N_KV < 4096 and spec.group == 1:
+        full = (
+            full and spec.B * spec.H * spec.N_Q >= 8 * FULL
+        )  # us, N 2048, cuda and cuDNN: 64 heads 222, 215; 256 897, 914
     return "sdpa" if name == "cuda" and not full else name
+
+
+def short(spec: FlashSpec) -> bool:
+    """Whether cuda was measured to be ahead of triton in a short call; us on the GPU, cuda and triton:
+    D = 64, B1 H1 N128 2.7, 3.8; N512 6.5, 8.6; B4 H16 N512 17.5, 20.7; B32 H8 N128 9.3, 11.9; N256 21, 27
+    D = 128, B1 H1 N128 3.5, 5.0; N512 8.7, 9.7; B4 H16 N256 11.1, 11.5; N512 22.8, 27.5
+    """
+    if spec.D != spec.E or spec.D not in (64, 128):
+        return False
+    longest = max(spec.N_Q, spec.N_KV)
+    return longest <= 512 if spec.N_Q == spec.N_KV else longest <= 256 and spec.D == 64
 
 
 ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # after the first

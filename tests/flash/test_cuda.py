@@ -206,7 +206,7 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
     """By results/h200/cuda_short.txt: (B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
     two, three = cuda_sm90.Config(2, 128, 2, together=False), cuda_sm90.Config(3, 128, 2, True, together=False)
     two_all, three_all = two._replace(together=True), three._replace(together=True)
-    one = cuda_sm90.Config(1, 128, 2, blocks_per_sm=2)
+    one, half = cuda_sm90.Config(1, 128, 2, blocks_per_sm=2), cuda_sm90.Config(1, 80, 2, blocks_per_sm=2)
     best = {
         (32, 8, 256, 64, False): two, (32, 8, 384, 64, False): three, (32, 8, 512, 64, False): three,
         (32, 8, 1024, 64, False): three, (4, 16, 384, 64, False): three, (4, 16, 512, 64, False): two,
@@ -215,8 +215,15 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
         (32, 8, 2048, 64, True): three,
         (32, 8, 512, 64, True): two_all, (4, 16, 1024, 64, True): two_all, (4, 16, 2048, 64, True): three_all,
         (32, 8, 256, 128, False): two, (32, 8, 512, 128, False): two, (32, 8, 512, 128, True): two,
-        (32, 8, 1024, 128, False): cuda_sm90.Config(2, 176, 2, together=False), (32, 8, 2048, 128, True): two,
-        (4, 16, 512, 128, True): two_all, (4, 16, 2048, 128, True): two_all, (8, 4, 2048, 128, True): two_all,
+        (32, 8, 1024, 128, False): two, (8, 4, 768, 128, False): two, (32, 8, 2048, 128, True): two,
+        (32, 8, 2048, 128, False): cuda_sm90.Config(2, 176, 2, together=False), (4, 16, 512, 128, True): two_all,
+        (4, 16, 2048, 128, True): two, (1, 64, 4096, 128, True): cuda_sm90.Config(2, 176, 2, together=False),
+        (8, 4, 2048, 128, True): two_all, (1, 40, 8192, 64, True): cuda_sm90.Config(3, 128, 2),
+        (1, 16, 512, 128, True): half, (1, 1, 1024, 128, True): half, (1, 16, 1024, 128, False): two,
+        (1, 16, 512, 128, False): half._replace(together=False), (8, 4, 384, 128, True): half,
+        (8, 4, 256, 128, False): half._replace(together=False), (8, 4, 512, 128, False): two,
+        (1, 16, 256, 128, True): cuda_small.Config(2, 2, 64, 2),
+        (1, 1, 256, 128, False): cuda_small.Config(1, 4, 64, 2),
         (32, 8, 128, 64, False): cuda_small.Config(4, 1, 128, 1, 4),
         (8, 4, 128, 64, False): cuda_small.Config(2, 2, 128, 1),
     }  # fmt: skip
@@ -253,6 +260,7 @@ def test_the_longest_block_is_found(case):
 def test_parts_are_dealt_out_evenly():
     """Not as many heads as fit: of 80 heads in parts of 30 the longest block had 1.16 times its share to do."""
     for heads, N, D in (
+        (64, 2048, 128),
         (68, 2048, 128),
         (72, 2048, 128),
         (80, 2048, 128),
@@ -267,8 +275,14 @@ def test_parts_are_dealt_out_evenly():
         assert section * N * 2 * D * 2 <= TARGETS[90].l2_bytes // 2
         work = dealt(call, cfg, TARGETS[90], section)
         assert max(work) <= 1.07 * sum(work) / len(work), (heads, N, D)
-    for call in (spec(1, 64, 2048, 128, True), spec(1, 80, 256, 64, True), spec(1, 256, 2048, 128, True, H_KV=128)):
-        assert cuda_sm90.config(call, TARGETS[90]).together  # side by side; in the cache; shared by a group
+    for call in (
+        spec(1, 40, 4096, 128, True),  # few heads
+        spec(1, 80, 256, 64, True),  # in the cache
+        spec(1, 48, 8192, 128, True),  # not even
+        spec(1, 64, 8192, 64, True),
+        spec(1, 256, 2048, 128, True, H_KV=128),  # shared by a group
+    ):
+        assert cuda_sm90.config(call, TARGETS[90]).together
 
 
 def machine_code(code: bytes, folder: Path) -> list[str]:

@@ -36,6 +36,10 @@ def hopper(monkeypatch):
         (spec(N=1024, B=4, causal=False), "sdpa"),
         (spec(grad=False), "cuda"),
         (spec(causal=False, grad=False), "cuda"),
+        (spec(N=2048, B=4, causal=False, grad=False), "sdpa"),
+        (spec(N=2048, B=4, causal=False, grad=False)._replace(H_KV=4), "cuda"),
+        (spec(N=2048, B=16, causal=False, grad=False), "cuda"),
+        (spec(D=64, N=1024, B=4, grad=False), "cuda"),
         (spec(N=8192, causal=False, grad=False), "cuda"),
         (spec(D=64, grad=False), "cuda"),
         (spec(D=64, causal=False, grad=False), "cuda"),
@@ -52,8 +56,12 @@ def hopper(monkeypatch):
         (spec(D=192, E=128, causal=False, grad=False), "cuda"),
         (spec(D=64, N=128, B=1, grad=False), "cuda"),
         (spec(D=64, N=128, B=1), "triton"),
-        (spec(D=64, N=300, B=1, grad=False), "triton"),
-        (spec(N=128, B=1, grad=False), "triton"),  # at D = 128 the two were not compared
+        (spec(D=64, N=300, B=1, grad=False), "cuda"),
+        (spec(N=512, B=1, grad=False), "cuda"),
+        (spec(N=600, B=1, grad=False), "triton"),  # not compared
+        (spec(N=512, B=1, grad=False)._replace(N_Q=1), "triton"),
+        (spec(N=128, B=1, D=96, grad=False), "triton"),
+        (spec(N=128, B=1, grad=False, softcap=30.0), "triton"),
         (spec(N=128, B=1), "triton"),  # small: the host is what costs
         (spec(D=192, E=128), "cuda"),
         (spec(D=96), "sdpa"),  # cuda has no such head dim
