@@ -1,6 +1,7 @@
 """Tiles for short calls: the kernel's own time (CUPTI) and the time between two events, with what the L2 cache holds.
 
     PYTHONPATH=. python3 dev/flash_short.py              # about 120 s on an H200; the chosen tile is starred
+    PYTHONPATH=. python3 dev/flash_short.py --few        # few heads at D = 128, causal parts of 40 to 128 heads; 45 s
     PYTHONPATH=. python3 dev/flash_short.py --compile    # the kernels alone, without a GPU
 
 dirty: L2 holds what was written before, as in the bench tool; clean: what was read; warm: the call's own tensors. Tiles
@@ -41,13 +42,23 @@ def cases():
                 tiles += [c._replace(together=False) for c in tiles] + ([G(1, 128, 2, blocks_per_sm=2)] if D == 64 else [])
                 for causal in (False, True):
                     yield B, H, N, D, causal, torch.bfloat16, "dirty", tiles
-    for H in (72, 80, 96, 128):  # parts that are dealt out evenly, over all heads at once
-        for N, D, tile in ((2048, 128, G(2, 128, 2)), (2048, 64, G(3, 128, 2, True)), (8192, 64, G(3, 128, 2))):
-            yield 1, H, N, D, True, torch.bfloat16, "dirty", [tile, tile._replace(together=False)]
     for H in (1, 4, 16):  # few heads: which kernel, and whether `auto` should take it or triton
         for D in (64, 128):
             for N in (64, 128, 256, 512):
                 yield 1, H, N, D, N > 128, torch.bfloat16, "dirty", [S(4, 1, 64, 2), G(1, 128 if D == 64 else 80, 2, blocks_per_sm=2), G(2, 128, 2)]
+
+
+def few():
+    """Few heads at D = 128, half tiles; causal parts dealt out evenly, over all heads at once."""
+    for B, H in ((1, 1), (1, 16), (8, 4), (4, 16)):
+        for N in (256, 384, 512, 768, 1024):
+            half = G(1, 80, 2, blocks_per_sm=2)
+            for causal in (False, True):
+                yield B, H, N, 128, causal, torch.bfloat16, "dirty", [half, G(2, 128, 2), half._replace(together=False)]
+    for H in (40, 48, 56, 64, 72, 80, 96, 128):
+        for N, D, tile in ((1024, 128, G(2, 128, 2)), (2048, 128, G(2, 128, 2)), (4096, 128, G(2, 176, 2)), (8192, 128, G(2, 176, 2)),
+                           (2048, 64, G(3, 128, 2, True)), (4096, 64, G(3, 128, 2)), (8192, 64, G(3, 128, 2))):
+            yield 1, H, N, D, True, torch.bfloat16, "dirty", [tile, tile._replace(together=False)]
 
 
 def variant(spec, cfg):
@@ -96,7 +107,7 @@ def measure(label, calls, state, chosen):
 
 
 def main():
-    for B, H, N, D, causal, dtype, state, tiles in cases():
+    for B, H, N, D, causal, dtype, state, tiles in (few() if "--few" in sys.argv else cases()):
         x = testing.inputs(B, H, N, D, dtype=dtype, causal=causal, device="cpu" if COMPILE else "cuda")
         spec, tensors = x.spec(), Residuals(x.q, x.k, x.v)
         chosen = cuda.config(spec, hw)

@@ -179,14 +179,23 @@ def parallel(_) -> int:
     return run(sys.executable, "dev/parallel_kernels.py", "--out", OUT / "parallel_kernels.jsonl", show=80, limit=120)
 
 
+def test(which: str, workers: int, log: str) -> int:
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore", "-n", workers, "-m", which]
+    command += ["--durations=12", "-o", "faulthandler_timeout=100", "tests"]  # a test that hangs is named
+    return run(*command, into=OUT / log, show=25, limit=340)
+
+
 def tests(_) -> int:
-    """All of them; the slow ones, which take much memory, by themselves."""
-    code = 0
-    for which, workers in (("gpu and not slow", 14), ("gpu and slow", 3)):
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore", "-n", workers, "-m", which]
-        command += ["--durations=12", "-o", "faulthandler_timeout=100", "tests"]  # a test that hangs is named
-        code |= run(*command, into=OUT / f"test-gpu{'-slow' if workers == 3 else ''}.log", show=25, limit=340)
-    return code
+    return test("gpu and not slow", 14, "test-gpu.log")
+
+
+def slow(_) -> int:
+    """They take much memory, so by themselves."""
+    return test("gpu and slow", 3, "test-gpu-slow.log")
+
+
+def host(_) -> int:
+    return run(sys.executable, "dev/host_flash.py", into=OUT / "host_flash.txt", show=30, limit=60)
 
 
 def bars(_) -> int:
@@ -199,6 +208,10 @@ def leftover(_) -> int:
 
 def short(_) -> int:
     return run(sys.executable, "dev/flash_short.py", into=OUT / "flash_short.txt", show=20, limit=200)
+
+
+def few(_) -> int:
+    return run(sys.executable, "dev/flash_short.py", "--few", into=OUT / "flash_few.txt", show=5, limit=120)
 
 
 def saved(_) -> int:
@@ -229,10 +242,13 @@ STAGES = {  # what, and about how many seconds on an H200
     "bars": (bars, "lightning attention at the shapes of its bars", 50),
     "leftover": (leftover, "lightning attention of heads that fill the SMs once and a bit", 20),
     "short": (short, "tiles for short calls and for many heads, L2 cold", 120),
+    "few": (few, "tiles for few heads, parts of many", 45),
+    "host": (host, "the host's time for a short call", 15),
     "saved": (saved, "how often lightning attention saves a state", 20),
     "parts": (parts, "what layers cost beyond their parts", 85),
     "sanitize": (sanitize, "memcheck of our CUDA kernels", 90),
-    "tests": (tests, "all GPU tests", 430),
+    "tests": (tests, "all GPU tests but the slow ones", 230),
+    "slow": (slow, "these", 135),
 }
 
 
