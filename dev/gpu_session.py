@@ -226,6 +226,7 @@ def sanitize(_) -> int:
     """Of softmax attention's CUDA kernels, and of every kernel of lightning attention."""
     tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", sys.executable]
     one = run(*tool, "dev/cuda_trial.py", "--sanitize", into=CHECKS / "cuda_memcheck.txt", show=4, limit=90)
+    one |= run(*tool, "dev/sanitize_cuda.py", into=CHECKS / "cuda_memcheck-all.txt", show=4, limit=90)
     return one | run(*tool, "dev/sanitize_lightning.py", into=CHECKS / "lightning_memcheck.txt", show=4, limit=120)
 
 
@@ -246,7 +247,7 @@ STAGES = {  # what, and about how many seconds on an H200
     "host": (host, "the host's time for a short call", 15),
     "saved": (saved, "how often lightning attention saves a state", 20),
     "parts": (parts, "what layers cost beyond their parts", 85),
-    "sanitize": (sanitize, "memcheck of our CUDA kernels", 90),
+    "sanitize": (sanitize, "memcheck of our CUDA kernels", 130),
     "tests": (tests, "all GPU tests but the slow ones", 230),
     "slow": (slow, "these", 135),
 }
