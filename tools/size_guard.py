@@ -47,7 +47,7 @@ def offences(path: Path) -> Iterator[str]:
 
 def sources(root: Path) -> Iterator[Path]:
     for folder in FOLDERS:
-        yield from sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
+        yield from sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".h"))
 
 
 def main(root: Path) -> int:

@@ -1,0 +1,376 @@
+"""Our CUDA sources, run on a CPU: what a GPU would do with them, thread by thread (machine.h).
+
+The text NVRTC is given is preprocessed with a variant's macros; each `asm` statement becomes a call of the machine, as
+`statement` has it, and the rest is C++ as it is. `serve` puts this in the place of `fulmen.cuda`'s launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import math
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fulmen import cuda, dispatch, hardware
+from fulmen.flash import cuda as flash_cuda
+from fulmen.flash import cuda_sm90, cuda_small
+from fulmen.flash import op as flash_op
+from fulmen.lightning import cuda as lightning_cuda
+from fulmen.lightning import triton as lightning_triton
+from fulmen.lightning import triton_split as split
+
+HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
+EARLY, LATE, ANY, PRESSED = MODES = range(4)
+Edit = tuple[str, str] | None
+OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-Wl,-Bsymbolic")
+
+
+# -------------------------------------------------------------------------------------------- translation
+
+
+def cut(text: str, at: str) -> list[str]:
+    """At every `at` outside of brackets and strings."""
+    parts, depth, quoted, start = [], 0, False, 0
+    for i, c in enumerate(text):
+        if quoted:
+            quoted = not (c == '"' and text[i - 1] != "\\")
+        elif c == '"':
+            quoted = True
+        elif c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+        elif c == at and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+def closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` is closed."""
+    depth, quoted = 0, False
+    for i in range(start, len(text)):
+        c = text[i]
+        if quoted:
+            quoted = not (c == '"' and text[i - 1] != "\\")
+        elif c == '"':
+            quoted = True
+        elif c == "(":
+            depth += 1
+        elif c == ")":
+            depth -= 1
+            if depth == 0:
+                return i
+    raise ValueError("a bracket is not closed")
+
+
+def operands(section: str) -> list[str]:
+    return [re.match(r'\s*"[^"]*"\s*\((.*)\)\s*$', one, re.S)[1] for one in cut(section, ",") if one.strip()]
+
+
+NOTHING = re.compile(r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^\{\.reg \.pred never")
+CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
+    (r"ex2\.approx\.ftz\.f32", "{0} = machine::ex2({1})"),
+    (r"rcp\.approx\.ftz\.f32", "{0} = machine::rcp({1})"),
+    (r"cvt\.rn\.bf16x2\.f32", "{0} = machine::pack({1}, {2}, 0)"),
+    (r"cvt\.rn\.f16x2\.f32", "{0} = machine::pack({1}, {2}, 1)"),
+    (r"cvt\.f32\.f16 ", "{0} = machine::from_half({1}, 1)"),
+    (r".*mul\.rn\.bf16x2 rest, %1, %3; fma\.rn\.bf16x2 %0, %1, %2, rest", "{0} = machine::times({1}, {2}, {3})"),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32", "machine::mma({all}, 0)"),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32", "machine::mma({all}, 1)"),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", "machine::ldmatrix({all}, 0)"),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16", "machine::ldmatrix({all}, 1)"),
+    (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", "machine::stmatrix({all})"),
+    (r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16, %2", "machine::cp_async({all})"),
+    (r"cp\.async\.commit_group", "machine::cp_async_commit()"),
+    (r"cp\.async\.wait_group", "machine::cp_async_wait({0})"),
+    (r"mbarrier\.init\.shared::cta\.b64", "machine::init({all})"),
+    (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%0\]", "machine::arrive({0}, 0)"),
+    (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[%0\], %1", "machine::arrive({all})"),
+    (r".*mapa\.shared::cluster\.u32 there, %0, %1;\s*mbarrier\.arrive\.shared::cluster\.b64 _, \[there\]",
+     "machine::arrive(machine::at_rank({all}), 0)"),
+    (r".*again: mbarrier\.try_wait\.parity\.shared::cta\.b64 done, \[%0\], %1;\s*@!done bra again",
+     "machine::await({all})"),
+    (r"barrier\.cluster\.arrive\.relaxed\.aligned;\s*barrier\.cluster\.wait", "machine::meet_cluster()"),
+    (r"bar\.sync %0, (\d+)", "machine::sync({0}, {m[1]})"),
+    (r"bar\.arrive %0, (\d+)", "machine::arrive_named({0}, {m[1]})"),
+    (r"fence\.proxy\.async", "machine::fence_async()"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.multicast::cluster .*%7",
+     "machine::load_box({7}, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[",
+     "machine::load_box(0, {0}, {1}, {2}, {{{from3}}})"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.bulk_group", "machine::store_box({0}, {1}, {{{from2}}})"),
+    (r"cp\.async\.bulk\.commit_group", "machine::bulk_commit()"),
+    (r"cp\.async\.bulk\.wait_group\.read", "machine::bulk_wait_read({0})"),
+    (r"wgmma\.commit_group", "machine::wgmma_commit()"),
+    (r"wgmma\.wait_group", "machine::wgmma_wait({0})"),
+    (r"st\.shared\.v4\.b32 \[%0\], \{%1, %1, %1, %1\}", "machine::write4({all})"),
+    (r"ld\.shared\.v4\.b32 \{%0, %1, %2, %3\}, \[%4\]", "machine::read4({all})"),
+]  # fmt: skip
+PRODUCT = re.compile(
+    r".*setp\.ne\.b32 add, %(\d+), 0;\s*wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.b?f16 "
+    r"\{[^}]*\}, (\{[^}]*\}|%\d+), %(\d+), add, 1, 1, ([01, ]+);\}",
+    re.S,
+)
+
+
+def product(m: re.Match[str], ops: list[str]) -> str:
+    add, n, kind, a, b, flags = int(m[1]), int(m[2]), m[3], m[4], int(m[5]), m[6].replace(" ", "").split(",")
+    registers = [int(x) for x in re.findall(r"%(\d+)", a)] if a.startswith("{") else []
+    d = ", ".join(f"&({x})" for x in ops[: n // 2])
+    if registers:
+        held = f"unsigned *a_[] = {{{', '.join(f'&({ops[i]})' for i in registers)}}};"
+        return (f"{{ float *d_[] = {{{d}}}; {held} machine::wgmma(d_, {n}, a_, 0, {ops[b]}, {ops[add]}, 0, {flags[0]}, "
+                f"{int(kind == 'f16')}); }}")  # fmt: skip
+    return (f"{{ float *d_[] = {{{d}}}; machine::wgmma(d_, {n}, nullptr, {ops[int(a[1:])]}, {ops[b]}, {ops[add]}, "
+            f"{flags[0]}, {flags[1]}, {int(kind == 'f16')}); }}")  # fmt: skip
+
+
+def statement(text: str) -> str:
+    """What the machine does for one asm statement, its brackets taken away."""
+    sections = [s.strip() for s in cut(text, ":")]
+    ptx = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0])).replace("\\n", "\n").strip()
+    ops = [f"({x})" for section in sections[1:3] for x in operands(section)]
+    if NOTHING.match(ptx):
+        return ";"
+    if m := PRODUCT.match(ptx):
+        return product(m, [x[1:-1] for x in ops])
+    for pattern, call in CALLS:
+        if m := re.match(pattern, ptx, re.S):
+            later = {f"from{i}": ", ".join(ops[i:]) for i in (2, 3)}
+            return call.format(*ops, all=", ".join(ops), m=m, **later) + ";"
+    raise NotImplementedError(f"the machine does not know: {ptx}")
+
+
+def translated(variant: cuda.Variant, edit: Edit = None) -> str:
+    """A C++ source whose `run` runs the kernel; `edit`: a passage of its text and what stands there instead."""
+    text = (cuda.PACKAGE / variant.source).read_text()
+    if edit is not None:
+        if edit[0] not in text:
+            raise ValueError(f"no such passage: {edit[0]}")
+        text = text.replace(*edit)
+    macros = [f"-D{name}={value}" for name, value in variant.macros]
+    command = [COMPILER, "-E", "-P", "-xc++", "-nostdinc", f"-I{cuda.PACKAGE}", "-D__CUDA_ARCH__=900", *macros, "-"]
+    text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    text = re.sub(
+        r"extern __shared__ __align__\(\d+\) char shared\[\];", "char *shared = machine::shared_memory();", text
+    )
+    out, at = [], 0
+    for m in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
+        end = closing(text, m.end() - 1)
+        out += [text[at : m.start()], statement(text[m.end() : end])]
+        at = end + 1
+        assert text[at] == ";", "an asm statement ends here"
+        at += 1
+    out.append(text[at:])
+    return f"""#include "{HERE / "machine.h"}"
+{"".join(out)}
+extern "C" const char *run(const void *arguments, unsigned x, unsigned y, unsigned z, int threads, int shared,
+                           int cluster, int mode, unsigned seed, int ranges, const unsigned long long *allowed) {{
+    auto kernel = [=] {{ {variant.kernel}(*(const Args *)arguments); }};
+    return machine::launch(kernel, {{x, y, z}}, threads, shared, cluster, mode, seed, ranges, allowed);
+}}
+"""
+
+
+@functools.cache
+def library(variant: cuda.Variant, edit: Edit = None) -> Any:
+    text = translated(variant, edit)
+    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    name = hashlib.sha256((text + headers).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / "fulmen-emulator"
+    folder.mkdir(exist_ok=True)
+    built = folder / f"{name}.so"
+    if not built.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made, written = Path(scratch) / built.name, Path(scratch) / "kernel.cpp"
+            written.write_text(text)
+            command = [COMPILER, *OPTIONS, str(written), "-o", str(made)]
+            subprocess.run(command, check=True)
+            made.rename(built)
+    run = ctypes.CDLL(str(built)).run
+    run.restype = ctypes.c_char_p
+    return run
+
+
+# ------------------------------------------------------------------------------------------------- launches
+
+
+class Machine:
+    """Launches instead of `cuda.Launch`'s: in which mode and order, and on which tensors."""
+
+    def __init__(self, mode: int, seed: int, edit: Edit) -> None:
+        self.mode, self.seed, self.edit = mode, seed, edit
+        self.guarded: list[tuple[torch.Tensor, torch.Tensor]] = []  # whole, and the part that may be used
+        self.launches = 0
+
+    def tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """The same numbers and strides, between margins of memory that must stay as it is."""
+        if not x.numel():
+            return x
+        span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        margin = (1 << 16) // x.element_size()  # what a mistake may write there must not hit others
+        whole = torch.empty(span + 2 * margin, dtype=x.dtype)
+        whole.view(torch.uint8).fill_(0xFF)  # no numbers
+        inner = whole[margin : margin + span]
+        y = torch.as_strided(inner, x.shape, x.stride(), inner.storage_offset())
+        y.copy_(x)
+        self.guarded.append((whole, inner))
+        return y
+
+    def empty(self, *args: Any, like: Any) -> torch.Tensor:
+        x = like(*args)
+        x.view(torch.uint8).fill_(0xFF)
+        return self.tensor(x)
+
+    def on_own_memory(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The same with its tensors between margins, which are looked at afterwards."""
+
+        def call(spec: Any, x: Any, *more: Any) -> Any:
+            self.guarded = []
+            moved = [self.tensor(t) if isinstance(t, torch.Tensor) else t for t in (*x, *more)]
+            results = run(spec, type(x)(*moved[: len(x)]), *moved[len(x) :])
+            self.check()
+            for before, after in zip((*x, *more), moved, strict=True):
+                if isinstance(before, torch.Tensor):
+                    before.copy_(after)  # what a call saves
+            return results
+
+        return call
+
+    def check(self) -> None:
+        for whole, inner in self.guarded:
+            offset = inner.storage_offset()
+            for margin in (whole[:offset], whole[offset + inner.numel() :]):
+                assert bool((margin.view(torch.uint8) == 0xFF).all()), "wrote outside a tensor"
+
+    def launch(
+        self, variant: cuda.Variant, device: Any, grid: tuple[int, int, int], threads: int, shared: int, layout: str,
+        rest: bytes, early: bool = False,
+    ) -> Any:  # fmt: skip
+        front = struct.Struct(layout)
+
+        def call(*values: float | bytes) -> None:
+            arguments = front.pack(*values) + rest
+            buffer = ctypes.create_string_buffer(len(arguments) + 64)
+            start = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 64
+            ctypes.memmove(start, arguments, len(arguments))
+            allowed = [n for _, x in self.guarded for n in (x.data_ptr(), x.numel() * x.element_size())]
+            macros = dict(variant.macros)
+            cluster = macros["HEAD_DIM"] // 64 if macros.get("SHARE") else 1
+            self.launches += 1
+            failure = library(variant, self.edit)(
+                ctypes.c_void_p(start), *grid, threads, shared, cluster, self.mode, self.seed, len(allowed) // 2,
+                (ctypes.c_ulonglong * len(allowed))(*allowed),
+            )  # fmt: skip
+            if failure:
+                raise AssertionError(f"{variant.kernel}: {failure.decode()}")
+
+        call.empty = 0 in grid
+        return call
+
+
+def tensor_map(
+    dtype: torch.dtype, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """As `machine.h` reads it."""
+    rank = len(sizes)
+    pad = [0] * (5 - rank)
+    facts = (address, rank, dtype.itemsize, *sizes, *pad, *box, *pad, *strides, *pad)
+    return struct.pack("Q2I5I5I4Q", *facts).ljust(128, b"\0")
+
+
+@contextlib.contextmanager
+def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 132) -> Iterator[Machine]:
+    """Lets backend "cuda" of an operation serve calls on CPU tensors, as on an H200; flash's backward is eager's."""
+    machine = Machine(mode, seed, edit)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        forget()
+        hw = hardware.TARGETS[90]._replace(sm_count=sm_count)
+        monkeypatch.setattr(hardware, "of", lambda device: hw)
+        replace(monkeypatch, op, machine)
+        yield machine
+    forget()
+
+
+def forget() -> None:
+    """What is known of calls: launches belong to a machine."""
+    flash_op.forget()
+    for module in (flash_cuda, cuda_small, cuda_sm90, lightning_cuda, dispatch):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, op: str, machine: Machine) -> None:
+    monkeypatch.setattr(cuda, "Launch", machine.launch)
+    monkeypatch.setattr(cuda, "tensor_map", tensor_map)
+    monkeypatch.setattr(lightning_triton, "run", run_launches)
+    segments = lightning_cuda.segments
+
+    def guarded_segments(*args: Any) -> Any:
+        found = segments(*args)
+        return found if found.pieces is None else found._replace(pieces=machine.tensor(found.pieces))
+
+    monkeypatch.setattr(lightning_cuda, "segments", guarded_segments)
+    kernels = dispatch.kernels(op)
+    kernel = kernels["cuda"]
+    home = sys.modules[kernel.forward.__module__]
+    for module in (home, lightning_triton):
+        for name in ("empty_rows", "empty_lse", "empty_states"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, functools.partial(machine.empty, like=getattr(module, name)))
+    backward = machine.on_own_memory(kernel.backward) if op == "lightning" else kernels["eager"].backward
+    changed = kernel._replace(
+        supports=lambda spec: None, forward=machine.on_own_memory(kernel.forward), backward=backward, prepare=None
+    )
+    monkeypatch.setitem(dispatch._kernels[op], "cuda", changed)
+
+
+# ----------------------------------------------------------------- what lightning's splits ask of Triton, here by torch
+
+
+def run_launches(launches: Any, device: Any) -> None:
+    for launch in launches:
+        {split.lightning_scan_kernel: scan, split.lightning_pieces_kernel: find_pieces}[launch.kernel](*launch.args)
+
+
+def find_pieces(
+    cu: torch.Tensor, pieces: torch.Tensor, sequences: int, N: int, segment: int, most: int, block: int
+) -> None:
+    count = [-(-n // segment) for n in cu.diff().tolist()]
+    pieces.copy_(torch.tensor([0, *count]).cumsum(0))
+
+
+def scan(
+    states: Any, initial: Any, final: Any, decay: Any, cu: Any, pieces: Any, whole: int, H: int, N: int, segment: int,
+    count: int, size: int, *tiles: int,
+) -> None:  # fmt: skip
+    heads = whole + states.numel() // (count * size) if pieces is None else (pieces.numel() - 1) * H
+    for head in range(whole, heads):
+        rows, rate = N, 0.0 if decay is None else float(decay[head % H])
+        if pieces is None:
+            here = states.view(-1, count, size)[head - whole]
+        else:
+            first, last = pieces[head // H : head // H + 2].tolist()
+            here, rows = states.view(-1, H, size)[first:last, head % H], int(cu[head // H + 1] - cu[head // H])
+        carry = torch.zeros(size) if initial is None else initial.view(-1, size)[head].clone()
+        for i in range(len(here)):
+            added = here[i].clone()
+            here[i] = carry
+            carry = carry * math.exp(-rate * (min((i + 1) * segment, rows) - i * segment)) + added
+        if final is not None:
+            final.view(-1, size)[head] = carry

@@ -1,0 +1,327 @@
+// What there is: blocks, fibers, barriers; who runs next; memory; numbers.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+struct Index { unsigned x, y, z; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __log2f(float x) { return log2f(x); }
+
+namespace machine {
+
+enum { EARLY, LATE, ANY, PRESSED };
+enum { SHARED_LIMIT = 1 << 18, RANK_SHIFT = 24, STACK = 1 << 17 };
+struct Fiber;
+struct Block;
+
+struct Meeting {                        // so many come; the last does what is to be done
+    int arrived = 0;
+    std::vector<Fiber *> waiting;
+};
+
+struct Barrier {                        // an mbarrier
+    int count = 0, left = 0;
+    long bytes = 0;
+    unsigned phase = 0;
+    std::vector<Fiber *> waiting[2];
+};
+
+struct Product {                        // of one thread; the others of its warpgroup have the same
+    std::vector<float *> keep;
+    unsigned *a[4];
+    unsigned early[4];
+    uint64_t desc_a, desc_b;
+    int n, add, trans_a, trans_b, from_registers, half;
+};
+
+struct Copy { std::function<void()> run; };
+
+struct Group {                          // a warpgroup
+    Meeting meeting;
+    int pending = 0;                    // committed and not yet done
+};
+
+struct Fiber {
+    ucontext_t context;
+    char *stack = nullptr;
+    Index thread;
+    int id, lane, warp;
+    Block *block;
+    bool done = false;
+    const char *waits = "";
+    void *mine = nullptr;               // what it brought to a meeting
+    std::vector<Copy> open;             // cp.async, not committed
+    std::deque<std::vector<Copy>> groups;
+    std::vector<std::shared_ptr<Copy>> open_bulk;
+    std::deque<std::vector<std::shared_ptr<Copy>>> bulk;
+    std::vector<Product> products;
+    std::deque<std::vector<Product>> product_groups;
+    std::vector<std::pair<unsigned, unsigned>> dirty;  // what it wrote since its last fence
+};
+
+struct Block {
+    Index index;
+    int rank, size;
+    std::vector<char> memory, seen;     // as threads and as the copy engine and wgmma see it
+    std::map<unsigned, Barrier> barriers;
+    std::map<int, Meeting> named;
+    std::vector<Meeting> warps;
+    std::vector<Group> groups;
+    std::vector<Fiber> fibers;
+    int running = 0;                    // threads that have not ended
+};
+
+struct State {
+    ucontext_t home, failed;            // the scheduler; where a failure goes
+    Fiber *now = nullptr;
+    std::vector<Fiber *> ready;
+    std::vector<std::shared_ptr<Copy>> engine;  // copies under way
+    std::vector<std::unique_ptr<Block>> cluster;
+    std::vector<std::pair<uint64_t, uint64_t>> allowed;
+    Meeting all;
+    Index grid;
+    int threads = 0, shared = 0, loads = EARLY, uses = EARLY;  // when the hardware does it
+    int slow_block = -1, slow_warp = -1, slow_group = -1;
+    std::mt19937 random;
+    std::string error;
+    std::vector<char *> stacks;
+    std::function<void()> kernel;
+};
+inline State state;
+
+[[noreturn]] inline void fail(const std::string &what) {
+    Fiber *f = state.now;
+    if (state.error.empty())
+        state.error = what + (f ? " (block " + std::to_string(f->block->index.x) + "," + std::to_string(f->block->index.y)
+                                  + "," + std::to_string(f->block->index.z) + ", thread " + std::to_string(f->id) + ")" : "");
+    setcontext(&state.failed);
+    abort();
+}
+
+inline unsigned below(unsigned n) { return state.random() % n; }
+
+// ------------------------------------------------------------------------------------------------ scheduling
+
+inline void wake(std::vector<Fiber *> &waiting) {
+    state.ready.insert(state.ready.end(), waiting.begin(), waiting.end());
+    waiting.clear();
+}
+
+inline void land_any(Fiber *f) {        // one of the copies this thread has under way, if fate will
+    if (state.loads != ANY || below(4)) return;
+    std::vector<Copy *> open;
+    for (auto &c : f->open) if (c.run) open.push_back(&c);
+    for (auto &g : f->groups)
+        for (auto &c : g) if (c.run) open.push_back(&c);
+    if (open.empty()) return;
+    Copy *c = open[below(open.size())];
+    c->run();
+    c->run = nullptr;
+}
+
+inline void suspend(std::vector<Fiber *> &queue, const char *why) {
+    Fiber *me = state.now;
+    me->waits = why;
+    queue.push_back(me);
+    swapcontext(&me->context, &state.home);
+    land_any(me);
+}
+
+template <typename F>
+inline void meet(Meeting &m, int count, const char *why, F last) {
+    if (++m.arrived == count) {
+        last();
+        m.arrived = 0;
+        wake(m.waiting);
+    } else {
+        suspend(m.waiting, why);
+    }
+}
+
+inline void run_copy(size_t i) {
+    std::shared_ptr<Copy> c = state.engine[i];
+    state.engine.erase(state.engine.begin() + i);
+    auto f = std::move(c->run);
+    c->run = nullptr;
+    if (f) f();
+}
+
+inline void start_copy(std::shared_ptr<Copy> c, int when) {
+    state.engine.push_back(c);
+    if (when == EARLY) run_copy(state.engine.size() - 1);
+}
+
+inline void complete(const std::shared_ptr<Copy> &c) {
+    for (size_t i = 0; i < state.engine.size(); i++)
+        if (state.engine[i] == c) return run_copy(i);
+}
+
+inline void body() {
+    state.kernel();
+    Fiber *f = state.now;
+    for (auto &g : f->bulk)
+        for (auto &c : g)
+            if (c->run) fail("a thread ends while its bulk stores still read shared memory");
+    if (!f->products.empty() || !f->product_groups.empty()) fail("a thread ends with products under way");
+    f->done = true;
+    f->block->running--;
+    swapcontext(&f->context, &state.home);
+}
+
+inline bool slow(const Fiber *f) {
+    return f->block->rank == state.slow_block || f->warp == state.slow_warp || f->warp / 4 == state.slow_group;
+}
+
+inline void schedule(int total) {
+    const int whom = below(4);          // one of them may be behind all the time
+    state.slow_block = whom == 1 && state.cluster.size() > 1 ? below(state.cluster.size()) : -1;
+    state.slow_warp = whom == 2 ? below((state.threads + 31) / 32) : -1;
+    state.slow_group = whom == 3 ? below((state.threads + 127) / 128) : -1;
+    int done = 0;
+    while (done < total) {
+        if (state.loads == ANY && !state.engine.empty() && below(4) == 0) run_copy(below(state.engine.size()));
+        if (state.ready.empty()) {
+            if (state.engine.empty()) {
+                std::map<std::string, int> why;
+                for (auto &b : state.cluster)
+                    for (auto &f : b->fibers)
+                        if (!f.done) why[f.waits]++;
+                std::string text = "all wait:";
+                for (auto &w : why) text += " " + std::to_string(w.second) + " for " + w.first + ";";
+                state.now = nullptr;
+                fail(text);
+            }
+            state.now = nullptr;
+            run_copy(below(state.engine.size()));
+            continue;
+        }
+        size_t i = below(state.ready.size());
+        for (int tries = 0; tries < 32 && slow(state.ready[i]); tries++) i = below(state.ready.size());
+        Fiber *f = state.ready[i];
+        state.ready[i] = state.ready.back();
+        state.ready.pop_back();
+        state.now = f;
+        swapcontext(&state.home, &f->context);
+        done += f->done;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- memory
+
+inline void check_global(const void *p, uint64_t bytes) {
+    const uint64_t at = (uint64_t)p;
+    for (auto &r : state.allowed)
+        if (at >= r.first && at + bytes <= r.first + r.second) return;
+    fail("reads or writes memory that is no tensor's");
+}
+
+inline Block &block_of(unsigned address) {
+    const unsigned rank = address >> RANK_SHIFT;
+    if (rank >= state.cluster.size()) fail("no such block in the cluster");
+    return *state.cluster[rank];
+}
+
+inline unsigned inside(unsigned address, unsigned bytes) {
+    const unsigned at = (address & ((1u << RANK_SHIFT) - 1)) - 1024;
+    if (at > (unsigned)state.shared || at + bytes > (unsigned)state.shared) fail("outside shared memory");
+    return at;
+}
+
+inline void read(unsigned address, void *to, unsigned bytes) { memcpy(to, &block_of(address).memory[inside(address, bytes)], bytes); }
+
+inline void write(unsigned address, const void *from, unsigned bytes) {
+    memcpy(&block_of(address).memory[inside(address, bytes)], from, bytes);
+    state.now->dirty.push_back({address, bytes});
+}
+
+inline void write4(unsigned address, unsigned x) {
+    const unsigned all[4] = {x, x, x, x};
+    write(address, all, 16);
+}
+
+inline void read4(unsigned &x, unsigned &y, unsigned &z, unsigned &w, unsigned address) {
+    unsigned all[4];
+    read(address, all, 16);
+    x = all[0], y = all[1], z = all[2], w = all[3];
+}
+
+inline void fence_async() {
+    for (auto &d : state.now->dirty) {
+        Block &b = block_of(d.first);
+        const unsigned at = inside(d.first, d.second);
+        memcpy(&b.seen[at], &b.memory[at], d.second);
+    }
+    state.now->dirty.clear();
+}
+
+inline char *shared_memory() { return state.now->block->memory.data(); }
+inline unsigned shared_address(const void *p) {
+    return (unsigned)((const char *)p - state.now->block->memory.data()) + 1024 + ((unsigned)state.now->block->rank << RANK_SHIFT);
+}
+
+// ---------------------------------------------------------------------------------------------------- numbers
+
+inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0f : x; }
+inline float ex2(float x) { return flush(exp2f(flush(x))); }
+inline float rcp(float x) { return flush(1.0f / flush(x)); }
+
+inline float from_half(unsigned short bits, int half) {
+    if (!half) return __int_as_float((unsigned)bits << 16);
+    _Float16 x;
+    memcpy(&x, &bits, 2);
+    return (float)x;
+}
+
+inline unsigned short to_half(float x, int half) {
+    unsigned short y;
+    if (half) {
+        _Float16 z = (_Float16)x;
+        memcpy(&y, &z, 2);
+        return y;
+    }
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+inline unsigned pack(float high, float low, int half) { return (unsigned)to_half(high, half) << 16 | to_half(low, half); }
+inline float part(unsigned x, int i, int half) { return from_half(i ? x >> 16 : x & 0xffff, half); }
+
+inline unsigned times(unsigned x, unsigned hi, unsigned lo) {
+    float y[2];
+    for (int i = 0; i < 2; i++) {
+        float rest = from_half(to_half(part(x, i, 0) * part(lo, i, 0), 0), 0);
+        y[i] = (float)((double)part(x, i, 0) * part(hi, i, 0) + rest);
+    }
+    return pack(y[1], y[0], 0);
+}
+
+}  // namespace machine

@@ -1,0 +1,255 @@
+// What Hopper adds: mbarriers, clusters, the copy engine (TMA), products of a warpgroup (wgmma).
+
+#pragma once
+
+#include "core.h"
+
+namespace machine {
+
+// ---------------------------------------------------------------------------------------------------- barriers
+
+inline void sync(int id, int count) { meet(state.now->block->named[id], count, "a named barrier", [] {}); }
+
+inline void arrive_named(int id, int count) {
+    Meeting &m = state.now->block->named[id];
+    if (++m.arrived == count) {
+        m.arrived = 0;
+        wake(m.waiting);
+    }
+}
+
+inline Barrier &barrier(unsigned address) {
+    Block &b = block_of(address);
+    const unsigned at = inside(address, 8);
+    if (!b.barriers.count(at)) fail("a barrier that was not made");
+    if (!b.running) fail("a barrier of a block that has ended");
+    return b.barriers[at];
+}
+
+inline void init(unsigned address, int count) {
+    if (address % 8) fail("a barrier that is not aligned");
+    Barrier &b = block_of(address).barriers[inside(address, 8)];
+    b = Barrier();
+    b.count = b.left = count;
+}
+
+inline void turn(Barrier &b) {
+    if (b.left == 0 && b.bytes == 0) {
+        b.left = b.count;
+        b.phase++;
+        wake(b.waiting[(b.phase - 1) % 2]);
+    }
+}
+
+inline void arrive(unsigned address, long bytes) {
+    Barrier &b = barrier(address);
+    if (b.left == 0) fail("more arrivals at a barrier than it waits for");
+    b.bytes += bytes;
+    b.left--;
+    turn(b);
+}
+
+inline void landed(unsigned address, long bytes) {
+    Barrier &b = barrier(address);
+    b.bytes -= bytes;
+    turn(b);
+}
+
+inline void await(unsigned address, int parity) {
+    while (true) {
+        Barrier &b = barrier(address);
+        if ((int)(b.phase % 2) != parity) return;
+        suspend(b.waiting[parity], "an mbarrier");
+    }
+}
+
+inline unsigned at_rank(unsigned address, unsigned rank) {
+    return (address & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;
+}
+
+inline void meet_cluster() {
+    meet(state.all, (int)state.cluster.size() * state.threads, "the cluster", [] {});
+}
+
+// ------------------------------------------------------------------------------------------- the copy engine
+
+struct Map {                            // ours, in the place of the driver's 128 bytes
+    uint64_t base;
+    uint32_t rank, width;
+    uint32_t size[5], box[5];
+    uint64_t step[4];                   // bytes
+};
+static_assert(sizeof(Map) <= 128, "fits");
+
+inline unsigned swizzled(unsigned address) { return address ^ (address >> 3 & 0x70); }
+
+template <typename F>
+inline void each_row(const Map &m, const int *at, F f) {  // f(row of the box, where it lies or null, columns there)
+    int rows = 1;
+    for (unsigned i = 1; i < m.rank; i++) rows *= m.box[i];
+    for (int r = 0; r < rows; r++) {
+        uint64_t offset = 0;
+        bool there = true;
+        for (unsigned i = 1, rest = r; i < m.rank; i++) {
+            const int x = at[i] + (int)(rest % m.box[i]);
+            rest /= m.box[i];
+            there = there && x >= 0 && x < (int)m.size[i];
+            offset += (uint64_t)(int64_t)x * m.step[i - 1];
+        }
+        f(r, there ? (char *)m.base + offset : nullptr);
+    }
+}
+
+inline void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier_at, std::vector<int> at) {
+    const Map m = *(const Map *)map;
+    if (m.box[0] * m.width != 128 || to % 1024) fail("a box whose rows are not 128 bytes, or not at a multiple of 1024");
+    if ((unsigned)at.size() != m.rank) fail("a box of another rank than its map");
+    const unsigned me = state.now->block->rank;
+    auto what = [=](unsigned rank) {
+        long bytes = 0;
+        each_row(m, at.data(), [&](int r, char *from) {
+            for (unsigned c = 0; c < m.box[0]; c++) {
+                char x[4] = {};
+                const int column = at[0] + (int)c;
+                if (from && column >= 0 && column < (int)m.size[0]) {
+                    check_global(from + (int64_t)column * m.width, m.width);
+                    memcpy(x, from + (int64_t)column * m.width, m.width);
+                }
+                const unsigned where = inside(swizzled(to + r * 128 + c * m.width), m.width);
+                memcpy(&state.cluster[rank]->memory[where], x, m.width);
+                memcpy(&state.cluster[rank]->seen[where], x, m.width);
+                bytes += m.width;
+            }
+        });
+        landed(at_rank(barrier_at, rank), bytes);
+    };
+    for (unsigned rank = 0; rank < state.cluster.size(); rank++)
+        if (blocks ? blocks >> rank & 1 : rank == me) {
+            auto c = std::make_shared<Copy>();
+            c->run = [=] { what(rank); };
+            start_copy(c, state.loads);
+        }
+}
+
+inline void store_box(unsigned from, const void *map, std::vector<int> at) {
+    const Map m = *(const Map *)map;
+    for (int x : at)
+        if (x < 0) fail("the copy engine takes no row below 0 when it stores");
+    if (m.box[0] * m.width != 128 || from % 1024) fail("a box whose rows are not 128 bytes, or not at a multiple of 1024");
+    Fiber *f = state.now;
+    auto c = std::make_shared<Copy>();
+    c->run = [=] {
+        Block &b = block_of(from);
+        each_row(m, at.data(), [&](int r, char *to) {
+            for (unsigned i = 0; i < m.box[0] && to; i++)
+                if (at[0] + i < m.size[0]) {
+                    char *where = to + (int64_t)(at[0] + i) * m.width;
+                    check_global(where, m.width);
+                    memcpy(where, &b.seen[inside(swizzled(from + r * 128 + i * m.width), m.width)], m.width);
+                }
+        });
+    };
+    f->open_bulk.push_back(c);
+    start_copy(c, state.uses);
+}
+
+inline void bulk_commit() {
+    state.now->bulk.push_back(std::move(state.now->open_bulk));
+    state.now->open_bulk.clear();
+}
+
+inline void bulk_wait_read(int pending) {
+    Fiber *f = state.now;
+    while ((int)f->bulk.size() > pending) {
+        for (auto &c : f->bulk.front()) complete(c);
+        f->bulk.pop_front();
+    }
+}
+
+// ------------------------------------------------------------------------------------- products of a warpgroup
+
+inline float operand(const Block &b, uint64_t desc, int along, int k, int transposed, int half) {
+    const unsigned start = (unsigned)(desc & 0x3fff) << 4, panel = (unsigned)(desc >> 16 & 0x3fff) << 4;
+    const unsigned rows = (unsigned)(desc >> 32 & 0x3fff) << 4;
+    if (desc >> 62 != 1) fail("a descriptor without the 128-byte swizzle");
+    const unsigned offset = transposed ? along / 64 * panel + k / 8 * rows + k % 8 * 128 + along % 64 * 2
+                                       : along / 8 * rows + along % 8 * 128 + k * 2;
+    unsigned short bits;
+    memcpy(&bits, &b.seen[inside(swizzled(start + offset), 2)], 2);
+    return from_half(bits, half);
+}
+
+inline void execute(Fiber **threads, size_t which) {  // the same product of all 128
+    const Product &p = threads[0]->products[which];
+    const Block &b = *threads[0]->block;
+    static float a[64][16], z[256][16];
+    for (int r = 0; r < 64; r++)
+        for (int k = 0; k < 16; k++)
+            if (!p.from_registers) a[r][k] = operand(b, p.desc_a, r, k, p.trans_a, p.half);
+    if (p.from_registers)
+        for (int i = 0; i < 128; i++) {
+            const Product &q = threads[i]->products[which];
+            const int row = i / 32 * 16 + i % 32 / 4, column = 2 * (i % 4);
+            for (int j = 0; j < 4; j++)
+                for (int e = 0; e < 2; e++)
+                    a[row + 8 * (j % 2)][column + 8 * (j / 2) + e] = part(state.uses == LATE ? *q.a[j] : q.early[j], e, p.half);
+        }
+    for (int n = 0; n < p.n; n++)
+        for (int k = 0; k < 16; k++) z[n][k] = operand(b, p.desc_b, n, k, p.trans_b, p.half);
+    for (int i = 0; i < 128; i++) {
+        const Product &q = threads[i]->products[which];
+        if (q.desc_a != p.desc_a || q.desc_b != p.desc_b || q.n != p.n || q.add != p.add) fail("a warpgroup's threads ask for different products");
+        for (int j = 0; j < p.n / 2; j++) {
+            const int row = i / 32 * 16 + i % 32 / 4 + 8 * (j / 2 % 2), column = 8 * (j / 4) + 2 * (i % 4) + j % 2;
+            double sum = q.add ? *q.keep[j] : 0.0;
+            for (int k = 0; k < 16; k++) sum += (double)a[row][k] * z[column][k];
+            *q.keep[j] = (float)sum;
+        }
+    }
+}
+
+inline void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc_b, int add, int trans_a, int trans_b, int half) {
+    Product p{};
+    p.keep.assign(d, d + n / 2);
+    p.desc_a = desc_a, p.desc_b = desc_b, p.n = n, p.add = add, p.trans_a = trans_a, p.trans_b = trans_b, p.half = half;
+    p.from_registers = a != nullptr;
+    for (int i = 0; a && i < 4; i++) p.a[i] = a[i], p.early[i] = *a[i];
+    state.now->products.push_back(p);
+}
+
+template <typename F>
+inline void with_group(F f) {
+    Fiber *me = state.now;
+    const int g = me->id / 128;
+    meet(me->block->groups[g].meeting, 128, "its warpgroup", [&] {
+        Fiber *all[128];
+        for (int i = 0; i < 128; i++) all[i] = &me->block->fibers[g * 128 + i];
+        f(all);
+    });
+}
+
+inline void run_products(Fiber **all, int pending) {
+    while ((int)all[0]->product_groups.size() > pending) {
+        for (int i = 0; i < 128; i++) {
+            if (all[i]->product_groups.empty()) fail("a warpgroup's threads committed different products");
+            all[i]->products.swap(all[i]->product_groups.front());
+            all[i]->product_groups.pop_front();
+        }
+        for (size_t w = 0; w < all[0]->products.size(); w++) execute(all, w);
+        for (int i = 0; i < 128; i++) all[i]->products.clear();
+    }
+}
+
+inline void wgmma_commit() {
+    state.now->product_groups.push_back(std::move(state.now->products));
+    state.now->products.clear();
+    with_group([&](Fiber **all) {
+        if (state.uses == EARLY || (state.uses == ANY && below(2))) run_products(all, 0);
+    });
+}
+
+inline void wgmma_wait(int pending) {
+    with_group([&](Fiber **all) { run_products(all, pending); });
+}
+
+}  // namespace machine

@@ -1,0 +1,116 @@
+"""The CUDA kernels of softmax attention, run on a CPU (tests/emulator): right, whenever copies and products happen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen.flash import cuda, cuda_sm90, cuda_small
+from fulmen.testing import flash as testing
+from tests import emulator
+from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
+S, G = cuda_small.Config, cuda_sm90.Config
+FULL = {"H_KV": 1, "N_KV": 150, "causal": True, "window": (40, None), "softcap": 3.0, "sinks": True}
+PACKED = {"lengths_q": [70, 1, 0, 45], "lengths_k": [30, 1, 5, 170], "causal": True}
+BLIND = {"N_Q": 150, "N_KV": 40, "causal": True}  # rows that see no key
+SHORT = {
+    "16x128": (S(1, 4, 128, 1), 64, {"N_Q": 70, "N_KV": 99}),
+    "16x128 blind": (S(1, 4, 128, 1), 64, BLIND),
+    "32x128": (S(2, 2, 128, 1), 64, {"N_Q": 128, "causal": True}),
+    "64x64 once": (S(4, 1, 64, 1), 64, {"N_Q": 64, "N_KV": 50, "H_KV": 1}),
+    "64x128": (S(4, 1, 128, 1, 4), 64, {"N_Q": 128, "causal": True}),
+    "64x128 blind": (S(4, 1, 128, 1, 4), 64, BLIND),
+    "64x64": (S(4, 1, 64, 4), 64, {"N_Q": 129, "N_KV": 300}),
+    "128x64": (S(8, 1, 64, 2), 64, {"N_Q": 130, "causal": True}),
+    "D=128 16x64": (S(1, 4, 64, 2), 128, {"N_Q": 33, "N_KV": 170, "causal": True}),
+    "D=128 32x64": (S(2, 2, 64, 2), 128, {"N_Q": 129, "H_KV": 1}),
+    "D=128 64x64 blind": (S(4, 1, 64, 2), 128, BLIND),
+}
+HOPPER = {
+    "64x128": (G(1, 128, 2, blocks_per_sm=2), 64, {"N_Q": 70, "N_KV": 299}),
+    "64x128 packed": (G(1, 128, 2, blocks_per_sm=2), 64, PACKED),
+    "128x128": (G(2, 128, 2), 64, {"N_Q": 270, "N_KV": 300, "causal": True}),
+    "128x128 parts": (G(2, 128, 2, together=False), 64, {"N_Q": 130, "B": 2}),
+    "192x128 turns": (G(3, 128, 2, True), 64, {"N_Q": 400, "causal": True}),
+    "192x128 blind": (G(3, 128, 2), 64, BLIND),
+    "128x128 full": (G(2, 128, 2), 64, FULL),
+    "128x128 grouped": (G(2, 128, 2, grouped=True), 64, {"H": 4, "H_KV": 1, "N_Q": 77, "causal": True}),
+    "D=128 64x80": (G(1, 80, 2, blocks_per_sm=2), 128, {"N_Q": 99, "N_KV": 333, "causal": True}),
+    "D=128 packed": (G(2, 128, 2), 128, PACKED),
+    "D=128 128x176": (G(2, 176, 2), 128, {"N_Q": 200, "N_KV": 400}),
+    "D=128 grouped": (G(2, 128, 2, grouped=True), 128, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
+    "D=192": (G(2, 128, 2), 192, {"E": 128, "N_Q": 150, "causal": True}),
+    "D=256": (G(2, 80, 2), 256, {"N_Q": 100, "N_KV": 180, "causal": True}),
+    "D=256 full": (G(2, 80, 2), 256, FULL),
+}
+CASES = {f"short {n}": c for n, c in SHORT.items()} | {f"hopper {n}": c for n, c in HOPPER.items()}
+
+
+def inputs(D: int, options: dict, dtype: torch.dtype) -> testing.Inputs:
+    given = {"H": 2, **options}
+    return testing.inputs(D=D, dtype=dtype, **({"N_Q": 150} | given if "lengths_q" not in given else given))
+
+
+def attend(tile, x: testing.Inputs, mode: int, seed: int = 0, edit: emulator.Edit = None) -> testing.Outputs:
+    with emulator.serve("flash", mode, seed, edit) as machine, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cuda, "config", lambda spec, hw: tile)
+        result = testing.check(x, "cuda")
+        assert machine.launches
+    return result
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
+@pytest.mark.parametrize("case", CASES)
+def test_right_on_the_machine(case, mode):
+    tile, D, options = CASES[case]
+    dtype = torch.float16 if len(case) % 4 == 1 else torch.bfloat16
+    attend(tile, inputs(D, options, dtype), mode, seed=len(case))
+
+
+@pytest.mark.parametrize("case", ["short 16x128", "short 64x128 blind", "hopper 192x128 turns", "hopper D=128 packed"])
+def test_the_same_bits_in_every_order(case):
+    tile, D, options = CASES[case]
+    x = inputs(D, options, torch.bfloat16)
+    results = [attend(tile, x, ANY, seed) for seed in range(5)]
+    for other in results[1:]:
+        assert torch.equal(other.o, results[0].o)
+        assert torch.equal(other.lse, results[0].lse)
+
+
+WRONG = r" error \d|not finite|not zero"
+# What the machine must notice: a case, a passage, what stands there instead, in which mode, and what is said.
+MISTAKES = {
+    "q not waited for": ("short 64x128 blind", "if (!blocks) {", "if (false) {", ANY, WRONG),
+    "v not waited for": ("short 32x128", "if (ONCE) {\n            wait<0>();", "if (ONCE) {", LATE, WRONG),
+    "a row too many": ("short 16x128", "left > 0 ? 16 : 0", "16", EARLY, "no tensor's"),
+    "a row too many, out": ("short D=128 16x64", "if (m0 + r < a.n_q)", "if (true)", EARLY, "outside a tensor"),
+    "k not waited for": (
+        "hopper 64x128", "await(at.k.full + 8 * k.at, k.parity);", ";", LATE, f"{WRONG}|all wait|more arrivals",
+    ),
+    "p made too early": (
+        "hopper 128x128", "finish<0>();\n    pin(w.s);", "to_operand(w.p, w.s);\n    finish<0>();\n    pin(w.s);",
+        LATE, WRONG,
+    ),
+    "a place never given back": (
+        "hopper 128x128", "if (reports) arrive(at.v.empty + 8 * v.at);", "", EARLY, "all wait",
+    ),
+    "given back too early": (
+        "hopper D=128 64x80", "finish<1>();\n    pin(w.s);\n    if (reports) arrive(at.k.empty + 8 * k.at);",
+        "if (reports) arrive(at.k.empty + 8 * k.at);\n    finish<1>();\n    pin(w.s);", PRESSED, WRONG,
+    ),
+}  # fmt: skip
+
+
+def often(mistake: str) -> None:
+    case, passage, instead, mode, _ = MISTAKES[mistake]
+    tile, D, options = CASES[case]
+    for seed in range(8):
+        attend(tile, inputs(D, options, torch.bfloat16), mode, seed, (passage, instead))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    with pytest.raises(AssertionError, match=MISTAKES[mistake][-1]):
+        often(mistake)

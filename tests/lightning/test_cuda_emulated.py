@@ -1,0 +1,106 @@
+"""The CUDA kernels of lightning attention, run on a CPU (tests/emulator): results, states and all gradients against
+fp64, whenever copies and products happen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen.testing import lightning as testing
+from tests import emulator
+from tests.emulator import ANY, LATE, MODES, PRESSED
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
+CASES = {
+    "D=64": {"N": 200, "D": 64},
+    "D=64 decay": {"N": 333, "D": 64, "decay": "mixed", "initial_state": True},
+    "D=64 groups": {"H": 1, "N": 1000, "D": 64, "decay": "mixed"},  # two of saved states, the second not full
+    "D=64 bnhd": {"N": 130, "D": 64, "layout": "bnhd", "B": 2},
+    "D=64 packed": {"D": 64, "lengths": [0, 1, 70, 0, 129], "decay": "mixed"},
+    "D=64 packed none": {"D": 64, "lengths": [64, 3, 190]},
+    "D=128": {"N": 200, "D": 128},
+    "D=128 long": {"H": 1, "N": 600, "D": 128},
+    "D=128 decay": {"N": 333, "D": 128, "decay": "mixed", "initial_state": True},
+    "D=128 one": {"H": 1, "N": 1, "D": 128, "decay": "mixed"},
+    "D=128 packed": {"H": 1, "D": 128, "lengths": [100, 0, 65], "decay": "mixed"},
+}
+SPLIT = {  # over blocks, and how many launches that takes
+    "D=64": ({"H": 1, "N": 1100, "D": 64, "initial_state": True}, 4),
+    "D=64 decay": ({"H": 1, "N": 1600, "D": 64, "decay": "mixed"}, 4),
+    "D=128": ({"H": 1, "N": 1100, "D": 128}, 5),
+    "D=128 decay": ({"H": 2, "N": 1030, "D": 128, "decay": "mixed", "initial_state": True}, 5),
+    "packed": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "mixed"}, 4),
+    "left over": ({"B": 3, "H": 3, "N": 1100, "D": 64, "decay": "mixed", "initial_state": True}, 4),
+}
+
+
+def check(options: dict, mode: int, seed: int = 0, edit: emulator.Edit = None) -> testing.Outputs:
+    with emulator.serve("lightning", mode, seed, edit) as machine:
+        result = testing.check(testing.inputs(**{"H": 2, **options}, dtype=torch.bfloat16), "cuda")
+        assert machine.launches == (2 if options["D"] == 64 else 3)
+    return result
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
+@pytest.mark.parametrize("case", CASES)
+def test_right_on_the_machine(case, mode):
+    check(CASES[case], mode)
+
+
+@pytest.mark.parametrize("mode", [ANY, PRESSED], ids=["any", "pressed"])
+@pytest.mark.parametrize("case", SPLIT)
+def test_a_split_sequence(case, mode):
+    options, launches = SPLIT[case]
+    with emulator.serve("lightning", mode, sm_count=8 if case == "left over" else 132) as machine:
+        testing.check(testing.inputs(**options, dtype=torch.bfloat16), "cuda")
+        assert machine.launches == launches
+
+
+@pytest.mark.parametrize("case", ["D=64 decay", "D=128 decay"])
+def test_the_same_bits_in_every_order(case):
+    first, *others = (check(CASES[case], ANY, seed) for seed in range(5))
+    for other in others:
+        for name, a, b in zip(first._fields, first, other, strict=True):
+            assert a is None or torch.equal(a, b), name
+
+
+WRONG = r" error \d|not finite|not zero"
+# What the machine must notice: a case, a passage, what stands there instead, in which mode, and what is said.
+MISTAKES = {
+    "a block of a cluster ends first": (
+        "D=128", "for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);", ";", ANY, "has ended",
+    ),
+    "a state not fenced": (
+        "D=64", "store_rows(y.state, state, y.warp);\n            fence_async();",
+        "store_rows(y.state, state, y.warp);", LATE, WRONG,
+    ),
+    "an output not fenced": (
+        "D=64", "store_rows(out, from, warp);\n        fence_async();", "store_rows(out, from, warp);", LATE, WRONG,
+    ),
+    "an output's place used again too early": (
+        "D=64 groups", "if (leads) await_stores_read<1>();", "", LATE, WRONG,
+    ),
+    "c read before it came": ("D=64 decay", "await(at.full + 8 * place, round);", "", LATE, WRONG),
+    "a place given back too early": (
+        "D=128 long", "finish<0>();\n        pin(y.state);\n        release(free);",
+        "release(free);\n        finish<0>();\n        pin(y.state);", PRESSED, WRONG,
+    ),
+    "registers a product reads": (
+        "D=64 decay", "fetch(n + 1, next);", "fetch(n + 1, c);", LATE, WRONG,
+    ),
+    "a row below 0 stored": (
+        "D=64", "if (left >= C || !(PACKED || w.reverse)) {", "if (true) {", LATE, "below 0",
+    ),
+}  # fmt: skip
+
+
+def often(mistake: str) -> None:
+    case, passage, instead, mode, _ = MISTAKES[mistake]
+    for seed in range(8):
+        check(CASES[case], mode, seed, (passage, instead))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    with pytest.raises(AssertionError, match=MISTAKES[mistake][-1]):
+        often(mistake)
