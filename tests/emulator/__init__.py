@@ -101,7 +101,7 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%0\]", "machine::arrive({0}, 0)"),
     (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[%0\], %1", "machine::arrive({all})"),
     (r".*mapa\.shared::cluster\.u32 there, %0, %1;\s*mbarrier\.arrive\.shared::cluster\.b64 _, \[there\]",
-     "machine::arrive(machine::at_rank({all}), 0)"),
+     "machine::arrive_at({all})"),
     (r".*again: mbarrier\.try_wait\.parity\.shared::cta\.b64 done, \[%0\], %1;\s*@!done bra again",
      "machine::await({all})"),
     (r"barrier\.cluster\.arrive\.relaxed\.aligned;\s*barrier\.cluster\.wait", "machine::meet_cluster()"),

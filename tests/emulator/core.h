@@ -61,7 +61,10 @@ struct Product {                        // of one thread; the others of its warp
     int n, add, trans_a, trans_b, from_registers, half;
 };
 
-struct Copy { std::function<void()> run; };
+struct Copy {
+    std::function<void()> run;
+    bool awaited = false;               // others wait for it
+};
 
 struct Group {                          // a warpgroup
     Meeting meeting;
@@ -219,7 +222,10 @@ inline void schedule(int total) {
                 fail(text);
             }
             state.now = nullptr;
-            run_copy(below(state.engine.size()));
+            size_t i = below(state.engine.size());
+            for (size_t tries = 0; tries < state.engine.size() && !state.engine[i]->awaited; tries++)
+                i = (i + 1) % state.engine.size();
+            run_copy(i);
             continue;
         }
         size_t i = below(state.ready.size());

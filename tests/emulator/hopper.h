@@ -67,6 +67,15 @@ inline unsigned at_rank(unsigned address, unsigned rank) {
     return (address & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;
 }
 
+inline void arrive_at(unsigned address, unsigned rank) {  // a word to another block takes its time
+    const unsigned there = at_rank(address, rank);
+    if ((int)rank == state.now->block->rank) return arrive(there, 0);
+    auto c = std::make_shared<Copy>();
+    c->run = [=] { arrive(there, 0); };
+    c->awaited = true;
+    start_copy(c, state.uses);
+}
+
 inline void meet_cluster() {
     meet(state.all, (int)state.cluster.size() * state.threads, "the cluster", [] {});
 }
@@ -127,6 +136,7 @@ inline void load_box(unsigned blocks, unsigned to, const void *map, unsigned bar
         if (blocks ? blocks >> rank & 1 : rank == me) {
             auto c = std::make_shared<Copy>();
             c->run = [=] { what(rank); };
+            c->awaited = true;
             start_copy(c, state.loads);
         }
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fulmen
 from fulmen.flash import cuda, cuda_sm90, cuda_small
+from fulmen.testing import assert_close
 from fulmen.testing import flash as testing
 from tests import emulator
 from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
@@ -53,12 +55,22 @@ def inputs(D: int, options: dict, dtype: torch.dtype) -> testing.Inputs:
     return testing.inputs(D=D, dtype=dtype, **({"N_Q": 150} | given if "lengths_q" not in given else given))
 
 
-def attend(tile, x: testing.Inputs, mode: int, seed: int = 0, edit: emulator.Edit = None) -> testing.Outputs:
-    with emulator.serve("flash", mode, seed, edit) as machine, pytest.MonkeyPatch.context() as monkeypatch:
+def attend(
+    tile: cuda.Config, x: testing.Inputs, mode: int, seed: int = 0, edit: emulator.Edit = None, sm_count: int = 132
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse, which were compared with fp64."""
+    with emulator.serve("flash", mode, seed, edit, sm_count) as machine, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(cuda, "config", lambda spec, hw: tile)
-        result = testing.check(x, "cuda")
-        assert machine.launches
-    return result
+        with torch.no_grad():
+            o, lse = fulmen.flash_attention_with_lse(x.q, x.k, x.v, **x.options(), backend="cuda")
+        assert machine.launches == 1
+    wanted = testing.expected(x)
+    blind = testing.blind_rows(wanted)
+    assert torch.equal(lse == -torch.inf, blind), "not -inf where a row sees nothing, and only there"
+    assert not o[blind].any(), "not zero in a row that sees no key"
+    assert_close("o", o, *wanted["o"])
+    assert_close("lse", testing.seen_lse(lse, blind), *testing.finite(wanted["lse"], blind))
+    return o, lse
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
@@ -74,9 +86,24 @@ def test_the_same_bits_in_every_order(case):
     tile, D, options = CASES[case]
     x = inputs(D, options, torch.bfloat16)
     results = [attend(tile, x, ANY, seed) for seed in range(5)]
-    for other in results[1:]:
-        assert torch.equal(other.o, results[0].o)
-        assert torch.equal(other.lse, results[0].lse)
+    for o, lse in results[1:]:
+        assert torch.equal(o, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+MASKS = [(None, None), (None, 0), (100, 0), (7, 30), (300, None), (0, 0), (None, 50)]
+
+
+@pytest.mark.parametrize("window", MASKS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, "top_left"])
+@pytest.mark.parametrize("together", [False, True])
+def test_every_query_sees_all_its_keys(window, packed, causal, together):
+    """Of blocks that take several tiles each, from the first to the last and back."""
+    lengths = {"lengths_q": [130, 0, 1, 260], "lengths_k": [20, 7, 0, 300]}
+    sizes = lengths if packed else {"B": 2, "N_Q": 300, "N_KV": 200}
+    x = testing.inputs(H=2, D=64, window=window, causal=causal, dtype=torch.bfloat16, **sizes)
+    attend(G(2, 128, 2, together=together), x, ANY, sm_count=3)
 
 
 WRONG = r" error \d|not finite|not zero"

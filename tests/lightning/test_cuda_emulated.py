@@ -17,6 +17,7 @@ CASES = {
     "D=64 groups": {"H": 1, "N": 1000, "D": 64, "decay": "mixed"},  # two of saved states, the second not full
     "D=64 bnhd": {"N": 130, "D": 64, "layout": "bnhd", "B": 2},
     "D=64 packed": {"D": 64, "lengths": [0, 1, 70, 0, 129], "decay": "mixed"},
+    "D=64 packed groups": {"H": 1, "D": 64, "lengths": [700, 200]},
     "D=64 packed none": {"D": 64, "lengths": [64, 3, 190]},
     "D=128": {"N": 200, "D": 128},
     "D=128 long": {"H": 1, "N": 600, "D": 128},
@@ -79,6 +80,9 @@ MISTAKES = {
     ),
     "an output's place used again too early": (
         "D=64 groups", "if (leads) await_stores_read<1>();", "", LATE, WRONG,
+    ),
+    "a place that was written by hand is not counted": (
+        "D=64 packed groups", "if (leads) close_stores();  // an empty group", "// ", LATE, WRONG,
     ),
     "c read before it came": ("D=64 decay", "await(at.full + 8 * place, round);", "", LATE, WRONG),
     "a place given back too early": (
