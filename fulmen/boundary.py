@@ -20,7 +20,6 @@ from torch.autograd import forward_ad
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
-_autocast = torch._C._is_any_autocast_enabled
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch.compile's
 
 # --------------------------------------------------------------------------------------------- checks
@@ -181,23 +180,22 @@ def unwatched(*tensors: Tensor | None) -> bool:
 
 
 def undisturbed() -> bool:
-    """Whether no compiler, dispatch mode, forward mode or autocast is at work, whatever the tensors are."""
-    return not (torch.compiler.is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0 or _autocast())
+    """Whether no compiler, dispatch mode or forward mode is at work, whatever the tensors are."""
+    return not (torch.compiler.is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0)
 
 
 def recogniser(*tensors: Tensor) -> Callable[..., bool] | None:
     """What says of tensors whether they are like these, in one call of C++ and a tenth of the time it takes to ask each
-    of them: type, dtype, device, sizes, strides (of dimensions longer than 1), requires_grad, negated or not, and the
-    transforms and tracers at work. None where torch has no such thing.
+    of them: type, dtype, device, sizes, strides, requires_grad, negated or not, and what transforms, traces or casts
+    them. None where torch has no such thing. It must not be asked about nested tensors, and knows no tensor twice.
     """
-    return _guard(*tensors) if _guards_tell() else None
+    return _guard(*tensors) if GUARDS_TELL else None
 
 
 def _guard(*tensors: Tensor) -> Callable[..., bool]:
     return _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-@functools.cache
 def _guards_tell() -> bool:
     """Whether this torch's guards tell apart what must be told apart: they are nobody's promise."""
     try:
@@ -208,6 +206,9 @@ def _guards_tell() -> bool:
         return check(x) and check(x.clone()) and not any(check(y) for y in (*others, *watched))
     except (AttributeError, RuntimeError, TypeError):
         return False
+
+
+GUARDS_TELL = _guards_tell()
 
 
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:

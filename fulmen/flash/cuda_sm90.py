@@ -18,6 +18,7 @@ from fulmen.flash.op import FlashSpec, Residuals
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30
+MANY_TILES = 512  # of a head: their order is not worked out
 MAX_MAPS = 64  # addresses a launch remembers
 GROUPS = (2, 4, 8, 16, 32, 64)  # query heads for each head of k and v that can share tiles: they divide 64 rows
 
@@ -107,12 +108,13 @@ def together(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> bool:
         return True
     if spec.right is None:
         return False
-    if spec.group > 1 or hw.sm_count >= 3 * spec.B * spec.H:
-        return True
-    parts = section(spec, cfg._replace(together=False), hw)
     fits = 2 * hw.l2_bytes >= 3 * spec.B * spec.H * spec.N_KV * (spec.D + spec.E) * 2
-    uneven = longest(spec, cfg, hw, parts) / longest(spec, cfg, hw, heads(spec, cfg))
-    return fits or uneven > (1.05 if spec.D == 128 else 1.02)
+    if spec.group > 1 or hw.sm_count >= 3 * spec.B * spec.H or fits:
+        return True
+    if tiles(spec, cfg) > MANY_TILES:  # dealt out evenly either way
+        return spec.D == 64
+    parts = longest(spec, cfg, hw, section(spec, cfg._replace(together=False), hw))
+    return parts > (1.05 if spec.D == 128 else 1.02) * longest(spec, cfg, hw, heads(spec, cfg))
 
 
 def longest(spec: FlashSpec, cfg: Config, hw: hardware.Hardware, section: int) -> float:
@@ -193,7 +195,10 @@ def section(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
     stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
     if cfg.together or stored * unit >= every:
         return every
-    if spec.right is None or not spec.plain or every > 32 * stored * unit:  # of many parts the last weighs little
+    many = (
+        every > 32 * stored * unit or tiles(spec, cfg) > MANY_TILES
+    )  # of many parts, or tiles, the last weighs little
+    if spec.right is None or not spec.plain or many:
         return stored * unit
     return unit * min(range(stored, stored // 2, -1), key=lambda n: longest(spec, cfg, hw, n * unit))
 

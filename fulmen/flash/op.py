@@ -383,7 +383,7 @@ class Plan(NamedTuple):
     kernel: dispatch.Kernel
     inputs: tuple[Any, ...]  # what the operators take after the tensors
     quick: Callable[..., Any] | None  # the kernel's shortest way
-    alike: Callable[..., bool] | None = None  # says of q, k, v whether they are like those of the last call with it
+    alike: Callable[..., bool] | None = None  # says of q, k, v whether it is theirs
 
 
 class PlannedFunction(torch.autograd.Function):
@@ -410,22 +410,22 @@ class PlannedFunction(torch.autograd.Function):
 _plans: dict[Any, Plan] = {}
 _recent: dict[Any, tuple[tuple[Callable[..., bool], Callable[..., Any]], ...]] = {}  # by options: alike, quick
 MAX_PLANS = 4096
-MAX_RECENT = 4
+MAX_RECENT = 8
 
 
-def _remember(key: Any, options: tuple[Any, ...], plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Plan:
-    """Keeps the plan, and puts it first among those of its options if its like can be told at once."""
-    if len(_plans) >= MAX_PLANS and key not in _plans:
-        forget()
+def _remember(key: Any, options: tuple[Any, ...], plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Keeps a plan, and puts it first among those of its options, if its like can be told at once."""
     alike, quick = plan.alike, plan.quick
-    if quick is not None and not (q.requires_grad or k.requires_grad or v.requires_grad):
-        if alike is None or not alike(q, k, v):
+    if alike is None:
+        if len(_plans) >= MAX_PLANS and key not in _plans:
+            forget()
+        told_apart = type(q) is type(k) is type(v) is Tensor and not (q is k or q is v or k is v)
+        if quick is not None and told_apart and not (q.requires_grad or k.requires_grad or v.requires_grad):
             alike = recogniser(q, k, v)
-        if alike is not None:
-            others = (pair for pair in _recent.get(options, ()) if pair[1] is not quick)
-            _recent[options] = ((alike, quick), *others)[:MAX_RECENT]
-    _plans[key] = plan = plan._replace(alike=alike)
-    return plan
+        _plans[key] = plan._replace(alike=alike)
+    if alike is not None and quick is not None:
+        others = (pair for pair in _recent.get(options, ()) if pair[0] is not alike)
+        _recent[options] = ((alike, quick), *others)[:MAX_RECENT]
 
 
 def forget() -> None:
@@ -453,20 +453,24 @@ def _attend(
         and undisturbed()
         and _usual(causal, window, softcap, scale, backend)
     ):
-        for alike, quick in _recent.get(options, ()):
-            if alike(q, k, v) and (done := quick(q, k, v)) is not None:
-                return done
-        if _plain(q, k, v):
+        recent = _recent.get(options, ())
+        told = recent and type(q) is type(k) is type(v) is Tensor
+        if told and not (q.is_nested or k.is_nested or v.is_nested):  # about which guards must not be asked
+            for alike, quick in recent:
+                if alike(q, k, v) and (done := quick(q, k, v)) is not None:
+                    return done
+        if _plain(q, k, v) and not torch._C._is_any_autocast_enabled():  # which guards tell, as far as it matters
             grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
             key = (
                 q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
-                v.dtype, v.device, options, grad and (_deterministic(), True),
+                v.dtype, v.device, options, torch.is_inference_mode_enabled(), q.is_inference(), k.is_inference(),
+                v.is_inference(), grad and (_deterministic(), True),
             )  # fmt: skip
             found = _plans.get(key)
             if found is not None:
                 if grad:
                     return PlannedFunction.apply(q, k, v, found)
-                found = _remember(key, options, found, q, k, v)
+                _remember(key, options, found, q, k, v)
                 done = None if found.quick is None else found.quick(q, k, v)
                 return found.kernel.forward(found.spec, Residuals(q, k, v)) if done is None else done
     left, right, top_left = _check_mask(causal, window, softcap)

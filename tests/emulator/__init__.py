@@ -33,6 +33,7 @@ from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
 
 HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
+BUILD = HERE.parents[1] / "build/emulator"
 EARLY, LATE, ANY, PRESSED = MODES = range(4)
 Edit = tuple[str, str] | None
 OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-Wl,-Bsymbolic")
@@ -176,32 +177,48 @@ def translated(variant: cuda.Variant, edit: Edit = None) -> str:
         assert text[at] == ";", "an asm statement ends here"
         at += 1
     out.append(text[at:])
-    return f"""#include "{HERE / "machine.h"}"
+    return f"""#include "machine.h"
 {"".join(out)}
 extern "C" const char *run(const void *arguments, unsigned x, unsigned y, unsigned z, int threads, int shared,
                            int cluster, int mode, unsigned seed, int ranges, const unsigned long long *allowed) {{
-    auto kernel = [=] {{ {variant.kernel}(*(const Args *)arguments); }};
-    return machine::launch(kernel, {{x, y, z}}, threads, shared, cluster, mode, seed, ranges, allowed);
+    auto kernel = [](const void *arguments) {{ {variant.kernel}(*(const Args *)arguments); }};
+    return machine::launch(kernel, arguments, {{x, y, z}}, threads, shared, cluster, mode, seed, ranges, allowed);
 }}
 """
 
 
 @functools.cache
-def library(variant: cuda.Variant, edit: Edit = None) -> Any:
-    text = translated(variant, edit)
-    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
-    name = hashlib.sha256((text + headers).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / "fulmen-emulator"
-    folder.mkdir(exist_ok=True)
-    built = folder / f"{name}.so"
+def version() -> str:
+    return subprocess.run([COMPILER, "-v"], capture_output=True, text=True, check=True).stderr
+
+
+def compiled(*sources: str) -> Path:
+    """A library of these sources, kept in build/ under a hash of what it was made from; safe with several processes."""
+    names = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp"))
+    everything = "".join([version(), *OPTIONS, *sources, *(path.read_text() for path in names)])
+    built = BUILD / f"{hashlib.sha256(everything.encode()).hexdigest()[:20]}.so"
     if not built.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made, written = Path(scratch) / built.name, Path(scratch) / "kernel.cpp"
-            written.write_text(text)
-            command = [COMPILER, *OPTIONS, str(written), "-o", str(made)]
-            subprocess.run(command, check=True)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+            files = [Path(scratch) / f"{i}.cpp" for i in range(len(sources))]
+            for file, text in zip(files, sources, strict=True):
+                file.write_text(text)
+            made = Path(scratch) / "made.so"
+            subprocess.run([COMPILER, *OPTIONS, f"-I{HERE}", *map(str, files), "-o", str(made)], check=True)
             made.rename(built)
-    run = ctypes.CDLL(str(built)).run
+    return built
+
+
+@functools.cache
+def machine() -> ctypes.CDLL:
+    """Found by the kernels that are loaded after it."""
+    return ctypes.CDLL(str(compiled(*(path.read_text() for path in sorted(HERE.glob("*.cpp"))))), ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def library(variant: cuda.Variant, edit: Edit = None) -> Any:
+    machine()
+    run = ctypes.CDLL(str(compiled(translated(variant, edit)))).run
     run.restype = ctypes.c_char_p
     return run
 
@@ -297,13 +314,14 @@ def tensor_map(
 def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 132) -> Iterator[Machine]:
     """Lets backend "cuda" of an operation serve calls on CPU tensors, as on an H200; flash's backward is eager's."""
     machine = Machine(mode, seed, edit)
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget)
+        monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         forget()
         hw = hardware.TARGETS[90]._replace(sm_count=sm_count)
         monkeypatch.setattr(hardware, "of", lambda device: hw)
         replace(monkeypatch, op, machine)
         yield machine
-    forget()
 
 
 def forget() -> None:

@@ -1,12 +1,8 @@
-// What there is: blocks, fibers, barriers; who runs next; memory; numbers.
+// What there is: blocks, fibers, barriers; who runs next; memory.
 
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -17,22 +13,7 @@
 #include <ucontext.h>
 #include <vector>
 
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __cluster_dims__(...)
-
-struct Index { unsigned x, y, z; };
-struct uint4 { unsigned x, y, z, w; };
-struct float2 { float x, y; };
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
-inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
-inline float __log2f(float x) { return log2f(x); }
+#include "machine.h"
 
 namespace machine {
 
@@ -115,7 +96,8 @@ struct State {
     std::mt19937 random;
     std::string error;
     std::vector<char *> stacks;
-    std::function<void()> kernel;
+    void (*kernel)(const void *) = nullptr;
+    const void *arguments = nullptr;
 };
 inline State state;
 
@@ -187,7 +169,7 @@ inline void complete(const std::shared_ptr<Copy> &c) {
 }
 
 inline void body() {
-    state.kernel();
+    state.kernel(state.arguments);
     Fiber *f = state.now;
     for (auto &g : f->bulk)
         for (auto &c : g)
@@ -241,13 +223,6 @@ inline void schedule(int total) {
 
 // ----------------------------------------------------------------------------------------------------- memory
 
-inline void check_global(const void *p, uint64_t bytes) {
-    const uint64_t at = (uint64_t)p;
-    for (auto &r : state.allowed)
-        if (at >= r.first && at + bytes <= r.first + r.second) return;
-    fail("reads or writes memory that is no tensor's");
-}
-
 inline Block &block_of(unsigned address) {
     const unsigned rank = address >> RANK_SHIFT;
     if (rank >= state.cluster.size()) fail("no such block in the cluster");
@@ -267,67 +242,6 @@ inline void write(unsigned address, const void *from, unsigned bytes) {
     state.now->dirty.push_back({address, bytes});
 }
 
-inline void write4(unsigned address, unsigned x) {
-    const unsigned all[4] = {x, x, x, x};
-    write(address, all, 16);
-}
-
-inline void read4(unsigned &x, unsigned &y, unsigned &z, unsigned &w, unsigned address) {
-    unsigned all[4];
-    read(address, all, 16);
-    x = all[0], y = all[1], z = all[2], w = all[3];
-}
-
-inline void fence_async() {
-    for (auto &d : state.now->dirty) {
-        Block &b = block_of(d.first);
-        const unsigned at = inside(d.first, d.second);
-        memcpy(&b.seen[at], &b.memory[at], d.second);
-    }
-    state.now->dirty.clear();
-}
-
-inline char *shared_memory() { return state.now->block->memory.data(); }
-inline unsigned shared_address(const void *p) {
-    return (unsigned)((const char *)p - state.now->block->memory.data()) + 1024 + ((unsigned)state.now->block->rank << RANK_SHIFT);
-}
-
-// ---------------------------------------------------------------------------------------------------- numbers
-
-inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0f : x; }
-inline float ex2(float x) { return flush(exp2f(flush(x))); }
-inline float rcp(float x) { return flush(1.0f / flush(x)); }
-
-inline float from_half(unsigned short bits, int half) {
-    if (!half) return __int_as_float((unsigned)bits << 16);
-    _Float16 x;
-    memcpy(&x, &bits, 2);
-    return (float)x;
-}
-
-inline unsigned short to_half(float x, int half) {
-    unsigned short y;
-    if (half) {
-        _Float16 z = (_Float16)x;
-        memcpy(&y, &z, 2);
-        return y;
-    }
-    unsigned bits;
-    memcpy(&bits, &x, 4);
-    if (x != x) return 0x7fff;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-inline unsigned pack(float high, float low, int half) { return (unsigned)to_half(high, half) << 16 | to_half(low, half); }
 inline float part(unsigned x, int i, int half) { return from_half(i ? x >> 16 : x & 0xffff, half); }
-
-inline unsigned times(unsigned x, unsigned hi, unsigned lo) {
-    float y[2];
-    for (int i = 0; i < 2; i++) {
-        float rest = from_half(to_half(part(x, i, 0) * part(lo, i, 0), 0), 0);
-        y[i] = (float)((double)part(x, i, 0) * part(hi, i, 0) + rest);
-    }
-    return pack(y[1], y[0], 0);
-}
 
 }  // namespace machine

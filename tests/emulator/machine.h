@@ -13,90 +13,86 @@
 // Not modelled: registers as the assembler assigns them (tests/sass.py), time, what ordinary loads and stores of different
 // threads see of each other without a barrier.
 
-#include "core.h"
-#include "hopper.h"
-#include "warps.h"
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+struct Index { unsigned x, y, z; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __log2f(float x) { return log2f(x); }
 
 namespace machine {
 
-// --------------------------------------------------------------------------------------------------- launches
+typedef std::initializer_list<int> Coordinates;
 
-inline void run_cluster(std::vector<Index> blocks) {
-    state.cluster.clear();
-    state.ready.clear();
-    state.engine.clear();
-    state.all = Meeting();
-    int used = 0;
-    for (size_t r = 0; r < blocks.size(); r++) {
-        auto b = std::make_unique<Block>();
-        b->index = blocks[r];
-        b->rank = r;
-        b->memory.resize(state.shared + 64);
-        for (auto &x : b->memory) x = (char)0xff;  // no numbers
-        b->seen = b->memory;
-        b->warps.resize((state.threads + 31) / 32);
-        b->groups.resize((state.threads + 127) / 128);
-        b->fibers.resize(state.threads);
-        b->running = state.threads;
-        for (int i = 0; i < state.threads; i++) {
-            Fiber &f = b->fibers[i];
-            f.id = i, f.lane = i % 32, f.warp = i / 32;
-            f.thread = {(unsigned)i, 0, 0};
-            f.block = b.get();
-            if (used == (int)state.stacks.size())
-                state.stacks.push_back((char *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-            f.stack = state.stacks[used++];
-            getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack;
-            f.context.uc_stack.ss_size = STACK;
-            f.context.uc_link = nullptr;
-            makecontext(&f.context, body, 0);
-        }
-        state.cluster.push_back(std::move(b));
-    }
-    for (auto &b : state.cluster)
-        for (auto &f : b->fibers) state.ready.push_back(&f);
-    schedule(used);
-    state.now = nullptr;
-    while (!state.engine.empty()) run_copy(0);
-    for (auto &b : state.cluster)
-        for (int i = 0; i < 64; i++)
-            if (b->memory[state.shared + i] != (char)0xff) fail("wrote beyond shared memory");
-}
+// who and where (core.h, machine.cpp)
+const Index &thread(), &block(), &grid();
+int threads();
+char *shared_memory();
+unsigned shared_address(const void *);
+void check_global(const void *, uint64_t bytes);
+void write4(unsigned address, unsigned x);
+void read4(unsigned &, unsigned &, unsigned &, unsigned &, unsigned address);
+void fence_async();
+const char *launch(void (*kernel)(const void *), const void *arguments, Index grid, int threads, int shared, int cluster,
+                   int mode, unsigned seed, int ranges, const unsigned long long *allowed);
 
-inline const char *launch(std::function<void()> kernel, Index grid, int threads, int shared, int cluster, int mode,
-                          unsigned seed, int ranges, const unsigned long long *allowed) {
-    state.kernel = kernel, state.grid = grid, state.threads = threads, state.shared = shared, state.error = "";
-    state.loads = mode == PRESSED ? EARLY : mode, state.uses = mode == PRESSED ? LATE : mode;
-    state.random.seed(seed);
-    state.allowed.clear();
-    for (int i = 0; i < ranges; i++) state.allowed.push_back({allowed[2 * i], allowed[2 * i + 1]});
-    volatile bool failed = false;
-    getcontext(&state.failed);
-    if (failed) return state.error.c_str();
-    failed = true;
-    for (unsigned k = 0; k < grid.z; k++)
-        for (unsigned j = 0; j < grid.y; j++)
-            for (unsigned i = 0; i < grid.x; i += cluster) {
-                std::vector<Index> blocks;
-                for (int r = 0; r < cluster; r++) blocks.push_back({i + r, j, k});
-                run_cluster(blocks);
-            }
-    return "";
-}
+// numbers
+float ex2(float), rcp(float), from_half(unsigned short bits, int half);
+unsigned pack(float high, float low, int half), times(unsigned x, unsigned hi, unsigned lo);
+
+// warps, and copies by threads (warps.cpp)
+void sync_warp();
+unsigned shuffle(unsigned value, int from);
+void ldmatrix(unsigned &, unsigned &, unsigned &, unsigned &, unsigned address, int transposed);
+void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned);
+void mma(float &, float &, float &, float &, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, int half);
+void cp_async(unsigned to, const void *from, int bytes), cp_async_commit(), cp_async_wait(int pending);
+
+// barriers, the copy engine, products of a warpgroup (hopper.cpp)
+void sync(int id, int count), arrive_named(int id, int count), meet_cluster();
+void init(unsigned barrier, int count), arrive(unsigned barrier, long bytes), arrive_at(unsigned barrier, unsigned rank);
+void await(unsigned barrier, int parity);
+void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier, Coordinates);
+void store_box(unsigned from, const void *map, Coordinates), bulk_commit(), bulk_wait_read(int pending);
+void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc_b, int add, int trans_a, int trans_b, int half);
+void wgmma_commit(), wgmma_wait(int pending);
 
 }  // namespace machine
 
-#define threadIdx (machine::state.now->thread)
-#define blockIdx (machine::state.now->block->index)
-#define gridDim (machine::state.grid)
+#define threadIdx (machine::thread())
+#define blockIdx (machine::block())
+#define gridDim (machine::grid())
 #define __cvta_generic_to_shared(p) machine::shared_address(p)
-#define __syncthreads() machine::sync(0, machine::state.threads)
+#define __syncthreads() machine::sync(0, machine::threads())
+#define __syncwarp() machine::sync_warp()
 
-inline void __syncwarp() {
-    int none = 0;
-    machine::with_warp(none, [](int **) {});
+template <typename T>
+inline T __shfl_sync(unsigned, T x, int from) {
+    static_assert(sizeof(T) == 4, "a word");
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    bits = machine::shuffle(bits, from);
+    memcpy(&x, &bits, 4);
+    return x;
 }
-template <typename T> inline T __shfl_xor_sync(unsigned, T x, int bit) { return machine::shuffle(x, machine::state.now->lane ^ bit); }
-template <typename T> inline T __shfl_sync(unsigned, T x, int from) { return machine::shuffle(x, from); }
-template <typename T> inline T __ldg(const T *p) { machine::check_global(p, sizeof(T)); return *p; }
+template <typename T>
+inline T __shfl_xor_sync(unsigned all, T x, int bit) { return __shfl_sync(all, x, (int)(threadIdx.x % 32) ^ bit); }
+template <typename T>
+inline T __ldg(const T *p) { machine::check_global(p, sizeof(T)); return *p; }

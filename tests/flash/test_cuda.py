@@ -285,6 +285,21 @@ def test_parts_are_dealt_out_evenly():
         assert cuda_sm90.config(call, TARGETS[90]).together
 
 
+def test_tiles_of_nothing_and_of_much_are_found_at_once(monkeypatch):
+    """Without queries, and where working out who has the most to do would take seconds."""
+    for D in (64, 128):
+        for options in ({"N_Q": 0}, {"N_KV": 0}, {"N_Q": 0, "N_KV": 0}):
+            call = spec(1, 64, 8192, D, True, **options)
+            assert cuda_sm90.section(call, cuda_sm90.config(call, TARGETS[90]), TARGETS[90]) >= 1
+    monkeypatch.setattr(cuda_sm90, "longest", None)
+    for D in (64, 128):
+        for options in ({"N_KV": 1024, "N_Q": 1 << 22}, {"N": 1 << 20}, {"N": 1 << 28, "H": 100}):
+            call = spec(**{"H": 64, "N": 8192, "D": D, "causal": True} | options)
+            cfg = cuda_sm90.config(call, TARGETS[90])
+            assert cfg.together == (D == 64 or options.get("N_KV") == 1024)
+            cuda_sm90.section(call, cfg, TARGETS[90])
+
+
 def machine_code(code: bytes, folder: Path) -> list[str]:
     """The instructions, one a line, without addresses."""
     triton = pytest.importorskip("triton")

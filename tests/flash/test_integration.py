@@ -265,7 +265,7 @@ def test_a_plan_knows_whether_there_is_a_gradient(plans):
 
 CIRCUMSTANCES = [
     "grad", "no_grad", "inference", "Parameter", "negated", "autocast", "dual", "mode", "subclass", "vmap",
-    "grad of func", "fake", "compile",
+    "grad of func", "fake", "compile", "nested", "one tensor twice",
 ]  # fmt: skip
 
 
@@ -313,6 +313,14 @@ def test_what_is_not_as_it_was_is_looked_at(recognised, what):
             assert recognised(attend_o, x)
             assert attend_o(x)[0].is_inference()
         assert not attend_o(x)[0].is_inference()
+    elif what == "nested":  # about which the guards must not be asked
+        with pytest.raises((RuntimeError, ValueError)):
+            f(torch.nested.nested_tensor([x.q[0], x.q[0]]))
+    elif what == "one tensor twice":
+        o = fulmen.flash_attention(x.q, x.k, x.k, backend="eager")
+        for _ in range(3):
+            assert not recognised(lambda: fulmen.flash_attention(x.q, x.k, x.k))
+            torch.testing.assert_close(fulmen.flash_attention(x.q, x.k, x.k), o)
     elif what == "Parameter":
         assert not recognised(lambda: f(torch.nn.Parameter(x.q, requires_grad=False)))
     elif what == "negated":

@@ -1,16 +1,14 @@
 // What Hopper adds: mbarriers, clusters, the copy engine (TMA), products of a warpgroup (wgmma).
 
-#pragma once
-
 #include "core.h"
 
 namespace machine {
 
 // ---------------------------------------------------------------------------------------------------- barriers
 
-inline void sync(int id, int count) { meet(state.now->block->named[id], count, "a named barrier", [] {}); }
+void sync(int id, int count) { meet(state.now->block->named[id], count, "a named barrier", [] {}); }
 
-inline void arrive_named(int id, int count) {
+void arrive_named(int id, int count) {
     Meeting &m = state.now->block->named[id];
     if (++m.arrived == count) {
         m.arrived = 0;
@@ -18,7 +16,7 @@ inline void arrive_named(int id, int count) {
     }
 }
 
-inline Barrier &barrier(unsigned address) {
+static Barrier &barrier(unsigned address) {
     Block &b = block_of(address);
     const unsigned at = inside(address, 8);
     if (!b.barriers.count(at)) fail("a barrier that was not made");
@@ -26,14 +24,14 @@ inline Barrier &barrier(unsigned address) {
     return b.barriers[at];
 }
 
-inline void init(unsigned address, int count) {
+void init(unsigned address, int count) {
     if (address % 8) fail("a barrier that is not aligned");
     Barrier &b = block_of(address).barriers[inside(address, 8)];
     b = Barrier();
     b.count = b.left = count;
 }
 
-inline void turn(Barrier &b) {
+static void turn(Barrier &b) {
     if (b.left == 0 && b.bytes == 0) {
         b.left = b.count;
         b.phase++;
@@ -41,7 +39,7 @@ inline void turn(Barrier &b) {
     }
 }
 
-inline void arrive(unsigned address, long bytes) {
+void arrive(unsigned address, long bytes) {
     Barrier &b = barrier(address);
     if (b.left == 0) fail("more arrivals at a barrier than it waits for");
     b.bytes += bytes;
@@ -49,13 +47,13 @@ inline void arrive(unsigned address, long bytes) {
     turn(b);
 }
 
-inline void landed(unsigned address, long bytes) {
+static void landed(unsigned address, long bytes) {
     Barrier &b = barrier(address);
     b.bytes -= bytes;
     turn(b);
 }
 
-inline void await(unsigned address, int parity) {
+void await(unsigned address, int parity) {
     while (true) {
         Barrier &b = barrier(address);
         if ((int)(b.phase % 2) != parity) return;
@@ -63,11 +61,11 @@ inline void await(unsigned address, int parity) {
     }
 }
 
-inline unsigned at_rank(unsigned address, unsigned rank) {
+static unsigned at_rank(unsigned address, unsigned rank) {
     return (address & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;
 }
 
-inline void arrive_at(unsigned address, unsigned rank) {  // a word to another block takes its time
+void arrive_at(unsigned address, unsigned rank) {  // a word to another block takes its time
     const unsigned there = at_rank(address, rank);
     if ((int)rank == state.now->block->rank) return arrive(there, 0);
     auto c = std::make_shared<Copy>();
@@ -76,7 +74,7 @@ inline void arrive_at(unsigned address, unsigned rank) {  // a word to another b
     start_copy(c, state.uses);
 }
 
-inline void meet_cluster() {
+void meet_cluster() {
     meet(state.all, (int)state.cluster.size() * state.threads, "the cluster", [] {});
 }
 
@@ -90,10 +88,10 @@ struct Map {                            // ours, in the place of the driver's 12
 };
 static_assert(sizeof(Map) <= 128, "fits");
 
-inline unsigned swizzled(unsigned address) { return address ^ (address >> 3 & 0x70); }
+static unsigned swizzled(unsigned address) { return address ^ (address >> 3 & 0x70); }
 
 template <typename F>
-inline void each_row(const Map &m, const int *at, F f) {  // f(row of the box, where it lies or null, columns there)
+static void each_row(const Map &m, const int *at, F f) {  // f(row of the box, where it lies or null, columns there)
     int rows = 1;
     for (unsigned i = 1; i < m.rank; i++) rows *= m.box[i];
     for (int r = 0; r < rows; r++) {
@@ -109,7 +107,8 @@ inline void each_row(const Map &m, const int *at, F f) {  // f(row of the box, w
     }
 }
 
-inline void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier_at, std::vector<int> at) {
+void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier_at, Coordinates where) {
+    const std::vector<int> at(where);
     const Map m = *(const Map *)map;
     if (m.box[0] * m.width != 128 || to % 1024) fail("a box whose rows are not 128 bytes, or not at a multiple of 1024");
     if ((unsigned)at.size() != m.rank) fail("a box of another rank than its map");
@@ -124,9 +123,9 @@ inline void load_box(unsigned blocks, unsigned to, const void *map, unsigned bar
                     check_global(from + (int64_t)column * m.width, m.width);
                     memcpy(x, from + (int64_t)column * m.width, m.width);
                 }
-                const unsigned where = inside(swizzled(to + r * 128 + c * m.width), m.width);
-                memcpy(&state.cluster[rank]->memory[where], x, m.width);
-                memcpy(&state.cluster[rank]->seen[where], x, m.width);
+                const unsigned place = inside(swizzled(to + r * 128 + c * m.width), m.width);
+                memcpy(&state.cluster[rank]->memory[place], x, m.width);
+                memcpy(&state.cluster[rank]->seen[place], x, m.width);
                 bytes += m.width;
             }
         });
@@ -141,7 +140,8 @@ inline void load_box(unsigned blocks, unsigned to, const void *map, unsigned bar
         }
 }
 
-inline void store_box(unsigned from, const void *map, std::vector<int> at) {
+void store_box(unsigned from, const void *map, Coordinates where) {
+    const std::vector<int> at(where);
     const Map m = *(const Map *)map;
     for (int x : at)
         if (x < 0) fail("the copy engine takes no row below 0 when it stores");
@@ -153,9 +153,9 @@ inline void store_box(unsigned from, const void *map, std::vector<int> at) {
         each_row(m, at.data(), [&](int r, char *to) {
             for (unsigned i = 0; i < m.box[0] && to; i++)
                 if (at[0] + i < m.size[0]) {
-                    char *where = to + (int64_t)(at[0] + i) * m.width;
-                    check_global(where, m.width);
-                    memcpy(where, &b.seen[inside(swizzled(from + r * 128 + i * m.width), m.width)], m.width);
+                    char *there = to + (int64_t)(at[0] + i) * m.width;
+                    check_global(there, m.width);
+                    memcpy(there, &b.seen[inside(swizzled(from + r * 128 + i * m.width), m.width)], m.width);
                 }
         });
     };
@@ -163,12 +163,12 @@ inline void store_box(unsigned from, const void *map, std::vector<int> at) {
     start_copy(c, state.uses);
 }
 
-inline void bulk_commit() {
+void bulk_commit() {
     state.now->bulk.push_back(std::move(state.now->open_bulk));
     state.now->open_bulk.clear();
 }
 
-inline void bulk_wait_read(int pending) {
+void bulk_wait_read(int pending) {
     Fiber *f = state.now;
     while ((int)f->bulk.size() > pending) {
         for (auto &c : f->bulk.front()) complete(c);
@@ -178,7 +178,7 @@ inline void bulk_wait_read(int pending) {
 
 // ------------------------------------------------------------------------------------- products of a warpgroup
 
-inline float operand(const Block &b, uint64_t desc, int along, int k, int transposed, int half) {
+static float operand(const Block &b, uint64_t desc, int along, int k, int transposed, int half) {
     const unsigned start = (unsigned)(desc & 0x3fff) << 4, panel = (unsigned)(desc >> 16 & 0x3fff) << 4;
     const unsigned rows = (unsigned)(desc >> 32 & 0x3fff) << 4;
     if (desc >> 62 != 1) fail("a descriptor without the 128-byte swizzle");
@@ -189,7 +189,7 @@ inline float operand(const Block &b, uint64_t desc, int along, int k, int transp
     return from_half(bits, half);
 }
 
-inline void execute(Fiber **threads, size_t which) {  // the same product of all 128
+static void execute(Fiber **threads, size_t which) {  // the same product of all 128
     const Product &p = threads[0]->products[which];
     const Block &b = *threads[0]->block;
     static float a[64][16], z[256][16];
@@ -218,7 +218,7 @@ inline void execute(Fiber **threads, size_t which) {  // the same product of all
     }
 }
 
-inline void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc_b, int add, int trans_a, int trans_b, int half) {
+void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc_b, int add, int trans_a, int trans_b, int half) {
     Product p{};
     p.keep.assign(d, d + n / 2);
     p.desc_a = desc_a, p.desc_b = desc_b, p.n = n, p.add = add, p.trans_a = trans_a, p.trans_b = trans_b, p.half = half;
@@ -228,7 +228,7 @@ inline void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc
 }
 
 template <typename F>
-inline void with_group(F f) {
+static void with_group(F f) {
     Fiber *me = state.now;
     const int g = me->id / 128;
     meet(me->block->groups[g].meeting, 128, "its warpgroup", [&] {
@@ -238,7 +238,7 @@ inline void with_group(F f) {
     });
 }
 
-inline void run_products(Fiber **all, int pending) {
+static void run_products(Fiber **all, int pending) {
     while ((int)all[0]->product_groups.size() > pending) {
         for (int i = 0; i < 128; i++) {
             if (all[i]->product_groups.empty()) fail("a warpgroup's threads committed different products");
@@ -250,7 +250,7 @@ inline void run_products(Fiber **all, int pending) {
     }
 }
 
-inline void wgmma_commit() {
+void wgmma_commit() {
     state.now->product_groups.push_back(std::move(state.now->products));
     state.now->products.clear();
     with_group([&](Fiber **all) {
@@ -258,7 +258,7 @@ inline void wgmma_commit() {
     });
 }
 
-inline void wgmma_wait(int pending) {
+void wgmma_wait(int pending) {
     with_group([&](Fiber **all) { run_products(all, pending); });
 }
 

@@ -1,24 +1,21 @@
 // What warps do: shuffles, matrices, mma.sync, copies by threads (cp.async).
 
-#pragma once
-
 #include "core.h"
 
 namespace machine {
 
 // ------------------------------------------------------------------------------------------------------- warps
 
-template <typename T>
-struct Exchange { T value; T got; int from; };
+struct Exchange { unsigned value, got; int from; };
 
-inline std::vector<Fiber *> warp_fibers(Fiber *f) {
+static std::vector<Fiber *> warp_fibers(Fiber *f) {
     std::vector<Fiber *> all(32);
     for (int i = 0; i < 32; i++) all[i] = &f->block->fibers[f->warp * 32 + i];
     return all;
 }
 
 template <typename T, typename F>
-inline void with_warp(T &mine, F each) {  // each(all 32) when all have come
+static void with_warp(T &mine, F each) {  // each(all 32) when all have come
     Fiber *f = state.now;
     f->mine = &mine;
     meet(f->block->warps[f->warp], 32, "its warp", [&] {
@@ -29,10 +26,14 @@ inline void with_warp(T &mine, F each) {  // each(all 32) when all have come
     });
 }
 
-template <typename T>
-inline T shuffle(T value, int from) {
-    Exchange<T> x{value, value, from};
-    with_warp(x, [](Exchange<T> **all) {
+void sync_warp() {
+    int none = 0;
+    with_warp(none, [](int **) {});
+}
+
+unsigned shuffle(unsigned value, int from) {
+    Exchange x{value, value, from};
+    with_warp(x, [](Exchange **all) {
         for (int i = 0; i < 32; i++) all[i]->got = all[all[i]->from % 32]->value;
     });
     return x.got;
@@ -40,7 +41,7 @@ inline T shuffle(T value, int from) {
 
 struct Matrices { unsigned address; unsigned *x[4]; };
 
-inline void ldmatrix(unsigned &x0, unsigned &x1, unsigned &x2, unsigned &x3, unsigned address, int transposed) {
+void ldmatrix(unsigned &x0, unsigned &x1, unsigned &x2, unsigned &x3, unsigned address, int transposed) {
     Matrices m{address, {&x0, &x1, &x2, &x3}};
     with_warp(m, [&](Matrices **all) {
         for (int k = 0; k < 4; k++) {
@@ -61,7 +62,7 @@ inline void ldmatrix(unsigned &x0, unsigned &x1, unsigned &x2, unsigned &x3, uns
 
 struct Stored { unsigned address, x[4]; };
 
-inline void stmatrix(unsigned address, unsigned x0, unsigned x1, unsigned x2, unsigned x3) {
+void stmatrix(unsigned address, unsigned x0, unsigned x1, unsigned x2, unsigned x3) {
     Stored m{address, {x0, x1, x2, x3}};
     Fiber *f = state.now;
     f->mine = &m;
@@ -85,7 +86,7 @@ inline void stmatrix(unsigned address, unsigned x0, unsigned x1, unsigned x2, un
 
 struct Fragments { float *c[4]; unsigned a[4], b[2]; };
 
-inline void mma(float &c0, float &c1, float &c2, float &c3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+void mma(float &c0, float &c1, float &c2, float &c3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                 unsigned b0, unsigned b1, int half) {
     Fragments m{{&c0, &c1, &c2, &c3}, {a0, a1, a2, a3}, {b0, b1}};
     with_warp(m, [&](Fragments **all) {
@@ -109,7 +110,7 @@ inline void mma(float &c0, float &c1, float &c2, float &c3, unsigned a0, unsigne
 
 // ------------------------------------------------------------------------------------------- copies by threads
 
-inline void cp_async(unsigned to, const void *from, int bytes) {
+void cp_async(unsigned to, const void *from, int bytes) {
     if (to % 16 || (uint64_t)from % 16) fail("cp.async: not aligned to 16 bytes");
     if (bytes) check_global(from, bytes);
     Fiber *f = state.now;
@@ -123,12 +124,12 @@ inline void cp_async(unsigned to, const void *from, int bytes) {
     f->open.push_back(c);
 }
 
-inline void cp_async_commit() {
+void cp_async_commit() {
     state.now->groups.push_back(std::move(state.now->open));
     state.now->open.clear();
 }
 
-inline void cp_async_wait(int pending) {
+void cp_async_wait(int pending) {
     Fiber *f = state.now;
     while ((int)f->groups.size() > pending) {
         for (auto &c : f->groups.front())
