@@ -195,9 +195,7 @@ def section(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
     stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
     if cfg.together or stored * unit >= every:
         return every
-    many = (
-        every > 32 * stored * unit or tiles(spec, cfg) > MANY_TILES
-    )  # of many parts, or tiles, the last weighs little
+    many = every > 32 * stored * unit or tiles(spec, cfg) > MANY_TILES  # of which the last weighs little
     if spec.right is None or not spec.plain or many:
         return stored * unit
     return unit * min(range(stored, stored // 2, -1), key=lambda n: longest(spec, cfg, hw, n * unit))

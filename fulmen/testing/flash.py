@@ -80,9 +80,9 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     o: Tensor
     lse: Tensor | None
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
     dsinks: Tensor | None
 
 
@@ -240,13 +240,14 @@ def check(x: Inputs, backend_name: str, use: Sequence[str] = ("o", "lse")) -> Ou
 
 
 def compare(x: Inputs, actual: Outputs, use: Sequence[str] = ("o", "lse")) -> None:
-    """Results and gradients, from wherever they come, against fp64."""
+    """Results and gradients, from wherever they come, against fp64; gradients may be missing."""
     wanted = expected(x, use)
     blind = blind_rows(wanted)
     assert actual.lse is not None
     assert torch.equal(actual.lse == -torch.inf, blind), "lse is -inf where a row sees nothing, and only there"
     for name in ("o", "dq"):
-        assert not getattr(actual, name)[blind].any(), f"{name} is not zero in a row that sees no key"
+        value = getattr(actual, name)
+        assert value is None or not value[blind].any(), f"{name} is not zero in a row that sees no key"
     dtypes = {"lse": x.dlse.dtype, "dsinks": None if x.sinks is None else x.sinks.dtype}
     for name, value in actual._asdict().items():
         if value is None:

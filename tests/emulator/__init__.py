@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import math
 import re
 import shutil
@@ -42,40 +43,21 @@ OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-fno-st
 # -------------------------------------------------------------------------------------------- translation
 
 
+def outside_strings(text: str) -> Iterator[tuple[int, str, int]]:
+    """Characters with their place and how many brackets are open after them."""
+    depth, quoted = 0, False
+    for i, c in enumerate(text):
+        if c == '"' and not (quoted and text[i - 1] == "\\"):
+            quoted = not quoted
+        elif not quoted:
+            depth += (c in "([{") - (c in ")]}")
+            yield i, c, depth
+
+
 def cut(text: str, at: str) -> list[str]:
     """At every `at` outside of brackets and strings."""
-    parts, depth, quoted, start = [], 0, False, 0
-    for i, c in enumerate(text):
-        if quoted:
-            quoted = not (c == '"' and text[i - 1] != "\\")
-        elif c == '"':
-            quoted = True
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-        elif c == at and depth == 0:
-            parts.append(text[start:i])
-            start = i + 1
-    return [*parts, text[start:]]
-
-
-def closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` is closed."""
-    depth, quoted = 0, False
-    for i in range(start, len(text)):
-        c = text[i]
-        if quoted:
-            quoted = not (c == '"' and text[i - 1] != "\\")
-        elif c == '"':
-            quoted = True
-        elif c == "(":
-            depth += 1
-        elif c == ")":
-            depth -= 1
-            if depth == 0:
-                return i
-    raise ValueError("a bracket is not closed")
+    places = [-1, *(i for i, c, depth in outside_strings(text) if c == at and depth == 0), len(text)]
+    return [text[i + 1 : j] for i, j in itertools.pairwise(places)]
 
 
 def operands(section: str) -> list[str]:
@@ -171,7 +153,7 @@ def translated(variant: cuda.Variant, edit: Edit = None) -> str:
     )
     out, at = [], 0
     for m in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
-        end = closing(text, m.end() - 1)
+        end = m.end() - 1 + next(i for i, _, depth in outside_strings(text[m.end() - 1 :]) if depth == 0)
         out += [text[at : m.start()], statement(text[m.end() : end])]
         at = end + 1
         assert text[at] == ";", "an asm statement ends here"
@@ -312,7 +294,8 @@ def tensor_map(
 
 @contextlib.contextmanager
 def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 132) -> Iterator[Machine]:
-    """Lets backend "cuda" of an operation serve calls on CPU tensors, as on an H200; flash's backward is eager's."""
+    """Lets backend "cuda" of an operation serve calls on CPU tensors, as on an H200; of flash, calls without gradients:
+    its backward is another backend's."""
     machine = Machine(mode, seed, edit)
     with contextlib.ExitStack() as stack:
         stack.callback(forget)
@@ -344,16 +327,15 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, machine: Machine) -> None:
         return found if found.pieces is None else found._replace(pieces=machine.tensor(found.pieces))
 
     monkeypatch.setattr(lightning_cuda, "segments", guarded_segments)
-    kernels = dispatch.kernels(op)
-    kernel = kernels["cuda"]
+    kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
     for module in (home, lightning_triton):
         for name in ("empty_rows", "empty_lse", "empty_states"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, functools.partial(machine.empty, like=getattr(module, name)))
-    backward = machine.on_own_memory(kernel.backward) if op == "lightning" else kernels["eager"].backward
+    own = machine.on_own_memory
     changed = kernel._replace(
-        supports=lambda spec: None, forward=machine.on_own_memory(kernel.forward), backward=backward, prepare=None
+        supports=lambda spec: None, forward=own(kernel.forward), backward=own(kernel.backward), prepare=None
     )
     monkeypatch.setitem(dispatch._kernels[op], "cuda", changed)
 

@@ -18,7 +18,7 @@
 namespace machine {
 
 enum { EARLY, LATE, ANY, PRESSED };
-enum { SHARED_LIMIT = 1 << 18, RANK_SHIFT = 24, STACK = 1 << 17 };
+enum { RANK_SHIFT = 24, STACK = 1 << 17 };
 struct Fiber;
 struct Block;
 
@@ -47,11 +47,6 @@ struct Copy {
     bool awaited = false;               // others wait for it
 };
 
-struct Group {                          // a warpgroup
-    Meeting meeting;
-    int pending = 0;                    // committed and not yet done
-};
-
 struct Fiber {
     ucontext_t context;
     char *stack = nullptr;
@@ -72,12 +67,11 @@ struct Fiber {
 
 struct Block {
     Index index;
-    int rank, size;
+    int rank;
     std::vector<char> memory, seen;     // as threads and as the copy engine and wgmma see it
     std::map<unsigned, Barrier> barriers;
     std::map<int, Meeting> named;
-    std::vector<Meeting> warps;
-    std::vector<Group> groups;
+    std::vector<Meeting> warps, groups;  // groups: of four warps
     std::vector<Fiber> fibers;
     int running = 0;                    // threads that have not ended
 };

@@ -231,7 +231,7 @@ template <typename F>
 static void with_group(F f) {
     Fiber *me = state.now;
     const int g = me->id / 128;
-    meet(me->block->groups[g].meeting, 128, "its warpgroup", [&] {
+    meet(me->block->groups[g], 128, "its warpgroup", [&] {
         Fiber *all[128];
         for (int i = 0; i < 128; i++) all[i] = &me->block->fibers[g * 128 + i];
         f(all);

@@ -10,8 +10,9 @@
 // What is refused: addresses outside the tensors (copies and __ldg) and outside shared memory, a wait that nothing ends,
 // blocks that end while their shared memory is still being read or told of, stores of the copy engine that begin below 0.
 //
-// Not modelled: registers as the assembler assigns them (tests/sass.py), time, what ordinary loads and stores of different
-// threads see of each other without a barrier.
+// Not modelled: registers as the assembler assigns them (tests/sass.py) and wgmma.fence, which is about them; time; what
+// ordinary loads and stores of different threads see of each other without a barrier; the launch before this one
+// (griddepcontrol). Ordinary stores are only noticed in the margins around tensors and behind shared memory.
 
 #pragma once
 
