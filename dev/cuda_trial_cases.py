@@ -46,7 +46,9 @@ def small_configs(N: int):
 
 
 def tag(cfg) -> str:
-    if hasattr(cfg, "warps_m"):
+    if not hasattr(cfg, "consumers"):
+        if not hasattr(cfg, "warps_m"):
+            return f"once n{cfg.block_n} x{cfg.stages}"
         return f"mma {cfg.warps_m}x{cfg.warps_n} n{cfg.block_n} s{cfg.stages}"
     return f"{cfg.rows}x{cfg.block_n}{' turns' * cfg.take_turns}{' parts' * (not cfg.together)}{' grouped' * cfg.grouped}"
 
@@ -227,7 +229,7 @@ def variants() -> list:
     def need(spec, cfg=None, sinks=None):
         spec = spec._replace(device=torch.device("cuda", 0))
         cfg = cfg or cuda.config(spec, hw)
-        found[cuda_small.variant(spec, hw, cfg) if isinstance(cfg, cuda_small.Config) else cuda_sm90.variant(spec, cfg, sinks)] = None
+        found[cuda_sm90.variant(spec, cfg, sinks) if isinstance(cfg, cuda_sm90.Config) else cuda_small.variant(spec, hw, cfg)] = None
 
     for row in ROWS:
         B, H, H_KV, N, D = row

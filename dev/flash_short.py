@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python3 dev/flash_short.py              # about 120 s on an H200; the chosen tile is starred
     PYTHONPATH=. python3 dev/flash_short.py --few        # few heads at D = 128, causal parts of 40 to 128 heads; 45 s
+    PYTHONPATH=. python3 dev/flash_short.py --once       # up to 384 keys in shared memory at once; 110 s
     PYTHONPATH=. python3 dev/flash_short.py --compile    # the kernels alone, without a GPU
 
 dirty: L2 holds what was written before, as in the bench tool; clean: what was read; warm: the call's own tensors. Tiles
@@ -17,7 +18,7 @@ from cuda_trial_cases import tag
 from fulmen import cuda as build, hardware
 from fulmen.flash import cuda, cuda_sm90, sdpa, triton
 from fulmen.flash.cuda_sm90 import Config as G
-from fulmen.flash.cuda_small import Config as S, variant as small_variant
+from fulmen.flash.cuda_small import Config as S, Once as O, variant as small_variant
 from fulmen.flash.op import Residuals
 from fulmen.testing import flash as testing
 
@@ -61,8 +62,41 @@ def few():
             yield 1, H, N, D, True, torch.bfloat16, "dirty", [tile, tile._replace(together=False)]
 
 
+def once():
+    """Few keys: all in shared memory at once, in products of a warpgroup, beside the other two kernels."""
+    bf16, big = torch.bfloat16, [G(1, 128, 2, blocks_per_sm=2), G(2, 128, 2), G(3, 128, 2, True)]
+    for dtype in (bf16, torch.float16):
+        yield 32, 8, 128, 64, False, dtype, "dirty", [O(128)]
+    for B, H, N in ((2, 10, (4096, 77)), (2, 20, (1024, 77)), (8, 8, (4096, 77)), (8, 8, (16384, 77)), (1, 16, 77), (32, 8, 77)):
+        yield B, H, N, 64, False, bf16, "dirty", [O(80), O(64, 2), O(128), S(1, 4, 128, 1), *big[1:]]
+    for B, H, N in ((8, 8, (4096, 128)), (8, 8, (16384, 128)), (32, 8, (1024, 128)), (8, 8, (1024, 256)), (8, 8, (2048, 256)), (8, 8, (4096, 256))):
+        yield B, H, N, 64, False, bf16, "dirty", ([O(128)] if N[1] == 128 else [O(128, 2, 3), O(64, 4, 3)]) + big
+    for N, tiles in ((150, [O(80, 2), O(64, 3), O(128, 2, 3)]), (192, [O(64, 3), O(128, 2, 3)])):
+        for B, H in ((4, 16), (32, 8)):
+            for causal in (False, True):
+                yield B, H, N, 64, causal, bf16, "dirty", tiles
+    for H in (1, 4, 8, 12, 16, 24):
+        for causal in (False, True):
+            yield 1, H, 256, 64, causal, bf16, "dirty", [O(128, 2, 3), O(64, 4, 3), S(1, 4, 128, 2), S(2, 2, 64, 4)]
+    yield 1, 8, 150, 64, False, bf16, "dirty", [O(80, 2), O(128, 2, 3), S(1, 4, 128, 2), S(2, 2, 64, 3)]
+    yield 1, 1, 64, 64, False, bf16, "dirty", [O(64), S(1, 4, 64, 2), S(1, 4, 128, 1)]
+    for B, H, N in ((2, 10, (4096, 77)), (2, 20, (1024, 77)), (8, 8, (4096, 77)), (32, 8, 77), (1, 1, 77), (1, 16, 77), (4, 16, 77)):
+        yield B, H, N, 128, False, bf16, "dirty", [O(80, 1, 3), O(128, 1, 2), S(1, 4, 128, 1), G(1, 80, 2, blocks_per_sm=2), G(2, 128, 2)]
+    for B, H, N in ((10, 16, 128), (12, 16, 128), (16, 16, 128), (8, 8, (1024, 64)), (8, 8, (4096, 64)), (8, 8, (1024, 128))):
+        yield B, H, N, 128, False, bf16, "dirty", [O(64, 1, 4)] * (N[1] == 64 if isinstance(N, tuple) else 0) + [O(128, 1, 2), G(1, 80, 2, blocks_per_sm=2), G(2, 128, 2)]
+    for D in (64, 128):  # heads that share keys
+        grouped = G(1, 128 if D == 64 else 80, 2, blocks_per_sm=2, grouped=True)
+        for B, H, N in ((1, (32, 8), (1, 100)), (8, (32, 8), (1, 64)), (64, (32, 8), (1, 100)), (64, (32, 4), (4, 60)), (64, (32, 8), 64)):
+            yield B, H, N, D, False, bf16, "dirty", [O(128, 1, 4 if D == 64 else 2), S(1, 4, 128, 1), grouped] + [O(64)] * (N == 64 or N[1] <= 64)
+        for B, H, N in ((1, (32, 8), (1, 250)), (64, (32, 8), (1, 250)), (64, (32, 8), (16, 250)), (16, (32, 4), 150)):
+            yield B, H, N, D, False, bf16, "dirty", ([O(128, 2, 3), S(1, 4, 128, 2)] if D == 64 else [S(1, 4, 64, 2)]) + [grouped]
+    for D in (64, 128):
+        for B, H, N in ((64, 32, (1, 100)), (64, 32, (1, 64)), (64, 32, (16, 100)), (64, 32, (32, 100))):
+            yield B, H, N, D, False, bf16, "dirty", [O(128, 1, 4 if D == 64 else 2), O(64, 2, 4 if D == 64 else 2), S(1, 4, 128, 1), S(2, 2, 128, 1), G(1, 80, 2, blocks_per_sm=2)] + [O(64)] * (N[1] == 64)
+
+
 def variant(spec, cfg):
-    return small_variant(spec, hw, cfg) if isinstance(cfg, S) else cuda_sm90.variant(spec, cfg)
+    return cuda_sm90.variant(spec, cfg) if isinstance(cfg, G) else small_variant(spec, hw, cfg)
 
 
 def name_of(cfg):
@@ -107,8 +141,10 @@ def measure(label, calls, state, chosen):
 
 
 def main():
-    for B, H, N, D, causal, dtype, state, tiles in (few() if "--few" in sys.argv else cases()):
-        x = testing.inputs(B, H, N, D, dtype=dtype, causal=causal, device="cpu" if COMPILE else "cuda")
+    for B, H, N, D, causal, dtype, state, tiles in (few() if "--few" in sys.argv else once() if "--once" in sys.argv else cases()):
+        N_Q, N_KV = N if isinstance(N, tuple) else (N, N)
+        H, H_KV = H if isinstance(H, tuple) else (H, H)
+        x = testing.inputs(B, H, N_Q, D, H_KV=H_KV, N_KV=N_KV, dtype=dtype, causal=causal, device="cpu" if COMPILE else "cuda")
         spec, tensors = x.spec(), Residuals(x.q, x.k, x.v)
         chosen = cuda.config(spec, hw)
         tiles = list(dict.fromkeys([chosen, *tiles]))
@@ -118,10 +154,10 @@ def main():
             continue
         calls = {"FA2": lambda: sdpa.forward(spec, tensors, implementation="flash")[0],
                  "cuDNN": lambda: sdpa.forward(spec, tensors, implementation="cudnn")[0]}
-        if N <= 512:
+        if N_Q <= 512 or "--once" in sys.argv:
             calls["triton"] = lambda: triton.forward(spec, tensors)[0]
         calls |= {name_of(c): lambda c=c: cuda.forward(spec, tensors, c)[0] for c in tiles}
-        measure(f"B{B} H{H} N{N} D{D} {'causal' if causal else 'full'} {str(dtype)[6:]}", calls, state, name_of(chosen))
+        measure(f"B{B} H{H}/{H_KV} N{N_Q}x{N_KV} D{D} {'causal' if causal else 'full'} {str(dtype)[6:]}", calls, state, name_of(chosen))
 
 
 if __name__ == "__main__":

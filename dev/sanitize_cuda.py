@@ -22,7 +22,10 @@ for D, E in ((64, 64), (128, 128), (256, 256), (192, 128)):
     call(700, 700, D, E, lens=([0, 100, 100, 693, 700], [0, 40, 141, 600, 700]), causal=True)
     call(700, 700, D, E, lens=([0, 100, 100, 693, 999], [0, 40, -5, 600, 700]))  # wrong ends stay inside
 for D in (64, 128):  # the short kernels
-    for B, H, N in ((1, 1, 128), (8, 4, 128), (32, 8, 100), (32, 8, 256), (2, 4, 333)):
+    for B, H, N in ((1, 1, 128), (8, 4, 128), (32, 8, 100), (32, 8, 249), (2, 4, 333), (4, 8, 57), (4, 8, 73), (8, 8, 153), (8, 8, 185)):
         call(N, N, D, D, H, max(1, H // 2), B)
         call(N, N + 7, D, D, H, max(1, H // 2), B, causal=True, dtype=torch.float16)
+    call(300, 77, D, D, 8, 4, 4)
+    call(300, 120, D, D, 8, 4, 4, causal=True)  # rows that see no key
+    call(500, 256, D, D, 8, 8, 4, causal=True)
 print("done")

@@ -201,6 +201,20 @@ __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row,
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
 
+// Four lanes hold a word each of units 0 to 3; afterwards lane t holds the four words of unit t.
+__device__ __forceinline__ void transpose(u32 (&x)[4]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (!(i & bit)) {
+                u32 &low = x[i], &high = x[i | bit];
+                u32 got = __shfl_xor_sync(~0u, t & bit ? low : high, bit);
+                (t & bit ? low : high) = got;
+            }
+}
+
 // Accumulators of 64 rows as bf16 to shared memory, row by row.
 template <int COUNT>
 __device__ __forceinline__ void store_rows(const float (&x)[COUNT], u32 to, int warp) {

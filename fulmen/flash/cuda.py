@@ -3,8 +3,9 @@ that of `triton`.
 
     cuda_sm90.cu    for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option
     cuda_small.cu   up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on
+    cuda_once.cu    for Hopper: up to 256 keys and any number of queries, else as cuda_small.cu
 
-On Hopper the second serves short calls that do not fill the GPU. Both copy 16 bytes at a time: inputs whose rows do not
+On Hopper cuda_small.cu serves what does not fill the GPU. All copy 16 bytes at a time: inputs whose rows do not
 start at such addresses are copied first, and for Hopper's copy engine those that repeat (stride 0). Sources are
 compiled by NVRTC at the first call that needs them (`fulmen.cuda`), in seconds, and kept on disk.
 """
@@ -24,7 +25,7 @@ from fulmen.flash import cuda_sm90, cuda_small, sdpa, triton
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
 from fulmen.flash.ranking import rank
 
-Config = cuda_small.Config | cuda_sm90.Config
+Config = cuda_small.Tile | cuda_sm90.Config
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -42,9 +43,9 @@ def supports(spec: FlashSpec) -> str | None:
     if spec.needs_grad and not paired(spec) and (why := triton.supports(spec)) is not None:
         return f"has triton's backward, which {why}"
     cfg = config(spec, hw)
-    if isinstance(cfg, cuda_small.Config):
-        return cuda.problem(cuda_small.variant(spec, hw, cfg), spec.device, cfg.shared(spec.D))
-    return cuda.problem(cuda_sm90.variant(spec, cfg), spec.device, cfg.shared(spec.D, spec.E))
+    if isinstance(cfg, cuda_sm90.Config):
+        return cuda.problem(cuda_sm90.variant(spec, cfg), spec.device, cfg.shared(spec.D, spec.E))
+    return cuda.problem(cuda_small.variant(spec, hw, cfg), spec.device, cfg.shared(spec.D))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,12 +53,7 @@ def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     """The tiles of the kernel that serves the call."""
     if hw.arch != 90:
         return cuda_small.config(spec, hw)
-    if cuda_small.lacks(spec) is None:
-        tiny = spec.D == 64 and max(spec.N_Q, spec.N_KV) <= 128  # B32 H8 N128: 9.2 us, 9.7 with cuda_sm90.cu
-        room = hw.sm_count // 2 if spec.D == 128 and spec.N_KV > 128 else hw.sm_count  # B8 H4 N256 D128: 8.7 us, 8.3
-        if tiny or (spec.N_KV <= 256 and cuda_small.blocks(spec, 64) <= room):
-            return cuda_small.config(spec, hw)
-    return cuda_sm90.config(spec, hw)
+    return cuda_small.on_hopper(spec, hw) or cuda_sm90.config(spec, hw)
 
 
 def detail(spec: FlashSpec) -> str:
@@ -81,18 +77,17 @@ def readable(x: Tensor, repeats: bool) -> bool:
 
 def forward(spec: FlashSpec, x: Residuals, cfg: Config | None = None) -> tuple[Tensor, Tensor | None]:
     cfg = cfg or config(spec, hardware.of(spec.device))
-    small = isinstance(cfg, cuda_small.Config)
     o = empty_rows(x.q, spec.H, spec.E)
     lse = empty_lse(x.q) if spec.wants_lse else None
     if lse is not None and spec.has_sinks and spec.sequences is not None:
         lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
     for name in ("q", "k", "v"):
-        if not readable(getattr(x, name), repeats=small):
+        if not readable(getattr(x, name), repeats=not isinstance(cfg, cuda_sm90.Config)):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
-    if isinstance(cfg, cuda_small.Config):
-        cuda_small.run(spec, cfg, x, o, lse)
-    else:
+    if isinstance(cfg, cuda_sm90.Config):
         cuda_sm90.run(spec, cfg, x, o, lse)
+    else:
+        cuda_small.run(spec, cfg, x, o, lse)
     return o, lse
 
 
@@ -115,17 +110,17 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor],
         return None
     if torch.empty_like(x.q).stride() != o.stride():
         return None
-    if not all(readable(t, isinstance(cfg, cuda_small.Config)) for t in x[:3]):
+    if not all(readable(t, not isinstance(cfg, cuda_sm90.Config)) for t in x[:3]):
         return None
     empty_like = torch.empty_like
-    if isinstance(cfg, cuda_small.Config):
-        launch: Callable[..., None] = cuda_small.launch_of(spec, cfg, cuda_small.strides(x.q, x.k, x.v, o))
-        rest: tuple[int, ...] = (0,)
-    else:
+    if isinstance(cfg, cuda_sm90.Config):
         again = cuda_sm90.repeat(spec, cfg, x, o)
         if again is None:
             return None
-        launch, rest = again, ()
+        launch: Callable[..., None] = again
+        rest: tuple[int, ...] = ()
+    else:
+        launch, rest = cuda_small.launch_of(spec, cfg, cuda_small.strides(x.q, x.k, x.v, o)), (0,)
 
     def quick(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
         a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()

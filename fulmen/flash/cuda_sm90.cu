@@ -395,20 +395,6 @@ __device__ __forceinline__ void close(Rows &x, const Args &a, int head) {
     }
 }
 
-// Four lanes hold a word each of units 0 to 3; afterwards lane t holds the four words of unit t.
-__device__ __forceinline__ void transpose(u32 (&x)[4]) {
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (!(i & bit)) {
-                u32 &low = x[i], &high = x[i | bit];
-                u32 got = __shfl_xor_sync(~0u, t & bit ? low : high, bit);
-                (t & bit ? low : high) = got;
-            }
-}
-
 // Writes the 16 rows of one warp, from position `first` on, in units of 16 bytes.
 __device__ __forceinline__ void store(const Args &a, const float (&o)[O], const Rows &x, const Tile &tile, int first) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

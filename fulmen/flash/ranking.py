@@ -68,6 +68,8 @@ def first(spec: FlashSpec) -> str:
         if plain and not spec.needs_grad and short(spec):
             return "cuda"
         return "triton"  # B1 H8 N128 D64: 0.007 / 0.014 against cuDNN's 0.008 / 0.017
+    if arch == 90 and plain and not spec.needs_grad and few_keys(spec):
+        return "cuda"
     full = spec.N_Q >= 1024 and spec.B * spec.H * spec.N_Q >= FULL
     if arch == 90 and not plain:  # sdpa has no options, so triton is the other one, and the backward triton's
         return "cuda" if full else "triton"  # ms: window 0.243, 0.323; softcap 0.360, 0.491; packed 0.361, 0.403
@@ -84,13 +86,22 @@ def first(spec: FlashSpec) -> str:
 
 def short(spec: FlashSpec) -> bool:
     """Whether cuda was measured to be ahead of triton in a short call, or within 2 %; us on the GPU, cuda and triton:
-    D = 64, B1 H1 N128 2.7, 3.8; N512 6.5, 8.6; B4 H16 N256 8.4, 8.3; N384 11.0, 16.5; B32 H8 N128 9.3, 11.9
-    D = 128, B1 H1 N128 3.5, 5.0; N512 8.5, 9.6; B8 H4 N256 8.9, 8.8; B4 H16 N256 11.4, 11.6; N384 18.7, 23.5
+    D = 64, B1 H1 N128 2.7, 3.8; N512 6.5, 8.6; B4 H16 N256 7.0, 8.3; B32 H8 N128 8.4, 11.9; 4096 x 256, B8 H8 53, 65
+    D = 128, B1 H1 N128 3.5, 5.0; N512 8.5, 9.6; B8 H4 N256 8.9, 8.8; B4 H16 N256 11.4, 11.6; 1024 x 128, B8 H8 18, 29
     """
     if spec.D != spec.E or spec.D not in (64, 128):
         return False
-    longest = max(spec.N_Q, spec.N_KV)
-    return longest <= 512 if spec.N_Q == spec.N_KV else longest <= 256 and spec.D == 64
+    most = 512 if spec.N_Q == spec.N_KV else 256 if spec.D == 64 else 128
+    return most >= spec.N_KV
+
+
+def few_keys(spec: FlashSpec) -> bool:
+    """Whether cuda was measured to be ahead of cuDNN in a long call of few keys, or within 2 %; us, cuda and cuDNN:
+    D = 64, B8 H8, 16384 x 77 106, 139; 16384 x 128 120, 129; B64 H16 N128 23.2, 22.7
+    D = 128, B8 H8, 4096 x 64 40, 50; 4096 x 77 48, 50; but 1024 x 128 18.2, 16.4
+    """
+    most = {64: 128, 128: 80}.get(spec.D, -1)
+    return spec.D == spec.E and most >= spec.N_KV
 
 
 ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # after the first

@@ -168,6 +168,9 @@ inline void body() {
     for (auto &g : f->bulk)
         for (auto &c : g)
             if (c->run) fail("a thread ends while its bulk stores still read shared memory");
+    for (auto &g : f->groups)
+        for (auto &c : g)
+            if (c.run) fail("a thread ends while its copies are on their way");
     if (!f->products.empty() || !f->product_groups.empty()) fail("a thread ends with products under way");
     f->done = true;
     f->block->running--;

@@ -8,11 +8,13 @@
 // memory are kept apart: what threads write is not seen by the copy engine and by wgmma before fence.proxy.async.
 //
 // What is refused: addresses outside the tensors (copies and __ldg) and outside shared memory, a wait that nothing ends,
-// blocks that end while their shared memory is still being read or told of, stores of the copy engine that begin below 0.
+// threads that end while their copies are on their way, blocks while their shared memory is still being read or told of,
+// stores of the copy engine that begin below 0.
 //
-// Not modelled: registers as the assembler assigns them (tests/sass.py) and wgmma.fence, which is about them; time; what
-// ordinary loads and stores of different threads see of each other without a barrier; the launch before this one
-// (griddepcontrol). Ordinary stores are only noticed in the margins around tensors and behind shared memory.
+// Not modelled: registers as the assembler assigns them (tests/sass.py) and wgmma.fence, which is about them; time; warps
+// of a warpgroup that begin a product before the others have come to it; what ordinary loads and stores of different
+// threads see of each other without a barrier; the launch before this one (griddepcontrol). Ordinary stores are only
+// noticed in the margins around tensors and behind shared memory.
 
 #pragma once
 

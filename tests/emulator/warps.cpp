@@ -117,7 +117,7 @@ void cp_async(unsigned to, const void *from, int bytes) {
     Copy c{[=] {
         char x[16] = {};
         if (bytes) memcpy(x, from, bytes);
-        memcpy(&block_of(to).memory[inside(to, 16)], x, 16);
+        write(to, x, 16);
     }};
     inside(to, 16);
     if (state.loads == EARLY || (state.loads == ANY && below(2))) c.run(), c.run = nullptr;

@@ -39,22 +39,50 @@ def sizes(sms: int) -> list[tuple[int, int, int]]:
 def test_small_fits_and_does_not_spill(arch, D):
     hw, seen = TARGETS[arch], set()
     for (B, H, N), causal in itertools.product(sizes(hw.sm_count), (False, True)):
-        once = N <= 128  # in both dtypes: such a variant has not a register to spare
-        for dtype in (torch.bfloat16, torch.float16) if once and not causal else (torch.bfloat16,):
-            call = spec(B, H, N, D, causal, dtype)
-            cfg = cuda_small.config(call, hw)
-            variant = cuda_small.variant(call, hw, cfg)
-            if variant in seen:
-                continue
-            seen.add(variant)
-            _, usage = cuda.compile_variant(variant)
-            assert usage.spilled == 0, (cfg, usage)
-            assert not usage.warnings, (cfg, usage)
-            assert usage.shared == 0
-            assert cfg.shared(D) <= hw.smem_bytes, cfg
-            assert usage.registers * cfg.threads * cfg.blocks_per_sm <= 65_536, (cfg, usage)
+        call = spec(B, H, N, D, causal)
+        cfg = cuda_small.config(call, hw)
+        variant = cuda_small.variant(call, hw, cfg)
+        if variant in seen:
+            continue
+        seen.add(variant)
+        _, usage = cuda.compile_variant(variant)
+        assert usage.spilled == 0, (cfg, usage)
+        assert not usage.warnings, (cfg, usage)
+        assert usage.shared == 0
+        assert cfg.shared(D) <= hw.smem_bytes, cfg
+        assert usage.registers * cfg.threads * cfg.blocks_per_sm <= 65_536, (cfg, usage)
     tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
     assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
+
+
+def tiles_once(D: int) -> list[tuple[FlashSpec, cuda_small.Once]]:
+    """Every tile of cuda_once.cu that is chosen, with a call that takes it."""
+    every = itertools.product((1, 8, 64), (64, 80, 128, 150, 192, 256), (False, True))
+    calls = [spec(B, 8, N, D, causal) for B, N, causal in every]
+    chosen = {(flash.config(call, TARGETS[90]), call.right): call for call in calls}
+    return [(call, cfg) for (cfg, _), call in chosen.items() if isinstance(cfg, cuda_small.Once)]
+
+
+def test_which_tiles_there_are_of_all_keys_at_once():
+    O = cuda_small.Once
+    small = {O(64), O(80), O(128), O(80, 2), O(64, 3), O(128, 2, 3), O(64, 4, 3)}
+    assert {cfg for _, cfg in tiles_once(64)} == small
+    assert {cfg for _, cfg in tiles_once(128)} == {O(64), O(80, 1, 3), O(128, 1, 2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D", [64, 128])
+def test_all_keys_at_once_fit_and_do_not_spill(D, dtype):
+    for call, cfg in tiles_once(D):
+        code, usage = cuda.compile_variant(cuda_small.variant(call._replace(dtype=dtype), TARGETS[90], cfg))
+        assert usage.spilled == 0, (cfg, usage)
+        assert not usage.warnings, (cfg, usage)  # such as products made one after the other
+        assert usage.registers * cfg.threads * cfg.blocks_per_sm <= 65_536, (cfg, usage)
+        assert (cfg.shared(D) + 1024) * cfg.blocks_per_sm <= 228 * 1024, cfg
+        text = sass.disassemble(code)
+        assert sass.overwritten(text) == []
+        assert text.count("HGMMA.") == cfg.stages * (D + cfg.block_n) // 16
+        assert text.count("MUFU.EX2") == cfg.stages * cfg.block_n // 2 + 2 * (cfg.stages - 1)
 
 
 @pytest.mark.parametrize("arch", ["90a", "100", "120"])
@@ -139,8 +167,9 @@ def test_gradients_from_our_forward_by_cudnn(D, E, H_KV, causal, layout):
 
 def test_one_block_takes_no_more_keys_than_it_has(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
-    with pytest.raises(ValueError, match=r"64 queries x 128 keys in one block of keys, and there are 129"):
-        cuda_small.launch_of(spec(N=129), cuda_small.Config(4, 1, 128, 1), (0,) * 12)
+    for cfg in (cuda_small.Config(4, 1, 128, 1), cuda_small.Once(64, 2)):
+        with pytest.raises(ValueError, match=r"64 queries x 128 keys at once, and there are 129"):
+            cuda_small.launch_of(spec(N=129), cfg, (0,) * 12)
 
 
 @pytest.mark.gpu
@@ -151,9 +180,10 @@ def test_short_rows_without_keys_are_zero(B, N_KV):
     call, tensors = x.spec(), Residuals(x.q, x.k, x.v)
     if (why := flash.supports(call)) is not None:
         pytest.skip(why)
-    for _ in range(20):
-        o, _ = flash.forward(call, tensors, cuda_small.config(call, hardware.of(x.q.device)))
-        assert not o[:, :, :128].any()
+    for cfg in {cuda_small.config(call, hardware.of(x.q.device)), flash.config(call, hardware.of(x.q.device))}:
+        for _ in range(20):
+            o, _ = flash.forward(call, tensors, cfg)
+            assert not o[:, :, :128].any()
     testing.check(x, "cuda", ("o",))
 
 
@@ -169,8 +199,15 @@ ALL = WINDOW | PACKED | CAP | {"has_sinks": True}
     ("call", "detail"),
     [
         (spec(), "cuda_small.cu, 16 queries x 128 keys"),
-        (spec(B=32, H=8, N=128), "cuda_small.cu, 64 queries x 128 keys"),
-        (spec(B=32, H=8, N=256, causal=True), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(N=64), "cuda_once.cu, 64 queries x 64 keys"),
+        (spec(B=32, H=8, N=128), "cuda_once.cu, 64 queries x 128 keys"),
+        (spec(B=32, H=8, N=256, causal=True), "cuda_once.cu, 64 queries x 256 keys"),
+        (spec(B=32, H=8, N=257, causal=True), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(B=32, H=8, N=100, **CAP), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(B=2, H=10, N_Q=4096, N_KV=77), "cuda_once.cu, 64 queries x 80 keys"),
+        (spec(B=64, H=32, N_Q=1, N_KV=100), "cuda_small.cu, 16 queries x 128 keys"),
+        (spec(B=32, H=8, N=128, D=128), "cuda_sm90.cu, 128 queries x 128 keys"),
+        (spec(B=8, H=4, N=256, D=128), "cuda_sm90.cu, 64 queries x 80 keys"),
         (spec(B=32, H=8, N=512), "cuda_sm90.cu, 192 queries x 128 keys"),
         (spec(N=2048), "cuda_sm90.cu, 128 queries x 128 keys"),  # one head leaves SMs idle
         (spec(H=24, N=2048), "cuda_sm90.cu, 192 queries x 128 keys"),
@@ -208,9 +245,9 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
     two_all, three_all = two._replace(together=True), three._replace(together=True)
     one, half = cuda_sm90.Config(1, 128, 2, blocks_per_sm=2), cuda_sm90.Config(1, 80, 2, blocks_per_sm=2)
     best = {
-        (32, 8, 256, 64, False): two, (32, 8, 384, 64, False): three, (32, 8, 512, 64, False): three,
+        (32, 8, 384, 64, False): three, (32, 8, 512, 64, False): three,
         (32, 8, 1024, 64, False): three, (4, 16, 384, 64, False): three, (4, 16, 512, 64, False): two,
-        (4, 16, 1024, 64, False): three, (4, 16, 256, 64, True): one, (8, 4, 384, 64, True): one,
+        (4, 16, 1024, 64, False): three, (8, 4, 384, 64, True): one,
         (8, 4, 512, 64, False): one._replace(together=False), (32, 8, 1024, 64, True): two,
         (32, 8, 2048, 64, True): three,
         (32, 8, 512, 64, True): two_all, (4, 16, 1024, 64, True): two_all, (4, 16, 2048, 64, True): three_all,
@@ -224,11 +261,34 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
         (8, 4, 256, 128, False): half._replace(together=False), (8, 4, 512, 128, False): two,
         (1, 16, 256, 128, True): cuda_small.Config(2, 2, 64, 2),
         (1, 1, 256, 128, False): cuda_small.Config(1, 4, 64, 2),
-        (32, 8, 128, 64, False): cuda_small.Config(4, 1, 128, 1, 4),
-        (8, 4, 128, 64, False): cuda_small.Config(2, 2, 128, 1),
     }  # fmt: skip
     for case, tile in best.items():
         assert flash.config(spec(*case), TARGETS[90]) == tile, case
+
+
+def test_what_was_measured_of_few_keys_is_taken():
+    """By results/h200/cuda_once.txt: (B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
+    S, O = cuda_small.Config, cuda_small.Once
+    best = {
+        (1, 1, 64, 64, False): O(64), (64, 16, 64, 64, False): O(64), (1, 16, 77, 64, False): O(80),
+        (32, 8, 77, 64, False): O(80), (1, 1, 128, 64, False): S(1, 4, 128, 1), (4, 4, 128, 64, True): S(1, 4, 128, 1),
+        (8, 4, 128, 64, True): O(128), (32, 8, 128, 64, False): O(128), (64, 16, 128, 64, True): O(128),
+        (1, 8, 150, 64, False): S(1, 4, 128, 2), (4, 16, 150, 64, True): O(80, 2), (32, 8, 192, 64, False): O(64, 3),
+        (1, 8, 256, 64, True): S(1, 4, 128, 2), (1, 16, 256, 64, False): S(1, 4, 128, 2),
+        (1, 24, 256, 64, False): O(128, 2, 3), (4, 16, 256, 64, True): O(128, 2, 3),
+        (32, 8, 256, 64, False): O(128, 2, 3), (32, 8, 256, 64, True): O(64, 4, 3), (16, 8, 200, 64, True): O(64, 4, 3),
+        (1, 16, 64, 128, True): O(64), (32, 8, 64, 128, False): O(64), (4, 16, 77, 128, False): O(80, 1, 3),
+        (1, 16, 128, 128, False): S(1, 4, 128, 1), (4, 16, 128, 128, True): O(128, 1, 2),
+        (8, 16, 128, 128, False): O(128, 1, 2),
+        (10, 16, 128, 128, False): cuda_sm90.Config(2, 128, 2, together=False),
+    }  # fmt: skip
+    for case, tile in best.items():
+        assert flash.config(spec(*case), TARGETS[90]) == tile, case
+    for N_Q, N_KV, D, tile in ((4096, 77, 64, O(80)), (4096, 128, 64, O(128)), (2048, 256, 64, O(128, 2, 3))):
+        assert flash.config(spec(8, 8, D=D, N_Q=N_Q, N_KV=N_KV), TARGETS[90]) == tile
+    few = ((16, 64, S(1, 4, 128, 1)), (32, 64, O(128)), (1, 128, S(1, 4, 128, 1)), (32, 128, O(128, 1, 2)))
+    for N_Q, D, tile in few:
+        assert flash.config(spec(64, 32, D=D, N_Q=N_Q, N_KV=100), TARGETS[90]) == tile
 
 
 def dealt(call: FlashSpec, cfg: cuda_sm90.Config, hw: hardware.Hardware, section: int) -> list[float]:

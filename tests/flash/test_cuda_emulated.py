@@ -12,7 +12,7 @@ from tests import emulator
 from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
-S, G = cuda_small.Config, cuda_sm90.Config
+S, O, G = cuda_small.Config, cuda_small.Once, cuda_sm90.Config
 FULL = {"H_KV": 1, "N_KV": 150, "causal": True, "window": (40, None), "softcap": 3.0, "sinks": True}
 PACKED = {"lengths_q": [70, 1, 0, 45], "lengths_k": [30, 1, 5, 170], "causal": True}
 BLIND = {"N_Q": 150, "N_KV": 40, "causal": True}  # rows that see no key
@@ -28,6 +28,21 @@ SHORT = {
     "D=128 16x64": (S(1, 4, 64, 2), 128, {"N_Q": 33, "N_KV": 170, "causal": True}),
     "D=128 32x64": (S(2, 2, 64, 2), 128, {"N_Q": 129, "H_KV": 1}),
     "D=128 64x64 blind": (S(4, 1, 64, 2), 128, BLIND),
+}
+ONCE = {
+    "128": (O(128), 64, {"N_Q": 150, "N_KV": 99}),
+    "128 causal": (O(128), 64, {"N_Q": 128, "causal": True, "H_KV": 1}),
+    "128 blind": (O(128), 64, BLIND),
+    "64": (O(64), 64, {"N_Q": 64, "N_KV": 50}),
+    "64 top left": (O(64), 64, {"N_Q": 90, "N_KV": 33, "causal": "top_left"}),
+    "80": (O(80), 64, {"N_Q": 99, "N_KV": 77}),
+    "2x80": (O(80, 2), 64, {"N_Q": 160, "causal": True}),
+    "2x128": (O(128, 2, 3), 64, {"N_Q": 250, "causal": True}),
+    "2x128 blind": (O(128, 2, 3), 64, {**BLIND, "N_Q": 350, "N_KV": 200}),
+    "4x64": (O(64, 4, 3), 64, {"N_Q": 70, "N_KV": 200}),
+    "D=128": (O(128, 1, 2), 128, {"N_Q": 99, "N_KV": 120, "causal": True}),
+    "D=128 80": (O(80, 1, 3), 128, {"N_Q": 70, "N_KV": 77}),
+    "D=128 2x64": (O(64, 2, 2), 128, {"N_Q": 99, "N_KV": 128}),
 }
 HOPPER = {
     "64x128": (G(1, 128, 2, blocks_per_sm=2), 64, {"N_Q": 70, "N_KV": 299}),
@@ -46,7 +61,8 @@ HOPPER = {
     "D=256": (G(2, 80, 2), 256, {"N_Q": 100, "N_KV": 180, "causal": True}),
     "D=256 full": (G(2, 80, 2), 256, FULL),
 }
-CASES = {f"short {n}": c for n, c in SHORT.items()} | {f"hopper {n}": c for n, c in HOPPER.items()}
+CASES = {f"short {n}": c for n, c in SHORT.items()} | {f"once {n}": c for n, c in ONCE.items()}
+CASES |= {f"hopper {n}": c for n, c in HOPPER.items()}
 
 
 def inputs(D: int, options: dict, dtype: torch.dtype) -> testing.Inputs:
@@ -103,10 +119,21 @@ def test_every_query_sees_all_its_keys(window, packed, causal, together):
 WRONG = r" error \d|not finite|not zero"
 # What the machine must notice: a case, a passage, what stands there instead, in which mode, and what is said.
 MISTAKES = {
-    "q not waited for": ("short 64x128 blind", "if (!blocks) {", "if (false) {", ANY, WRONG),
+    "q not waited for": ("short 64x128 blind", "if (!blocks) {", "if (false) {", ANY, f"{WRONG}|on their way"),
     "v not waited for": ("short 32x128", "if (ONCE) {\n            wait<0>();", "if (ONCE) {", LATE, WRONG),
     "a row too many": ("short 16x128", "left > 0 ? 16 : 0", "16", EARLY, "no tensor's"),
     "a row too many, out": ("short D=128 16x64", "if (m0 + r < a.n_q)", "if (true)", EARLY, "outside a tensor"),
+    "not for wgmma to see": ("once 128", "wait<LEFT>();\n    fence_async();", "wait<LEFT>();", EARLY, WRONG),
+    "v not waited for, at once": (
+        "once 80", "await_copies<2 * (PARTS - PART) - 2>();", "await_copies<2 * (PARTS - PART) - 1>();", LATE, WRONG,
+    ),
+    "a row too many, at once": ("once 64", "left > 0 ? 16 : 0", "16", EARLY, "no tensor's"),
+    "a row too many, at once, out": (
+        "once D=128", "const bool there = row + 8 * r < a.n_q;", "const bool there = true;", EARLY, "outside a tensor",
+    ),
+    "not a row too many to end with": (
+        "once 2x128 blind", "wait<0>();                          // for what no row sees", "", LATE, "on their way",
+    ),
     "k not waited for": (
         "hopper 64x128", "await(at.k.full + 8 * k.at, k.parity);", ";", LATE, f"{WRONG}|all wait|more arrivals",
     ),

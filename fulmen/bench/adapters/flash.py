@@ -146,7 +146,7 @@ def native_forward(call: FlashSpec, hw: hardware.Hardware) -> Native:
     from fulmen.flash import cuda, cuda_sm90, cuda_small
 
     cfg = cuda.config(call, hw)
-    if isinstance(cfg, cuda_small.Config):
+    if not isinstance(cfg, cuda_sm90.Config):
         blocks, shared = cuda_small.blocks(call, cfg.rows), cfg.shared(call.D)
         return Native(cuda_small.variant(call, hw, cfg), blocks, cfg.threads, shared, cfg.stages)
     blocks = min(cfg.blocks_per_sm * hw.sm_count, cuda_sm90.tiles(call, cfg) * cuda_sm90.heads(call, cfg))
