@@ -3,6 +3,7 @@
     PYTHONPATH=. python3 dev/flash_short.py              # about 120 s on an H200; the chosen tile is starred
     PYTHONPATH=. python3 dev/flash_short.py --few        # few heads at D = 128, causal parts of 40 to 128 heads; 45 s
     PYTHONPATH=. python3 dev/flash_short.py --once       # up to 384 keys in shared memory at once; 110 s
+    PYTHONPATH=. python3 dev/flash_short.py --shared     # the same with heads that share keys; 45 s
     PYTHONPATH=. python3 dev/flash_short.py --compile    # the kernels alone, without a GPU
 
 dirty: L2 holds what was written before, as in the bench tool; clean: what was read; warm: the call's own tensors. Tiles
@@ -84,15 +85,24 @@ def once():
         yield B, H, N, 128, False, bf16, "dirty", [O(80, 1, 3), O(128, 1, 2), S(1, 4, 128, 1), G(1, 80, 2, blocks_per_sm=2), G(2, 128, 2)]
     for B, H, N in ((10, 16, 128), (12, 16, 128), (16, 16, 128), (8, 8, (1024, 64)), (8, 8, (4096, 64)), (8, 8, (1024, 128))):
         yield B, H, N, 128, False, bf16, "dirty", [O(64, 1, 4)] * (N[1] == 64 if isinstance(N, tuple) else 0) + [O(128, 1, 2), G(1, 80, 2, blocks_per_sm=2), G(2, 128, 2)]
-    for D in (64, 128):  # heads that share keys
-        grouped = G(1, 128 if D == 64 else 80, 2, blocks_per_sm=2, grouped=True)
-        for B, H, N in ((1, (32, 8), (1, 100)), (8, (32, 8), (1, 64)), (64, (32, 8), (1, 100)), (64, (32, 4), (4, 60)), (64, (32, 8), 64)):
-            yield B, H, N, D, False, bf16, "dirty", [O(128, 1, 4 if D == 64 else 2), S(1, 4, 128, 1), grouped] + [O(64)] * (N == 64 or N[1] <= 64)
-        for B, H, N in ((1, (32, 8), (1, 250)), (64, (32, 8), (1, 250)), (64, (32, 8), (16, 250)), (16, (32, 4), 150)):
-            yield B, H, N, D, False, bf16, "dirty", ([O(128, 2, 3), S(1, 4, 128, 2)] if D == 64 else [S(1, 4, 64, 2)]) + [grouped]
     for D in (64, 128):
         for B, H, N in ((64, 32, (1, 100)), (64, 32, (1, 64)), (64, 32, (16, 100)), (64, 32, (32, 100))):
             yield B, H, N, D, False, bf16, "dirty", [O(128, 1, 4 if D == 64 else 2), O(64, 2, 4 if D == 64 else 2), S(1, 4, 128, 1), S(2, 2, 128, 1), G(1, 80, 2, blocks_per_sm=2)] + [O(64)] * (N[1] == 64)
+
+
+def shared():
+    """Few keys that query heads share: all heads of a group in one tile, or each in its own."""
+    for D in (64, 128):
+        more, fewer = (4, 3) if D == 64 else (2, 1)
+        big = G(1, 128 if D == 64 else 80, 2, blocks_per_sm=2, grouped=True)
+        for B, H, N in ((1, (32, 8), (1, 100)), (4, (32, 8), (1, 100)), (16, (32, 8), (1, 100)), (64, (32, 8), (1, 100)), (64, (32, 8), (16, 100)), (64, (32, 8), (32, 100)),
+                        (8, (64, 8), 100), (64, (32, 8), (1, 60)), (8, (32, 8), (1, 60)), (64, (32, 4), (4, 60)), (64, (32, 8), 64), (16, (32, 8), (48, 77))):
+            n = 64 if (N if isinstance(N, int) else N[1]) <= 64 else 128
+            tiles = [O(n, 1, 4 if n == 64 else more), O(n, 1, 4 if n == 64 else more, True), S(1, 4, 128, 1), big]
+            yield B, H, N, D, False, torch.bfloat16, "dirty", tiles
+        for B, H, N in ((1, (32, 8), (1, 250)), (8, (32, 8), (1, 250)), (64, (32, 8), (1, 250)), (64, (32, 8), (16, 250)), (16, (32, 4), 150), (64, (16, 2), (8, 200)), (16, (32, 8), 250)):
+            tiles = [O(128, 2, 3), O(128, 2, 3, True), O(64, 4, 3, True), S(1, 4, 128, 2)] if D == 64 else [O(64, 4, 1, True), S(1, 4, 64, 2)]
+            yield B, H, N, D, N == 250, torch.bfloat16, "dirty", [*tiles, big]
 
 
 def variant(spec, cfg):
@@ -141,7 +151,7 @@ def measure(label, calls, state, chosen):
 
 
 def main():
-    for B, H, N, D, causal, dtype, state, tiles in (few() if "--few" in sys.argv else once() if "--once" in sys.argv else cases()):
+    for B, H, N, D, causal, dtype, state, tiles in (few() if "--few" in sys.argv else once() if "--once" in sys.argv else shared() if "--shared" in sys.argv else cases()):
         N_Q, N_KV = N if isinstance(N, tuple) else (N, N)
         H, H_KV = H if isinstance(H, tuple) else (H, H)
         x = testing.inputs(B, H, N_Q, D, H_KV=H_KV, N_KV=N_KV, dtype=dtype, causal=causal, device="cpu" if COMPILE else "cuda")

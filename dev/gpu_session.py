@@ -215,7 +215,8 @@ def few(_) -> int:
 
 
 def once(_) -> int:
-    return run(sys.executable, "dev/flash_short.py", "--once", into=OUT / "flash_once.txt", show=5, limit=160)
+    one = run(sys.executable, "dev/flash_short.py", "--once", into=OUT / "flash_once.txt", show=5, limit=160)
+    return one | run(sys.executable, "dev/flash_short.py", "--shared", into=OUT / "flash_shared.txt", show=5, limit=100)
 
 
 def saved(_) -> int:
@@ -248,7 +249,7 @@ STAGES = {  # what, and about how many seconds on an H200
     "leftover": (leftover, "lightning attention of heads that fill the SMs once and a bit", 20),
     "short": (short, "tiles for short calls and for many heads, L2 cold", 120),
     "few": (few, "tiles for few heads, parts of many", 45),
-    "once": (once, "tiles for few keys", 90),
+    "once": (once, "tiles for few keys", 130),
     "host": (host, "the host's time for a short call", 15),
     "saved": (saved, "how often lightning attention saves a state", 20),
     "parts": (parts, "what layers cost beyond their parts", 85),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, hardware
-from fulmen.boundary import empty_rows
+from fulmen.boundary import allocator, empty_rows
 from fulmen.dispatch import register
 from fulmen.flash import cuda_sm90, cuda_small, sdpa, triton
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
@@ -112,7 +112,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor],
         return None
     if not all(readable(t, not isinstance(cfg, cuda_sm90.Config)) for t in x[:3]):
         return None
-    empty_like = torch.empty_like
+    empty_like = allocator(o)
     if isinstance(cfg, cuda_sm90.Config):
         again = cuda_sm90.repeat(spec, cfg, x, o)
         if again is None:

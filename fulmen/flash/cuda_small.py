@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, hardware
+from fulmen.flash.cuda_sm90 import GROUPS
 from fulmen.flash.op import FlashSpec, Residuals
 
 MAX_TOKENS = 512
@@ -71,6 +72,7 @@ class Once(NamedTuple):
     block_n: int  # keys at a time
     stages: int = 1  # how many times
     blocks_per_sm: int = 4  # how many the registers must leave room for
+    grouped: bool = False  # a tile holds all query heads of a group
 
     @property
     def rows(self) -> int:
@@ -84,7 +86,8 @@ class Once(NamedTuple):
         return (self.rows + 2 * self.stages * self.block_n) * 2 * D
 
     def __str__(self) -> str:
-        return f"cuda_once.cu, {self.rows} queries x {self.stages * self.block_n} keys"
+        tile = f"cuda_once.cu, {self.rows} queries x {self.stages * self.block_n} keys"
+        return tile + ", heads grouped" * self.grouped
 
 
 Tile = Config | Once
@@ -92,6 +95,14 @@ Tile = Config | Once
 
 def blocks(spec: FlashSpec, rows: int) -> int:
     return math.ceil(spec.N_Q / rows) * spec.B * spec.H
+
+
+def grid(spec: FlashSpec, cfg: Tile) -> tuple[int, int, int]:
+    if isinstance(cfg, Once) and cfg.grouped:
+        if spec.group not in GROUPS:
+            raise ValueError(f"groups of {spec.group} query heads cannot share tiles, only of {GROUPS}")
+        return math.ceil(spec.N_Q * spec.group / cfg.rows), spec.H_KV, spec.B
+    return math.ceil(spec.N_Q / cfg.rows), spec.H, spec.B
 
 
 def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
@@ -118,35 +129,38 @@ def on_hopper(spec: FlashSpec, hw: hardware.Hardware) -> Tile | None:
     keys, wide, sms = spec.N_KV, spec.D == 128, hw.sm_count
     if keys > 256 or unable(spec) is not None:
         return None
+    tiles, together = blocks(spec, 64), math.prod(grid(spec, Once(64, grouped=spec.group in GROUPS)))
+    grouped = together < tiles and tiles > sms  # else all are there at once, the sooner the fewer share one
     if keys <= 64:
-        return Once(64)  # D 64, B64 H16 N64: 12.3, 13.5; D 128, B32 H8 N64: 7.7, 8.9
+        return Once(64, grouped=grouped)  # D 64, B64 H16 N64: 12.3, 13.5; D 128, B32 H8 N64: 7.7, 8.9
     if keys <= 80:
-        return Once(80, 1, 3 if wide else 4)  # D 64, B2 H10, 4096 x 77: 12.2, 16.2; D 128: 18.4, 18.4
+        return Once(80, 1, 3 if wide else 4, grouped)  # D 64, B2 H10, 4096 x 77: 12.2, 16.2; D 128: 18.4, 18.4
     if keys <= 128:
-        if blocks(spec, 16) <= sms or spec.N_Q <= 16:
+        if blocks(spec, 16) <= sms or (spec.N_Q <= 16 and not grouped):
             return Config(1, 4, 128, 1)  # B1 H1 N128: 2.7, 3.1; B64 H32, 1 x 100: 19.4, 20.3
         if not wide:
-            return Once(128)  # B8 H4 N128: 3.9, 4.0; B32 H8: 8.4, 9.3
-        return Once(128, 1, 2) if blocks(spec, 64) <= 2 * sms or spec.N_Q <= 32 else None  # B8 H16 N128: 8.5, 9.3
+            return Once(128, grouped=grouped)  # B8 H4 N128: 3.9, 4.0; B32 H8: 8.4, 9.3
+        few = min(tiles, together) <= 2 * sms or spec.N_Q <= 32
+        return Once(128, 1, 2, grouped) if few else None  # B8 H16 N128: 8.5, 9.3; B32 H8: 15.6, 14.1
     if wide:
-        few = blocks(spec, 64) <= sms // 2 and lacks(spec) is None  # B8 H4 N256: 8.7, 8.3
+        few = tiles <= sms // 2 and lacks(spec) is None  # B8 H4 N256: 8.7, 8.3
         return config(spec, hw) if few else None
     if blocks(spec, 16) <= 2 * sms:
         return Config(1, 4, 128, 2)  # B1 H8 N256: 3.8, 4.8; H16: 4.9, 5.0; H24: 5.9, 5.3
     if keys <= 160:
-        return Once(80, 2)  # B32 H8 N150: 11.1, 14.0
+        return Once(80, 2, 4, grouped)  # B32 H8 N150: 11.1, 14.0
     if keys <= 192:
-        return Once(64, 3)  # B32 H8 N192: 12.6, 14.8
-    if spec.right is not None and blocks(spec, 64) > 3 * sms:
-        return Once(64, 4, 3)  # causal, B32 H8 N256: 16.9, 17.3
-    return Once(128, 2, 3)  # B32 H8 N256: 18.3, 21.2
+        return Once(64, 3, 4, grouped)  # B32 H8 N192: 12.6, 14.8
+    if spec.right is not None and tiles > 3 * sms:
+        return Once(64, 4, 3, grouped)  # causal, B32 H8 N256: 16.9, 17.3
+    return Once(128, 2, 3, grouped)  # B32 H8 N256: 18.3, 21.2
 
 
 def variant(spec: FlashSpec, hw: hardware.Hardware, cfg: Tile) -> cuda.Variant:
     macros = {"HEAD_DIM": spec.D, "BLOCK_N": cfg.block_n, "BLOCKS_PER_SM": cfg.blocks_per_sm}
     macros |= {"BF16": int(spec.dtype == torch.bfloat16), "CAUSAL": int(spec.right is not None)}
     if isinstance(cfg, Once):
-        macros["PARTS"] = cfg.stages
+        macros |= {"PARTS": cfg.stages, "GROUPED": int(cfg.grouped)}
         return cuda.Variant("flash/cuda_once.cu", "flash_once_forward_kernel", "90a", tuple(macros.items()))
     macros |= {"WARPS_M": cfg.warps_m, "WARPS_N": cfg.warps_n, "STAGES": cfg.stages}
     return cuda.Variant("flash/cuda_small.cu", "flash_small_forward_kernel", str(hw.arch), tuple(macros.items()))
@@ -164,13 +178,13 @@ def launch_of(spec: FlashSpec, cfg: Tile, steps: tuple[int, ...], early: bool = 
         raise ValueError(f"{cfg} at once, and there are {spec.N_KV}")
     hw = hardware.of(spec.device)
     shift = 0 if spec.top_left else spec.N_KV - spec.N_Q
-    rest = struct.pack(
-        "12q4if4x", *steps, max(spec.group, 1), spec.N_Q, spec.N_KV, shift, spec.scale * math.log2(math.e)
-    )
-    grid = (math.ceil(spec.N_Q / cfg.rows), spec.H, spec.B)
+    group = max(spec.group, 1)
+    scale = spec.scale * math.log2(math.e)
+    rest = struct.pack("12q4ifi", *steps, group, spec.N_Q, spec.N_KV, shift, scale, group.bit_length() - 1)
     return cuda.Launch(
-        variant(spec, hw, cfg), spec.device, grid, cfg.threads, cfg.shared(spec.D), "5Q", rest, early and hw.arch >= 90
-    )
+        variant(spec, hw, cfg), spec.device, grid(spec, cfg), cfg.threads, cfg.shared(spec.D), "5Q", rest,
+        early and hw.arch >= 90,
+    )  # fmt: skip
 
 
 def run(spec: FlashSpec, cfg: Tile, x: Residuals, o: Tensor, lse: Tensor | None) -> None:

@@ -87,11 +87,12 @@ def first(spec: FlashSpec) -> str:
 def short(spec: FlashSpec) -> bool:
     """Whether cuda was measured to be ahead of triton in a short call, or within 2 %; us on the GPU, cuda and triton:
     D = 64, B1 H1 N128 2.7, 3.8; N512 6.5, 8.6; B4 H16 N256 7.0, 8.3; B32 H8 N128 8.4, 11.9; 4096 x 256, B8 H8 53, 65
-    D = 128, B1 H1 N128 3.5, 5.0; N512 8.5, 9.6; B8 H4 N256 8.9, 8.8; B4 H16 N256 11.4, 11.6; 1024 x 128, B8 H8 18, 29
+    D = 128, B1 H1 N128 3.5, 5.0; N512 8.5, 9.6; B8 H4 N256 8.9, 8.8; B4 H16 N256 11.4, 11.6; 1024 x 128, B8 H8 18, 29;
+    B64 H32/8, 1 x 250 25, 65
     """
     if spec.D != spec.E or spec.D not in (64, 128):
         return False
-    most = 512 if spec.N_Q == spec.N_KV else 256 if spec.D == 64 else 128
+    most = 512 if spec.N_Q == spec.N_KV else 256
     return most >= spec.N_KV
 
 

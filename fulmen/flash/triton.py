@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import hardware
-from fulmen.boundary import empty_rows
+from fulmen.boundary import allocator, empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
 from fulmen.flash.ranking import rank
@@ -539,7 +539,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor],
     ready = remembered(forward_key(spec, x))
     if ready is None or torch.empty_like(x.q).stride() != empty_rows(x.q, spec.H, spec.E).stride():
         return None
-    call, empty_like = ready[0], torch.empty_like
+    call, empty_like = ready[0], allocator(torch.empty_like(x.q))
 
     def quick(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
         a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()

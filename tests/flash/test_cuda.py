@@ -55,19 +55,26 @@ def test_small_fits_and_does_not_spill(arch, D):
     assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
 
 
+SHARED = {"H": 32, "H_KV": 8, "N_Q": 24}
+
+
 def tiles_once(D: int) -> list[tuple[FlashSpec, cuda_small.Once]]:
     """Every tile of cuda_once.cu that is chosen, with a call that takes it."""
     every = itertools.product((1, 8, 64), (64, 80, 128, 150, 192, 256), (False, True))
     calls = [spec(B, 8, N, D, causal) for B, N, causal in every]
+    calls += [spec(64, N_KV=call.N_KV, D=D, causal=call.right == 0, **SHARED) for call in calls]
     chosen = {(flash.config(call, TARGETS[90]), call.right): call for call in calls}
     return [(call, cfg) for (cfg, _), call in chosen.items() if isinstance(cfg, cuda_small.Once)]
 
 
 def test_which_tiles_there_are_of_all_keys_at_once():
     O = cuda_small.Once
-    small = {O(64), O(80), O(128), O(80, 2), O(64, 3), O(128, 2, 3), O(64, 4, 3)}
-    assert {cfg for _, cfg in tiles_once(64)} == small
-    assert {cfg for _, cfg in tiles_once(128)} == {O(64), O(80, 1, 3), O(128, 1, 2)}
+    small, wide = (
+        [O(64), O(80), O(128), O(80, 2), O(64, 3), O(128, 2, 3), O(64, 4, 3)],
+        [O(64), O(80, 1, 3), O(128, 1, 2)],
+    )
+    assert {cfg for _, cfg in tiles_once(64)} == {*small, *(cfg._replace(grouped=True) for cfg in small)}
+    assert {cfg for _, cfg in tiles_once(128)} == {*wide, *(cfg._replace(grouped=True) for cfg in wide)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -83,6 +90,35 @@ def test_all_keys_at_once_fit_and_do_not_spill(D, dtype):
         assert sass.overwritten(text) == []
         assert text.count("HGMMA.") == cfg.stages * (D + cfg.block_n) // 16
         assert text.count("MUFU.EX2") == cfg.stages * cfg.block_n // 2 + 2 * (cfg.stages - 1)
+
+
+def test_odd_groups_share_no_tile(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    for H in (8, 24, 1024):
+        call = spec(64, H, H_KV=8, N_Q=1, N_KV=100)
+        assert not getattr(flash.config(call, TARGETS[90]), "grouped", False)
+        with pytest.raises(ValueError, match="cannot share tiles"):
+            cuda_small.launch_of(call, cuda_small.Once(128, grouped=True), (0,) * 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_all_keys_at_once_on_a_gpu(D, causal):
+    """Right in every tile, on rows and keys that do not fill it, and the same bits every time."""
+    for cfg in dict.fromkeys(cfg for _, cfg in tiles_once(D)):
+        N_KV = cfg.block_n * cfg.stages - 3
+        for N_Q, dtype in ((N_KV, torch.bfloat16), (201, torch.float16), (5, torch.bfloat16)):
+            x = testing.inputs(2, 8, N_Q, D, H_KV=2, N_KV=N_KV, causal=causal, dtype=dtype, device="cuda")
+            call, tensors = x.spec(with_lse=True), Residuals(x.q, x.k, x.v)
+            if (why := flash.supports(call)) is not None or hardware.of(call.device).arch != 90:
+                pytest.skip(why or "for Hopper")
+            o, lse = flash.forward(call, tensors, cfg)
+            testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
+            for _ in range(25):
+                again = flash.forward(call, tensors, cfg)
+                assert torch.equal(again[0], o)
+                assert torch.equal(again[1], lse)
 
 
 @pytest.mark.parametrize("arch", ["90a", "100", "120"])
@@ -289,6 +325,18 @@ def test_what_was_measured_of_few_keys_is_taken():
     few = ((16, 64, S(1, 4, 128, 1)), (32, 64, O(128)), (1, 128, S(1, 4, 128, 1)), (32, 128, O(128, 1, 2)))
     for N_Q, D, tile in few:
         assert flash.config(spec(64, 32, D=D, N_Q=N_Q, N_KV=100), TARGETS[90]) == tile
+    grouped = {  # results/h200/cuda_shared.txt: B, group, N_Q, N_KV, D, and the best or within 6 % of it
+        (1, 4, 1, 100, 64): S(1, 4, 128, 1), (4, 4, 1, 100, 64): S(1, 4, 128, 1),
+        (16, 4, 1, 100, 64): O(128, grouped=True),
+        (64, 4, 32, 100, 64): O(128, grouped=True), (64, 4, 64, 64, 64): O(64), (8, 4, 1, 60, 64): O(64, grouped=True),
+        (64, 8, 4, 60, 128): O(64, grouped=True), (8, 4, 1, 250, 64): S(1, 4, 128, 2),
+        (64, 4, 16, 250, 64): O(128, 2, 3, True), (16, 8, 150, 150, 64): O(80, 2, 4, True),
+        (16, 4, 1, 100, 128): O(128, 1, 2, True), (64, 4, 16, 100, 128): O(128, 1, 2, True),
+        (64, 4, 16, 250, 128): cuda_sm90.Config(1, 80, 2, blocks_per_sm=2, together=False, grouped=True),
+    }  # fmt: skip
+    for (B, group, N_Q, N_KV, D), tile in grouped.items():
+        call = spec(B, 32, D=D, H_KV=32 // group, N_Q=N_Q, N_KV=N_KV)
+        assert flash.config(call, TARGETS[90]) == tile, call
 
 
 def dealt(call: FlashSpec, cfg: cuda_sm90.Config, hw: hardware.Hardware, section: int) -> list[float]:

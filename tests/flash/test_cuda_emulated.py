@@ -40,6 +40,11 @@ ONCE = {
     "2x128": (O(128, 2, 3), 64, {"N_Q": 250, "causal": True}),
     "2x128 blind": (O(128, 2, 3), 64, {**BLIND, "N_Q": 350, "N_KV": 200}),
     "4x64": (O(64, 4, 3), 64, {"N_Q": 70, "N_KV": 200}),
+    "128 grouped": (O(128, grouped=True), 64, {"H": 8, "H_KV": 2, "N_Q": 37, "N_KV": 99}),
+    "64 grouped": (O(64, grouped=True), 64, {"H": 16, "H_KV": 1, "N_Q": 9, "N_KV": 60, "causal": True, "B": 2}),
+    "2x80 grouped": (O(80, 2, 4, True), 64, {"H": 4, "H_KV": 2, "N_Q": 150, "causal": True}),
+    "grouped blind": (O(128, grouped=True), 64, {**BLIND, "H": 4, "H_KV": 1}),
+    "D=128 grouped": (O(128, 1, 2, True), 128, {"H": 64, "H_KV": 1, "N_Q": 3, "N_KV": 100, "causal": True}),
     "D=128": (O(128, 1, 2), 128, {"N_Q": 99, "N_KV": 120, "causal": True}),
     "D=128 80": (O(80, 1, 3), 128, {"N_Q": 70, "N_KV": 77}),
     "D=128 2x64": (O(64, 2, 2), 128, {"N_Q": 99, "N_KV": 128}),
@@ -127,9 +132,10 @@ MISTAKES = {
     "v not waited for, at once": (
         "once 80", "await_copies<2 * (PARTS - PART) - 2>();", "await_copies<2 * (PARTS - PART) - 1>();", LATE, WRONG,
     ),
-    "a row too many, at once": ("once 64", "left > 0 ? 16 : 0", "16", EARLY, "no tensor's"),
+    "a row too many, at once": ("once 64", "from, left > 0", "from, true", EARLY, "no tensor's"),
+    "a query too many": ("once 128 grouped", "position < a.n_q);", "true);", EARLY, "no tensor's"),
     "a row too many, at once, out": (
-        "once D=128", "const bool there = row + 8 * r < a.n_q;", "const bool there = true;", EARLY, "outside a tensor",
+        "once D=128", "const bool there = position < a.n_q;", "const bool there = true;", EARLY, "outside a tensor",
     ),
     "not a row too many to end with": (
         "once 2x128 blind", "wait<0>();                          // for what no row sees", "", LATE, "on their way",

@@ -60,6 +60,7 @@ def hopper(monkeypatch):
         (spec(N=512, B=1, grad=False), "cuda"),
         (spec(N=600, B=1, grad=False), "triton"),  # not compared
         (spec(N=512, B=1, grad=False)._replace(N_Q=1), "triton"),
+        (spec(N=250, B=64, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
         (spec(D=64, N=77, causal=False, grad=False)._replace(N_Q=4096), "cuda"),
         (spec(D=64, N=77, B=64, causal=False, grad=False)._replace(N_Q=16384), "cuda"),  # few keys, much to do
         (spec(D=64, N=256, B=64, causal=False, grad=False)._replace(N_Q=16384), "sdpa"),

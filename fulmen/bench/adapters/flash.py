@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +148,7 @@ def native_forward(call: FlashSpec, hw: hardware.Hardware) -> Native:
 
     cfg = cuda.config(call, hw)
     if not isinstance(cfg, cuda_sm90.Config):
-        blocks, shared = cuda_small.blocks(call, cfg.rows), cfg.shared(call.D)
+        blocks, shared = math.prod(cuda_small.grid(call, cfg)), cfg.shared(call.D)
         return Native(cuda_small.variant(call, hw, cfg), blocks, cfg.threads, shared, cfg.stages)
     blocks = min(cfg.blocks_per_sm * hw.sm_count, cuda_sm90.tiles(call, cfg) * cuda_sm90.heads(call, cfg))
     return Native(cuda_sm90.variant(call, cfg), blocks, cfg.threads, cfg.shared(call.D, call.E), cfg.stages)
