@@ -50,7 +50,7 @@ def tag(cfg) -> str:
         if not hasattr(cfg, "warps_m"):
             return f"once n{cfg.block_n} x{cfg.stages}{' grouped' * cfg.grouped}"
         return f"mma {cfg.warps_m}x{cfg.warps_n} n{cfg.block_n} s{cfg.stages}"
-    return f"{cfg.rows}x{cfg.block_n}{' turns' * cfg.take_turns}{' parts' * (not cfg.together)}{' grouped' * cfg.grouped}"
+    return f"{cfg.rows}x{cfg.block_n}{' turns' * cfg.take_turns}{' parts' * (not cfg.together)}{' grouped' * cfg.grouped}" + f" split {cfg.splits}" * (cfg.splits > 1)
 
 
 def gpu_cases():

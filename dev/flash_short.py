@@ -4,6 +4,7 @@
     PYTHONPATH=. python3 dev/flash_short.py --few        # few heads at D = 128, causal parts of 40 to 128 heads; 45 s
     PYTHONPATH=. python3 dev/flash_short.py --once       # up to 384 keys in shared memory at once; 110 s
     PYTHONPATH=. python3 dev/flash_short.py --shared     # the same with heads that share keys; 45 s
+    PYTHONPATH=. python3 dev/flash_short.py --decode     # few queries, many keys, split over blocks; 45 s
     PYTHONPATH=. python3 dev/flash_short.py --compile    # the kernels alone, without a GPU
 
 dirty: L2 holds what was written before, as in the bench tool; clean: what was read; warm: the call's own tensors. Tiles
@@ -105,6 +106,29 @@ def shared():
             yield B, H, N, D, N == 250, torch.bfloat16, "dirty", [*tiles, big]
 
 
+def decode():
+    """Few queries and many keys, split over blocks or not. With splits "kernels" counts the second kernel's wait for the first: read events."""
+    plain = [
+        (1, (32, 8), (1, 512), 128), (1, (32, 8), (1, 1024), 128), (1, (32, 8), (1, 2048), 128), (1, (32, 8), (1, 8192), 128), (1, (32, 8), (1, 32768), 128), (1, (32, 8), (1, 131072), 128),
+        (1, 32, (1, 8192), 128), (4, (32, 8), (1, 2048), 128), (4, (32, 8), (1, 8192), 128), (8, (32, 8), (1, 8192), 128), (8, (32, 8), (1, 32768), 128), (16, (32, 8), (1, 8192), 128), (1, (32, 8), (4, 8192), 128),
+        (1, (32, 8), (64, 32768), 128), (1, (32, 8), (256, 32768), 128), (1, 8, (512, 8192), 128), (1, (64, 8), (1, 32768), 64), (1, 16, (1, 8192), 64),
+        (1, 16, (128, 4096), 64), (2, 8, (512, 4096), 64), (4, (16, 2), (1, 16384), 256), (1, 4, 4096, 128), (1, 2, 4096, 64),
+    ]
+    plain += [(1, 1, n, D, {"causal": True}) for n, D in ((1024, 128), (1024, 64), (2048, 128), (4096, 128), (4096, 64))] + [(1, 2, 1024, 128), (1, 4, 2048, 64, {"causal": True})]
+    sinks, cap = {"causal": True, "sinks": True}, {"causal": True, "softcap": 30.0}
+    options = [
+        (1, (64, 8), (1, 8192), 64, sinks), (8, (64, 8), (1, 8192), 64, sinks), (1, (64, 8), (1, 8192), 64, {**sinks, "window": (127, None)}), (16, (64, 8), (1, 8192), 64, {**sinks, "window": (127, None)}),
+        (1, (32, 8), (1, 8192), 128, cap), (1, (16, 8), (1, 8192), 256, {**cap, "window": (4095, None)}), (8, (16, 8), (1, 8192), 256, cap), (1, (32, 8), (1, 1024), 128, cap), (1, (32, 8), (1, 300), 128, cap),
+    ]
+    for B, H, N, D, *more in plain + options:
+        given = more[0] if more else {}
+        x = testing.inputs(B, H[0] if isinstance(H, tuple) else H, 1, D, H_KV=H[1] if isinstance(H, tuple) else H, N_KV=N if isinstance(N, int) else N[1], dtype=torch.bfloat16, device="cpu", **given)
+        spec = x.spec()._replace(N_Q=N if isinstance(N, int) else N[0])
+        one = cuda_sm90.config(spec, hw)._replace(splits=1)
+        room = hw.sm_count // max(1, cuda_sm90.tiles(spec, one) * cuda_sm90.heads(spec, one))
+        yield B, H, N, D, given.get("causal", False), torch.bfloat16, "dirty", [one] + [one._replace(splits=s) for s in (room // 2, 2 * room) if 1 < s <= 264 and not more], given
+
+
 def variant(spec, cfg):
     return cuda_sm90.variant(spec, cfg) if isinstance(cfg, G) else small_variant(spec, hw, cfg)
 
@@ -114,7 +138,8 @@ def name_of(cfg):
 
 
 def measure(label, calls, state, chosen):
-    exact, alive = calls["FA2"]().float(), {}
+    base = next(iter(calls))  # FA2, or triton where it has no such option
+    exact, alive = calls[base]().float(), {}
     for name, call in calls.items():
         error = ((call().float() - exact).norm() / exact.norm()).item()
         if error < 1e-2:
@@ -145,29 +170,36 @@ def measure(label, calls, state, chosen):
             own[at] += e.time_range.elapsed_us()
     device = {n: statistics.median(own[i] for i, name in enumerate(order) if name == n) for n in alive}
     between = {n: statistics.median(1e3 * a.elapsed_time(b) for a, b in t) for n, t in events.items()}
-    shown = ["FA2", "cuDNN", chosen, *sorted((n for n in alive if n not in ("FA2", "cuDNN", chosen)), key=device.get)]
-    print(label, state, "us of kernels (over FA2) / between events:", ", ".join(
-        f"{'*' * (n == chosen)}{n} {device[n]:.2f} ({device[n] / device['FA2']:.2f}) / {between[n]:.2f}" for n in shown), flush=True)
+    first = [n for n in ("FA2", "cuDNN", chosen) if n in alive]
+    shown = first + sorted((n for n in alive if n not in first), key=device.get)
+    print(label, state, f"us of kernels (over {base}) / between events:", ", ".join(
+        f"{'*' * (n == chosen)}{n} {device[n]:.2f} ({device[n] / device[base]:.2f}) / {between[n]:.2f}" for n in shown), flush=True)
 
 
 def main():
-    for B, H, N, D, causal, dtype, state, tiles in (few() if "--few" in sys.argv else once() if "--once" in sys.argv else shared() if "--shared" in sys.argv else cases()):
+    modes = {"--few": few, "--once": once, "--shared": shared, "--decode": decode}
+    for B, H, N, D, causal, dtype, state, tiles, *more in next((modes[a] for a in sys.argv if a in modes), cases)():
         N_Q, N_KV = N if isinstance(N, tuple) else (N, N)
         H, H_KV = H if isinstance(H, tuple) else (H, H)
-        x = testing.inputs(B, H, N_Q, D, H_KV=H_KV, N_KV=N_KV, dtype=dtype, causal=causal, device="cpu" if COMPILE else "cuda")
-        spec, tensors = x.spec(), Residuals(x.q, x.k, x.v)
+        options = {"causal": causal} | (more[0] if more else {})
+        x = testing.inputs(B, H, N_Q, D, H_KV=H_KV, N_KV=N_KV, dtype=dtype, device="cpu" if COMPILE else "cuda", **options)
+        spec, tensors = x.spec(), Residuals(x.q, x.k, x.v, x.sinks)
         chosen = cuda.config(spec, hw)
         tiles = list(dict.fromkeys([chosen, *tiles]))
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda c: build.cubin(variant(spec, c)), tiles))
+        if any(getattr(c, "splits", 1) > 1 for c in tiles):
+            build.cubin(cuda_sm90.merge_variant(spec))
         if COMPILE:
             continue
-        calls = {"FA2": lambda: sdpa.forward(spec, tensors, implementation="flash")[0],
-                 "cuDNN": lambda: sdpa.forward(spec, tensors, implementation="cudnn")[0]}
+        calls = {}
+        if spec.plain:
+            calls = {"FA2": lambda: sdpa.forward(spec, tensors, implementation="flash")[0], "cuDNN": lambda: sdpa.forward(spec, tensors, implementation="cudnn")[0]}
         if N_Q <= 512 or "--once" in sys.argv:
             calls["triton"] = lambda: triton.forward(spec, tensors)[0]
         calls |= {name_of(c): lambda c=c: cuda.forward(spec, tensors, c)[0] for c in tiles}
-        measure(f"B{B} H{H}/{H_KV} N{N_Q}x{N_KV} D{D} {'causal' if causal else 'full'} {str(dtype)[6:]}", calls, state, name_of(chosen))
+        label = f"B{B} H{H}/{H_KV} N{N_Q}x{N_KV} D{D} {'causal' if causal else 'full'}" + "".join(f" {n}={v}" for n, v in options.items() if n != "causal")
+        measure(f"{label} {str(dtype)[6:]}", calls, state, name_of(chosen))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ def supports(spec: FlashSpec) -> str | None:
         return f"has triton's backward, which {why}"
     cfg = config(spec, hw)
     if isinstance(cfg, cuda_sm90.Config):
-        return cuda.problem(cuda_sm90.variant(spec, cfg), spec.device, cfg.shared(spec.D, spec.E))
+        why = cuda.problem(cuda_sm90.variant(spec, cfg), spec.device, cfg.shared(spec.D, spec.E))
+        if why is None and cfg.splits > 1:
+            why = cuda.problem(cuda_sm90.merge_variant(spec), spec.device, cuda_sm90.MERGE_BYTES)
+        return why
     return cuda.problem(cuda_small.variant(spec, hw, cfg), spec.device, cfg.shared(spec.D))
 
 

@@ -22,12 +22,15 @@
 // `h` and Tile::head count heads of k and v, row r of a tile is position r / group, query head r % group, and q's map is
 // (D, group, N, H_KV, B) with boxes of 64 x group x 64 / group.
 //
+// SPLIT: few tiles of many keys would leave most SMs idle, so `splits` blocks share the keys of a tile. Each writes what it
+// has: sums that are not divided yet, fp32, and m and l of every row; cuda_merge.cu puts them together.
+//
 // wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
 // 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed. So s turns into p in place.
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start
-// their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, GROUPED
-// and SINKS (1: fp32, 2: as q).
+// their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, GROUPED,
+// SPLIT and SINKS (1: fp32, 2: as q).
 
 #include "sm90.cuh"
 
@@ -43,8 +46,8 @@ static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products")
 
 struct Args {
     TensorMap q, k, v;                  // (D, N, heads, B); boxes of 64 columns and 64 (q) or BLOCK_N rows
-    char *o;
-    float *lse;                         // or null
+    char *o;                            // SPLIT: sums (splits, B * H, N, E), fp32
+    float *lse;                         // or null; SPLIT: m, in base 2, and l (splits, B * H, N, 2)
     const char *sinks;
     const int *cu_q, *cu_k;
     long long o_b, o_h, o_n;            // strides in bytes
@@ -54,6 +57,7 @@ struct Args {
     int tiles, section;                 // tiles of a head; heads that are worked on together
     float factor, inner;                // scale * log2(e); with a softcap, softcap * log2(e) and scale / softcap
     int log_group;                      // base 2; GROUPED only
+    int splits;
 };
 static_assert(sizeof(Args) == 512, "as cuda_sm90.py packs them");
 
@@ -177,11 +181,14 @@ struct Tile {
     int begin_q, begin_k, n_q, n_kv;    // of its sequence
     int shift;                          // query i stands at position i + shift
     int first, blocks;                  // keys, from which on, and how many times BLOCK_N
+    int split;                          // which part of them
 
     __device__ __forceinline__ bool find(const Args &a, int i) {
         const int length = positions(a, ROWS);
         int t = i * gridDim.x + (i % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (t >= a.heads * a.tiles) return false;
+        if (t >= a.heads * a.tiles * (SPLIT ? a.splits : 1)) return false;
+        split = SPLIT ? t % a.splits : 0;
+        if (SPLIT) t /= a.splits;
         int from = t / (a.section * a.tiles) * a.section, size = min(a.section, a.heads - from);
         t -= from * a.tiles;
         head = from + t % size;
@@ -205,6 +212,11 @@ struct Tile {
         int end = RIGHT ? max(0, min(n_kv, min(m0 + length, n_q) + shift + a.right)) : n_kv;
         first = LEFT ? max(0, m0 + shift - a.left) / BLOCK_N * BLOCK_N : 0;
         blocks = max(0, end - first + BLOCK_N - 1) / BLOCK_N;
+        if (SPLIT) {
+            const int each = (blocks + a.splits - 1) / a.splits, before = min(blocks, split * each);
+            first += before * BLOCK_N;
+            blocks = min(each, blocks - before);
+        }
         return true;
     }
 
@@ -384,6 +396,7 @@ __device__ __forceinline__ void close(Rows &x, const Args &a, int head) {
         x.l[r] += __shfl_xor_sync(~0u, x.l[r], 2);
         x.m[r] *= a.factor;
         x.alpha[r] = 1.0f;
+        if (SPLIT) continue;
         if (SINKS) {
             float sink = sink_of(a, query_head(a, head % a.h) + further(a, r)), m = fmaxf(x.m[r], sink);
             float pivot = m == -INFINITY_ ? 0.0f : m;
@@ -420,6 +433,25 @@ __device__ __forceinline__ void store(const Args &a, const float (&o)[O], const 
     }
 }
 
+// The same of a part of the keys, for cuda_merge.cu.
+__device__ __forceinline__ void store_part(
+    const Args &a, const float (&o)[O], const Rows &x, const Tile &tile, int first
+) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const long long every = GROUPED ? a.heads * a.group : a.heads;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = positions(a, g + 8 * r);
+        if (first + row >= tile.n_q) continue;
+        const long long head = tile.split * every + query_head(a, tile.head) + further(a, r);
+        const long long at = head * a.n_q + first + row;
+        float2 *to = reinterpret_cast<float2 *>(a.o) + at * (E / 2) + t;
+#pragma unroll
+        for (int j = 0; j < E / 8; j++) to[4 * j] = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
+        if (t == 0) reinterpret_cast<float2 *>(a.lse)[at] = make_float2(x.m[r], x.l[r]);
+    }
+}
+
 __device__ __forceinline__ void consume(const Args &a, const Shared &at, int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     Place k, v;
@@ -447,7 +479,8 @@ __device__ __forceinline__ void consume(const Args &a, const Shared &at, int con
             walk(w, a, at, tile, k, v, at.q + consumer * Q_BYTES, consumer, all_from, all_to);
         }
         close(w.x, a, tile.head);
-        store(a, w.o, w.x, tile, first);
+        if (SPLIT) store_part(a, w.o, w.x, tile, first);
+        else store(a, w.o, w.x, tile, first);
     }
 }
 

@@ -1,4 +1,6 @@
-"""The launch of cuda_sm90.cu, the forward for Hopper: its limits, tiles, tensor maps and arguments."""
+"""The launch of cuda_sm90.cu, the forward for Hopper, and of cuda_merge.cu, which puts keys together that were split:
+limits, tiles, tensor maps and arguments.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,9 @@ HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30
 MANY_TILES = 512  # of a head: their order is not worked out
+MAX_GRID = 65_535  # in the second and third dimension
+MAX_SPLITS = 264  # cuda_merge.cu has room for
+MERGE_BYTES = 4 * MAX_SPLITS + 128 * 16  # of shared memory
 MAX_MAPS = 64  # addresses a launch remembers
 GROUPS = (2, 4, 8, 16, 32, 64)  # query heads for each head of k and v that can share tiles: they divide 64 rows
 
@@ -43,6 +48,7 @@ class Config(NamedTuple):
     blocks_per_sm: int = 1
     together: bool = True  # all heads at once, longest tiles first; else as many as the L2 cache holds
     grouped: bool = False  # a tile holds all query heads of a group
+    splits: int = 1  # blocks that share the keys of a tile
 
     @property
     def rows(self) -> int:
@@ -61,13 +67,34 @@ class Config(NamedTuple):
         return self.rows // spec.group if self.grouped else self.rows
 
     def __str__(self) -> str:
-        return f"cuda_sm90.cu, {self.rows} queries x {self.block_n} keys" + ", heads grouped" * self.grouped
+        tile = f"cuda_sm90.cu, {self.rows} queries x {self.block_n} keys" + ", heads grouped" * self.grouped
+        return tile if self.splits == 1 else f"{tile}, split in {self.splits}"
 
 
 def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     cfg = tile(spec, hw)
     cfg = cfg._replace(grouped=spec.group in GROUPS and gains(spec, cfg, hw))
-    return cfg._replace(together=together(spec, cfg, hw))
+    cfg = cfg._replace(together=together(spec, cfg, hw))
+    return cfg._replace(splits=splits(spec, cfg, hw))
+
+
+def splits(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
+    """How many blocks share the keys of a tile, where tiles leave half the SMs idle: one for each SM, at D = 64 two
+    where they fit, and two blocks of keys for each at least. By count, in us on an H200: what is saved in a tile
+    against what merging costs.
+    """
+    count, keys = tiles(spec, cfg) * heads(spec, cfg), spec.N_KV
+    if spec.left is not None and spec.right is not None:
+        keys = min(keys, cfg.length(spec) + spec.left + spec.right)
+    if spec.sequences is not None or not 0 < 2 * count <= hw.sm_count or max(spec.H, spec.B) > MAX_GRID:
+        return 1
+    room = hw.sm_count * (cfg.blocks_per_sm if spec.D == 64 else 1)  # B1 H16, 1 x 8192: 20.0, 22.3 with one
+    every = math.ceil(keys / cfg.block_n)
+    each = max(2, math.ceil(every / min(room // count, MAX_SPLITS)))
+    parts = math.ceil(every / each)
+    saved = 0.8 * cfg.consumers * (every - each)  # B1 H32/8, 1 x 8192, D 128: 80.7 to 20.6
+    merged = 3 + parts * spec.B * spec.H * spec.N_Q * spec.E * 8 / 2e6  # B1 H4 N2048, D 128, in 2: 32.8 to 35.8
+    return parts if saved > 1.3 * merged else 1
 
 
 def tile(spec: FlashSpec, hw: hardware.Hardware) -> Config:
@@ -171,9 +198,18 @@ def variant(spec: FlashSpec, cfg: Config, sinks: torch.dtype | None = None) -> c
         "BF16": int(spec.dtype == torch.bfloat16), "LEFT": int(spec.left is not None),
         "RIGHT": int(spec.right is not None), "SOFTCAP": int(spec.softcap is not None),
         "PACKED": int(spec.sequences is not None), "GROUPED": int(cfg.grouped),
-        "SINKS": 0 if not spec.has_sinks else 1 if sinks in (None, torch.float32) else 2,
+        "SPLIT": int(cfg.splits > 1), "SINKS": kind(spec, sinks) if cfg.splits == 1 else 0,
     }  # fmt: skip
     return cuda.Variant("flash/cuda_sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()))
+
+
+def kind(spec: FlashSpec, sinks: torch.dtype | None) -> int:
+    return 0 if not spec.has_sinks else 1 if sinks in (None, torch.float32) else 2
+
+
+def merge_variant(spec: FlashSpec, sinks: torch.dtype | None = None) -> cuda.Variant:
+    macros = {"VALUE_DIM": spec.E, "BF16": int(spec.dtype == torch.bfloat16), "SINKS": kind(spec, sinks)}
+    return cuda.Variant("flash/cuda_merge.cu", "flash_merge_kernel", "90a", tuple(macros.items()))
 
 
 def heads(spec: FlashSpec, cfg: Config) -> int:
@@ -214,16 +250,29 @@ def launch_of(
     if spec.softcap is not None:
         factor, inner = spec.softcap * log2e, spec.scale / spec.softcap
     rest = struct.pack(
-        "3q11i2fi", *o_strides, every, spec.H_KV if cfg.grouped else spec.H, group, spec.N_Q, spec.N_KV,
+        "3q11i2f2i", *o_strides, every, spec.H_KV if cfg.grouped else spec.H, group, spec.N_Q, spec.N_KV,
         spec.left or 0, spec.right or 0, int(spec.top_left), spec.sequences or 0, tiles(spec, cfg),
-        section(spec, cfg, hw), factor, inner, group.bit_length() - 1,
+        section(spec, cfg, hw), factor, inner, group.bit_length() - 1, cfg.splits,
     )  # fmt: skip
     rest += bytes(-(len(rest) + 40) % 64)  # the struct begins with maps, and so has their alignment
-    grid = (min(cfg.blocks_per_sm * hw.sm_count, tiles(spec, cfg) * every), 1, 1)
+    grid = (min(cfg.blocks_per_sm * hw.sm_count, tiles(spec, cfg) * every * cfg.splits), 1, 1)
     return cuda.Launch(
         variant(spec, cfg, sinks), spec.device, grid, cfg.threads, cfg.shared(spec.D, spec.E), "128s128s128s5Q", rest,
         early=True,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def merge_of(spec: FlashSpec, cfg: Config, o_strides: tuple[int, ...], sinks: torch.dtype | None = None) -> cuda.Launch:
+    rest = struct.pack("3q4i", *o_strides, spec.B * spec.H, spec.H, spec.N_Q, cfg.splits)
+    grid = (spec.N_Q, spec.H, spec.B)
+    return cuda.Launch(merge_variant(spec, sinks), spec.device, grid, 128, MERGE_BYTES, "5Q", rest, early=True)
+
+
+def workspace(spec: FlashSpec, cfg: Config) -> tuple[Tensor, int]:
+    """For what blocks have of split keys: fp32 sums and, from the second number on, m and l."""
+    rows = cfg.splits * spec.B * spec.H * spec.N_Q
+    return torch.empty(rows * (spec.E + 2), dtype=torch.float32, device=spec.device), 4 * rows * spec.E
 
 
 class Maps:
@@ -281,7 +330,14 @@ def run(spec: FlashSpec, cfg: Config, x: Residuals, o: Tensor, lse: Tensor | Non
     k = v = q  # without keys nothing is read through them
     if spec.N_KV:
         k, v = mapped(x.k, cfg.block_n)(x.k.data_ptr()), mapped(x.v, cfg.block_n)(x.v.data_ptr())
-    launch(q, k, v, *map(address, (o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)))
+    if cfg.splits == 1:
+        launch(q, k, v, *map(address, (o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)))
+        return
+    work, after = workspace(spec, cfg)
+    sums = work.data_ptr()
+    launch(q, k, v, sums, sums + after, 0, 0, 0)
+    merge = merge_of(spec, cfg, strides(o), None if x.sinks is None else x.sinks.dtype)
+    merge(sums, sums + after, *map(address, (o, lse, x.sinks)))
 
 
 def repeat(spec: FlashSpec, cfg: Config, x: Residuals, o: Tensor) -> Callable[[int, int, int, int], None] | None:
@@ -295,4 +351,14 @@ def repeat(spec: FlashSpec, cfg: Config, x: Residuals, o: Tensor) -> Callable[[i
     def again(q: int, k: int, v: int, o: int) -> None:
         launch(q_map(q), k_map(k), v_map(v), o, 0, 0, 0, 0)
 
-    return again
+    if cfg.splits == 1:
+        return again
+    merge = merge_of(spec, cfg, strides(o))
+
+    def again_split(q: int, k: int, v: int, o: int) -> None:
+        work, after = workspace(spec, cfg)
+        sums = work.data_ptr()
+        launch(q_map(q), k_map(k), v_map(v), sums, sums + after, 0, 0, 0)
+        merge(sums, sums + after, o, 0, 0)
+
+    return again_split

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, hardware
-from fulmen.flash.cuda_sm90 import GROUPS
+from fulmen.flash.cuda_sm90 import GROUPS, MAX_GRID
 from fulmen.flash.op import FlashSpec, Residuals
 
 MAX_TOKENS = 512
 HEAD_DIMS = (64, 128)
-MAX_GRID = 65_535
 
 
 def lacks(spec: FlashSpec) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fulmen import hardware
+from fulmen.flash import cuda_sm90
 from fulmen.flash.op import FlashSpec
 
 SMALL = 8e9  # multiplications and additions; below, the host takes longer: 15 us a call with triton, 39 with sdpa
@@ -64,6 +65,8 @@ def first(spec: FlashSpec) -> str:
     """The backend measured to be the fastest for calls like this."""
     arch = hardware.of(spec.device).arch
     plain = spec.plain and spec.right in (None, 0)
+    if arch == 90 and not spec.needs_grad and (name := of_few_queries(spec, plain)) is not None:
+        return name
     if arch == 90 and 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E) < SMALL:
         if plain and not spec.needs_grad and short(spec):
             return "cuda"
@@ -94,6 +97,26 @@ def short(spec: FlashSpec) -> bool:
         return False
     most = 512 if spec.N_Q == spec.N_KV else 256
     return most >= spec.N_KV
+
+
+def of_few_queries(spec: FlashSpec, plain: bool) -> str | None:
+    """Between cuda, whose blocks share keys, and torch's kernels; us between events, cuda, FA2, cuDNN and triton:
+    D = 128, H32/8, B1 1 x 1024 11, 16, 13, 18; 1 x 8192 21, 31, 24, 99; 1 x 32768 48, 58, 51, 377;
+    64 x 32768 68, 144, 383, 334; B4 1 x 8192 48, 56, 50, 105; B8 79, 84, 80, 145; but 1 x 32768 274, 261, 257, 537
+    With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101; D 128, H32/8, softcap 24, 246; 1 x 300 12, 16
+    """
+    hw = hardware.of(spec.device)
+    if not spec.N_Q or spec.sequences is not None or cuda_sm90.lacks(spec, hw) is not None:
+        return None
+    splits, few = cuda_sm90.config(spec, hw).splits, spec.N_Q * spec.group <= 64
+    if not plain:
+        return "cuda" if few or splits > 1 else None
+    if spec.N_KV <= 256:
+        return None
+    if not few:
+        return "cuda" if splits > 1 else None
+    ahead = splits > 2 or 4096 * splits >= spec.N_KV
+    return "cuda" if ahead or spec.right is not None else "sdpa"
 
 
 def few_keys(spec: FlashSpec) -> bool:

@@ -66,8 +66,23 @@ HOPPER = {
     "D=256": (G(2, 80, 2), 256, {"N_Q": 100, "N_KV": 180, "causal": True}),
     "D=256 full": (G(2, 80, 2), 256, FULL),
 }
+SPLIT = {
+    "64x128": (G(1, 128, 2, blocks_per_sm=2, splits=3), 64, {"N_Q": 5, "N_KV": 700}),
+    "64x128 causal": (G(1, 128, 2, blocks_per_sm=2, splits=4), 64, {"N_Q": 70, "N_KV": 555, "causal": True}),
+    "64x128 grouped": (
+        G(1, 128, 2, blocks_per_sm=2, grouped=True, splits=5), 64, {"H": 8, "H_KV": 2, "N_Q": 3, "N_KV": 900},
+    ),
+    "all": (G(2, 128, 2, splits=2), 64, {**FULL, "N_KV": 400}),
+    "blind": (G(1, 128, 2, blocks_per_sm=2, splits=2), 64, {"N_Q": 350, "N_KV": 300, "causal": True}),
+    "D=128 64x80": (
+        G(1, 80, 2, blocks_per_sm=2, splits=7), 128, {"N_Q": 2, "N_KV": 600, "causal": True, "sinks": True},
+    ),
+    "D=128 more than there are": (G(1, 80, 2, blocks_per_sm=2, splits=6), 128, {"N_Q": 9, "N_KV": 250}),
+    "D=192": (G(2, 128, 2, splits=3), 192, {"E": 128, "N_Q": 40, "N_KV": 500, "B": 2}),
+    "D=256": (G(2, 80, 2, splits=3), 256, {"N_Q": 20, "N_KV": 400, "causal": True}),
+}  # fmt: skip
 CASES = {f"short {n}": c for n, c in SHORT.items()} | {f"once {n}": c for n, c in ONCE.items()}
-CASES |= {f"hopper {n}": c for n, c in HOPPER.items()}
+CASES |= {f"hopper {n}": c for n, c in HOPPER.items()} | {f"split {n}": c for n, c in SPLIT.items()}
 
 
 def inputs(D: int, options: dict, dtype: torch.dtype) -> testing.Inputs:
@@ -83,7 +98,7 @@ def attend(
         monkeypatch.setattr(cuda, "config", lambda spec, hw: tile)
         with torch.no_grad():
             o, lse = fulmen.flash_attention_with_lse(x.q, x.k, x.v, **x.options(), backend="cuda")
-        assert machine.launches == 1
+        assert machine.launches == 1 + (getattr(tile, "splits", 1) > 1)
     testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
     return o, lse
 
@@ -139,6 +154,14 @@ MISTAKES = {
     ),
     "not a row too many to end with": (
         "once 2x128 blind", "wait<0>();                          // for what no row sees", "", LATE, "on their way",
+    ),
+    "a part of the keys twice": (
+        "split 64x128", "first += before * BLOCK_N;", "first += max(0, before - 1) * BLOCK_N;", EARLY, WRONG,
+    ),
+    "parts put together as they are": ("split D=256", "exp2_(x.x - pivot)", "1.0f", EARLY, WRONG),
+    "weights read before they are there": (
+        "split D=128 64x80", "if (SINKS) l += exp2_(sink - pivot);\n    __syncthreads();",
+        "if (SINKS) l += exp2_(sink - pivot);", ANY, WRONG,
     ),
     "k not waited for": (
         "hopper 64x128", "await(at.k.full + 8 * k.at, k.parity);", ";", LATE, f"{WRONG}|all wait|more arrivals",

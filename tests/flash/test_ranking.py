@@ -51,7 +51,8 @@ def hopper(monkeypatch):
         (spec(grad=False, softcap=30.0), "cuda"),
         (spec(grad=False, sequences=3), "cuda"),
         (spec(D=96, grad=False, softcap=30.0), "triton"),  # cuda has no such head dim
-        (spec(grad=False, softcap=30.0)._replace(N_Q=100), "triton"),
+        (spec(grad=False, softcap=30.0)._replace(N_Q=100), "cuda"),  # keys are split
+        (spec(grad=False, softcap=30.0, B=8)._replace(N_Q=100), "triton"),
         (spec(D=256, grad=False), "cuda"),
         (spec(D=192, E=128, causal=False, grad=False), "cuda"),
         (spec(D=64, N=128, B=1, grad=False), "cuda"),
@@ -59,7 +60,19 @@ def hopper(monkeypatch):
         (spec(D=64, N=300, B=1, grad=False), "cuda"),
         (spec(N=512, B=1, grad=False), "cuda"),
         (spec(N=600, B=1, grad=False), "triton"),  # not compared
-        (spec(N=512, B=1, grad=False)._replace(N_Q=1), "triton"),
+        (spec(N=512, B=1, grad=False)._replace(N_Q=1), "cuda"),
+        (spec(N=600, B=1, grad=False)._replace(N_Q=300), "triton"),  # not compared
+        (spec(N=8192, B=1, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # keys are split
+        (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
+        (spec(N=8192, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "sdpa"),  # too many heads for that
+        (spec(N=8192, B=32, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # which torch cannot be asked for
+        (spec(N=8192, B=4, D=80, causal=False, grad=False)._replace(N_Q=1), "triton"),  # cuda has no such head dim
+        (spec(N=16384, B=1, causal=False, grad=False)._replace(N_Q=512, H=8, H_KV=8), "cuda"),
+        (spec(N=8192, B=1)._replace(N_Q=1, H_KV=4), "triton"),
+        (spec(N=8192, B=1, grad=False, softcap=30.0)._replace(N_Q=1, H_KV=4), "cuda"),
+        (spec(N=8192, B=16, grad=False, has_sinks=True)._replace(N_Q=1, H_KV=4), "cuda"),
+        (spec(N=300, B=1, grad=False, left=100)._replace(N_Q=1, H_KV=4), "cuda"),
+        (spec(N=8192, B=1, grad=False, sequences=4)._replace(N_Q=4, H_KV=4), "triton"),  # not compared
         (spec(N=250, B=64, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
         (spec(D=64, N=77, causal=False, grad=False)._replace(N_Q=4096), "cuda"),
         (spec(D=64, N=77, B=64, causal=False, grad=False)._replace(N_Q=16384), "cuda"),  # few keys, much to do

@@ -1,0 +1,95 @@
+"""Keys of few tiles, shared by several blocks of the Hopper kernel: when, and, on a GPU, results."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import fulmen
+from fulmen import cuda, hardware
+from fulmen.flash import cuda as flash
+from fulmen.flash import cuda_sm90
+from fulmen.hardware import TARGETS
+from fulmen.testing import flash as testing
+from tests.flash.test_cuda import PACKED, spec
+
+
+def test_keys_are_split_where_that_was_faster():
+    """By results/h200/cuda_decode.txt: (B, H, H_KV, N_Q, N_KV, D), and in how many parts; 1: not at all."""
+    measured = {
+        (1, 32, 8, 1, 512, 128): 4, (1, 32, 8, 1, 300, 128): 1, (1, 32, 8, 1, 1024, 128): 7,
+        (1, 32, 8, 1, 2048, 128): 13,
+        (1, 32, 8, 1, 8192, 128): 15, (1, 32, 8, 1, 131072, 128): 16, (1, 32, 32, 1, 8192, 128): 4,
+        (4, 32, 8, 1, 8192, 128): 4, (8, 32, 8, 1, 32768, 128): 2, (16, 32, 8, 1, 8192, 128): 1,
+        (1, 32, 8, 64, 32768, 128): 8, (1, 32, 8, 256, 32768, 128): 2, (1, 8, 8, 512, 8192, 128): 4,
+        (1, 64, 8, 1, 32768, 64): 32, (1, 16, 16, 1, 8192, 64): 16, (1, 16, 16, 128, 4096, 64): 8,
+        (2, 8, 8, 512, 4096, 64): 2,
+        (4, 16, 2, 1, 16384, 256): 16, (1, 4, 4, 2048, 2048, 128): 1, (1, 2, 2, 4096, 4096, 64): 2,
+    }  # fmt: skip
+    for (B, H, H_KV, N_Q, N_KV, D), parts in measured.items():
+        call = spec(B, H, D=D, H_KV=H_KV, N_Q=N_Q, N_KV=N_KV)
+        assert cuda_sm90.config(call, TARGETS[90]).splits == parts, call
+
+
+def test_what_is_not_split():
+    one = {"B": 1, "H": 8, "D": 128, "N_Q": 1, "N_KV": 8192}
+    assert cuda_sm90.config(spec(**one), TARGETS[90]).splits > 1
+    for change in (PACKED, {"causal": True, "left": 100}, {"H": 67}, {"N_KV": 0}, {"N_Q": 0}, {"B": 0}):
+        assert cuda_sm90.config(spec(**one | change), TARGETS[90]).splits == 1, change
+
+
+SPLIT = {
+    "decoding": {"B": 1, "H": 32, "H_KV": 8, "N_Q": 1, "N_KV": 3001, "D": 128},
+    "D=64": {"B": 2, "H": 16, "H_KV": 16, "N_Q": 3, "N_KV": 2000, "D": 64, "causal": True},
+    "D=256": {"B": 1, "H": 16, "H_KV": 2, "N_Q": 2, "N_KV": 2500, "D": 256},
+    "192/128": {"B": 1, "H": 8, "H_KV": 8, "N_Q": 5, "N_KV": 3000, "D": 192, "E": 128, "causal": True},
+    "a chunk": {"B": 1, "H": 8, "H_KV": 8, "N_Q": 300, "N_KV": 5000, "D": 128, "causal": True},
+    "one head": {"B": 1, "H": 1, "H_KV": 1, "N_Q": 3000, "N_KV": 3000, "D": 64, "causal": True},
+    "blind": {"B": 1, "H": 2, "H_KV": 2, "N_Q": 2200, "N_KV": 2000, "D": 64, "causal": True},
+    "sinks": {"B": 1, "H": 64, "H_KV": 8, "N_Q": 1, "N_KV": 4000, "D": 64, "causal": True, "sinks": True},
+    "all": {"B": 1, "H": 8, "H_KV": 4, "N_Q": 7, "N_KV": 4000, "D": 128, "window": (3000, None), "softcap": 5.0,
+            "sinks": True, "causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", SPLIT)
+def test_split_keys_on_a_gpu(case, dtype):
+    """Right, the same bits every time, and in a graph; gradients from lse as it was merged."""
+    options = SPLIT[case]
+    x = testing.inputs(**options, dtype=dtype, device="cuda")
+    call = x.spec(with_lse=True)
+    if (why := flash.supports(call)) is not None or hardware.of(call.device).arch != 90:
+        pytest.skip(why or "for Hopper")
+    assert flash.config(call, hardware.of(call.device)).splits > 1
+    attend = functools.partial(fulmen.flash_attention_with_lse, x.q, x.k, x.v, **x.options(), backend="cuda")
+    with torch.no_grad():
+        o, lse = attend()
+        testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
+        for _ in range(25):
+            again = attend()
+            assert torch.equal(again[0], o)
+            assert torch.equal(again[1], lse)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            later = attend()
+        later[0].zero_()
+        graph.replay()
+        assert torch.equal(later[0], o)
+        plain = fulmen.flash_attention(x.q, x.k, x.v, **x.options(), backend="cuda")
+        assert torch.equal(plain, o)
+        assert torch.equal(fulmen.flash_attention(x.q, x.k, x.v, **x.options(), backend="cuda"), o)  # prepared
+    testing.check(x, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_merging_fits(dtype):
+    for E in (64, 128, 256):
+        for sinks in (None, torch.float32, dtype):
+            call = spec(D=E, dtype=dtype, has_sinks=sinks is not None)
+            _, usage = cuda.compile_variant(cuda_sm90.merge_variant(call, sinks))
+            assert (usage.spilled, usage.warnings) == (0, ())
+            assert usage.registers <= 64
