@@ -116,6 +116,10 @@ def small(_) -> int:
     return measure("flash-small", "flash-small", "--kernels", limit=180)
 
 
+def decode(_) -> int:
+    return measure("flash-decode", "flash-decode", limit=180)
+
+
 def layers(_) -> int:
     return measure("layers", "layers", limit=240)
 
@@ -240,6 +244,7 @@ STAGES = {  # what, and about how many seconds on an H200
     "again": (again, "the same, compiled", 140),
     "compare": (compare, "the two against each other", 5),
     "small": (small, "flash-small", 75),
+    "decode": (decode, "flash-decode", 60),
     "layers": (layers, "layers", 150),
     "tune": (tune, "fulmen tune lightning and flash, --seconds in all", 80),
     "base": (base, "this tree against --base, at one case", 45),

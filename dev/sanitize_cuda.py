@@ -21,6 +21,8 @@ for D, E in ((64, 64), (128, 128), (256, 256), (192, 128)):
     call(1, 1000, D, E, causal=True)
     call(700, 700, D, E, lens=([0, 100, 100, 693, 700], [0, 40, 141, 600, 700]), causal=True)
     call(700, 700, D, E, lens=([0, 100, 100, 693, 999], [0, 40, -5, 600, 700]))  # wrong ends stay inside
+    call(3, 2500, D, E, 4, 1, 1, causal=True)  # keys split
+    call(200, 3000, D, E, 2, 2, 1, causal=True, window=(2000, None), softcap=20.0, sinks=torch.randn(2, device="cuda"))
 for D in (64, 128):  # the short kernels
     for B, H, N in ((1, 1, 128), (8, 4, 128), (32, 8, 100), (32, 8, 249), (2, 4, 333), (4, 8, 57), (4, 8, 73), (8, 8, 153), (8, 8, 185)):
         call(N, N, D, D, H, max(1, H // 2), B)

@@ -213,7 +213,7 @@ GUARDS_TELL = _guards_tell()
 
 def allocator(like: Tensor) -> Callable[[Tensor], Tensor]:
     """What makes tensors like this one, given any like it: torch.empty_like or, on the GPU that is current, how code of
-    torch.compile's makes them, at half the cost for the host.
+    torch.compile's makes them, in two thirds of the time.
     """
     make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if make is None or like.device.type != "cuda":

@@ -20,10 +20,22 @@ def test_new_tensors_are_as_empty_like_makes_them(mode, order):
     with mode():
         x = x.clone()
         new, usual = boundary.allocator(x)(x), torch.empty_like(x)
+    if hasattr(torch._C._dynamo.guards, "_empty_strided_cuda"):
+        assert boundary.allocator(x) is not torch.empty_like
     for fact in (lambda t: t.shape, torch.Tensor.stride, torch.Tensor.is_inference):
         assert fact(new) == fact(usual)
     assert (new.dtype, new.device, new.requires_grad) == (usual.dtype, usual.device, usual.requires_grad)
     assert new.data_ptr() != usual.data_ptr()
+
+
+@pytest.mark.gpu
+def test_new_tensors_while_another_gpu_is_current(monkeypatch):
+    x = torch.zeros(2, 3, device="cuda")
+    with monkeypatch.context() as changed:
+        changed.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+        new = boundary.allocator(x)
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None, raising=False)  # it has been kept
+    assert new(x).device == x.device
 
 
 @pytest.mark.gpu

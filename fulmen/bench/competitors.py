@@ -135,7 +135,7 @@ def complete(line: Line, device: torch.device) -> dict[str, Any]:
         adapters.dtype_of(case)
     except ValueError as error:
         raise BadSuite(f"{line.suite}: {error}") from None
-    sizes = {key: case[key] for key in ("B", "H", "H_KV", "N", "D", "E") if key in case}
+    sizes = {key: case[key] for key in ("B", "H", "H_KV", "N", "N_Q", "D", "E") if key in case}
     for key, value in sizes.items():
         if type(value) is not int or value < 1:
             raise BadSuite(f"{key}={value}: must be a whole number, 1 at least")

@@ -23,7 +23,8 @@ MAX_TILES = 1 << 30
 MANY_TILES = 512  # of a head: their order is not worked out
 MAX_GRID = 65_535  # in the second and third dimension
 MAX_SPLITS = 264  # cuda_merge.cu has room for
-MERGE_BYTES = 4 * MAX_SPLITS + 128 * 16  # of shared memory
+MERGE_THREADS = 128
+MERGE_BYTES = 4 * MAX_SPLITS + 16 * MERGE_THREADS  # of shared memory
 MAX_MAPS = 64  # addresses a launch remembers
 GROUPS = (2, 4, 8, 16, 32, 64)  # query heads for each head of k and v that can share tiles: they divide 64 rows
 
@@ -266,7 +267,8 @@ def launch_of(
 def merge_of(spec: FlashSpec, cfg: Config, o_strides: tuple[int, ...], sinks: torch.dtype | None = None) -> cuda.Launch:
     rest = struct.pack("3q4i", *o_strides, spec.B * spec.H, spec.H, spec.N_Q, cfg.splits)
     grid = (spec.N_Q, spec.H, spec.B)
-    return cuda.Launch(merge_variant(spec, sinks), spec.device, grid, 128, MERGE_BYTES, "5Q", rest, early=True)
+    variant = merge_variant(spec, sinks)
+    return cuda.Launch(variant, spec.device, grid, MERGE_THREADS, MERGE_BYTES, "5Q", rest, early=True)
 
 
 def workspace(spec: FlashSpec, cfg: Config) -> tuple[Tensor, int]:

@@ -139,7 +139,7 @@ def on_hopper(spec: FlashSpec, hw: hardware.Hardware) -> Tile | None:
             return Config(1, 4, 128, 1)  # B1 H1 N128: 2.7, 3.1; B64 H32, 1 x 100: 19.4, 20.3
         if not wide:
             return Once(128, grouped=grouped)  # B8 H4 N128: 3.9, 4.0; B32 H8: 8.4, 9.3
-        few = min(tiles, together) <= 2 * sms or spec.N_Q <= 32
+        few = min(tiles, together) <= 2 * sms or (16 if grouped else 0) < spec.N_Q <= 32
         return Once(128, 1, 2, grouped) if few else None  # B8 H16 N128: 8.5, 9.3; B32 H8: 15.6, 14.1
     if wide:
         few = tiles <= sms // 2 and lacks(spec) is None  # B8 H4 N256: 8.7, 8.3
@@ -166,8 +166,12 @@ def variant(spec: FlashSpec, hw: hardware.Hardware, cfg: Tile) -> cuda.Variant:
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of B, heads and N, in bytes."""
-    return tuple(step * x.element_size() for x in tensors for step in x.stride()[:3])
+    """Of B, heads and N, in bytes; where there is but one, none is needed, and what a tensor says may be anything."""
+    return tuple(
+        step * x.element_size() if n > 1 else 0
+        for x in tensors
+        for n, step in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -116,12 +116,12 @@ def of_few_queries(spec: FlashSpec, plain: bool) -> str | None:
     if not few:
         return "cuda" if splits > 1 else None
     ahead = splits > 2 or 4096 * splits >= spec.N_KV
-    return "cuda" if ahead or spec.right is not None else "sdpa"
+    return "cuda" if ahead or (spec.right is not None and spec.N_Q > 1) else "sdpa"  # which has no such alignment
 
 
 def few_keys(spec: FlashSpec) -> bool:
     """Whether cuda was measured to be ahead of cuDNN in a long call of few keys, or within 2 %; us, cuda and cuDNN:
-    D = 64, B8 H8, 16384 x 77 106, 139; 16384 x 128 120, 129; B64 H16 N128 23.2, 22.7
+    D = 64, B8 H8, 16384 x 77 106, 139; 16384 x 128 120, 129; B64 H16 N128, which has less to do, 23.2, 22.7
     D = 128, B8 H8, 4096 x 64 40, 50; 4096 x 77 48, 50; but 1024 x 128 18.2, 16.4
     """
     most = {64: 128, 128: 80}.get(spec.D, -1)
@@ -133,7 +133,17 @@ ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # after 
 CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")
 
 
+def second(spec: FlashSpec) -> str:
+    """What comes next where cuda comes first, as it may not be there: its compiler is an extra."""
+    work = 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E)
+    decodes = spec.N_Q * spec.group <= 64 and spec.N_KV > 256
+    return "sdpa" if spec.plain and (decodes or work >= SMALL) else "triton"
+
+
 def rank(name: str, spec: FlashSpec) -> float:
     if spec.device.type != "cuda":
         return float(CPU_ORDER.index(name))
-    return -1.0 if name == first(spec) else float(ORDER.index(name))
+    best = first(spec)
+    if name == best:
+        return -2.0
+    return -1.0 if best == "cuda" and name == second(spec) else float(ORDER.index(name))

@@ -153,10 +153,24 @@ def test_every_op_has_an_adapter() -> None:
     for op in adapters.ops():
         adapter = adapters.of(op)
         case = adapter.complete({})
-        assert set(case) == set(adapter.KEYS)
+        assert set(case) == set(adapter.KEYS) - {"N_Q"}  # said where it is not N
         assert None not in case.values()
         assert dataclasses.is_dataclass(gate.Problem)
         assert adapter.floors(case | {"dtype": "float32"})["output"] == 4 * 8 * 1024 * 64
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fewer_queries_than_keys(causal: bool) -> None:
+    adapter = adapters.of("flash")
+    case = adapter.complete({"N": 90, "N_Q": 5, "H": 4, "H_KV": 2, "D": 16, "dtype": "float32", "causal": causal})
+    assert adapter.spec(case, CPU)[3:5] == (5, 90)
+    problems = [adapter.small(case, CPU, 1), adapter.problem(case, CPU, 3)]
+    assert [p.x.q.shape[2] for p in problems] == [5, 5]
+    assert set(gate.gate(problems, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
+    with pytest.raises(gate.Wrong):
+        gate.gate(problems, lambda x: adapter.attend("eager")(x) * 1.01)
+    assert (baselines.of("sdpa").refuses(case, CPU) is not None) == causal
+    assert "N_Q" not in adapter.complete({"N": 90, "N_Q": 90})
 
 
 LAYERS = [

@@ -168,6 +168,7 @@ inline void body() {
     for (auto &g : f->bulk)
         for (auto &c : g)
             if (c->run) fail("a thread ends while its bulk stores still read shared memory");
+    f->groups.push_back(std::move(f->open));
     for (auto &g : f->groups)
         for (auto &c : g)
             if (c.run) fail("a thread ends while its copies are on their way");

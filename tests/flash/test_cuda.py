@@ -89,6 +89,9 @@ def test_all_keys_at_once_fit_and_do_not_spill(D, dtype):
         text = sass.disassemble(code)
         assert sass.overwritten(text) == []
         assert text.count("HGMMA.") == cfg.stages * (D + cfg.block_n) // 16
+        for what in ("BAR.SYNC", "FENCE.VIEW.ASYNC", "WARPGROUP.ARRIVE"):  # before q k^T and before p v
+            assert text.count(what) == 2 * cfg.stages, what
+        assert 0 < text.index("ACQBULK") < text.index("LDGSTS")  # nothing is read before the launch ahead is over
         assert text.count("MUFU.EX2") == cfg.stages * cfg.block_n // 2 + 2 * (cfg.stages - 1)
 
 
@@ -304,7 +307,7 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
 
 
 def test_what_was_measured_of_few_keys_is_taken():
-    """By results/h200/cuda_once.txt: (B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
+    """By results/h200/cuda_once.txt: (B, H, N, D, causal), and the tile that was the fastest or within 5 % of it."""
     S, O = cuda_small.Config, cuda_small.Once
     best = {
         (1, 1, 64, 64, False): O(64), (64, 16, 64, 64, False): O(64), (1, 16, 77, 64, False): O(80),
@@ -332,7 +335,8 @@ def test_what_was_measured_of_few_keys_is_taken():
         (64, 4, 32, 100, 64): O(128, grouped=True), (64, 4, 64, 64, 64): O(64), (8, 4, 1, 60, 64): O(64, grouped=True),
         (64, 8, 4, 60, 128): O(64, grouped=True), (8, 4, 1, 250, 64): S(1, 4, 128, 2),
         (64, 4, 16, 250, 64): O(128, 2, 3, True), (16, 8, 150, 150, 64): O(80, 2, 4, True),
-        (16, 4, 1, 100, 128): O(128, 1, 2, True), (64, 4, 16, 100, 128): O(128, 1, 2, True),
+        (16, 4, 1, 100, 128): O(128, 1, 2, True), (64, 4, 32, 100, 128): O(128, 1, 2, True),
+        (64, 4, 16, 100, 128): cuda_sm90.Config(1, 80, 2, blocks_per_sm=2, together=False, grouped=True),
         (64, 4, 16, 250, 128): cuda_sm90.Config(1, 80, 2, blocks_per_sm=2, together=False, grouped=True),
     }  # fmt: skip
     for (B, group, N_Q, N_KV, D), tile in grouped.items():

@@ -111,7 +111,17 @@ def test_right_on_the_machine(case, mode):
     attend(tile, inputs(D, options, dtype), mode, seed=len(case))
 
 
-@pytest.mark.parametrize("case", ["short 16x128", "short 64x128 blind", "hopper 192x128 turns", "hopper D=128 packed"])
+CASES_OF_EACH = [
+    "short 16x128",
+    "short 64x128 blind",
+    "once 2x128",
+    "hopper 192x128 turns",
+    "hopper D=128 packed",
+    "split all",
+]
+
+
+@pytest.mark.parametrize("case", CASES_OF_EACH)
 def test_the_same_bits_in_every_order(case):
     tile, D, options = CASES[case]
     x = inputs(D, options, torch.bfloat16)

@@ -65,7 +65,8 @@ def hopper(monkeypatch):
         (spec(N=8192, B=1, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # keys are split
         (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
         (spec(N=8192, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "sdpa"),  # too many heads for that
-        (spec(N=8192, B=32, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # which torch cannot be asked for
+        (spec(N=8192, B=32, grad=False)._replace(N_Q=2, H_KV=4), "cuda"),  # which torch cannot be asked for
+        (spec(N=8192, B=32, grad=False)._replace(N_Q=1, H_KV=4), "sdpa"),  # it sees all keys
         (spec(N=8192, B=4, D=80, causal=False, grad=False)._replace(N_Q=1), "triton"),  # cuda has no such head dim
         (spec(N=16384, B=1, causal=False, grad=False)._replace(N_Q=512, H=8, H_KV=8), "cuda"),
         (spec(N=8192, B=1)._replace(N_Q=1, H_KV=4), "triton"),
@@ -98,6 +99,24 @@ def hopper(monkeypatch):
     ],
 )
 def test_auto_on_hopper(asked, choice, hopper):
+    assert dispatch.pick("flash", asked).name == choice
+
+
+@pytest.mark.parametrize(
+    ("asked", "choice"),
+    [
+        (spec(N=100, B=1, grad=False)._replace(N_Q=1), "triton"),  # the host is what costs
+        (spec(D=64, N=77, B=1, causal=False, grad=False)._replace(N_Q=4096), "triton"),
+        (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=1), "sdpa"),  # 24 us, triton 99
+        (spec(N=8192, B=1, grad=False)._replace(N_Q=2), "triton"),  # which torch cannot be asked for
+        (spec(softcap=30.0), "triton"),
+        (spec(), "sdpa"),
+    ],
+)
+def test_without_its_compiler_cuda_leaves_the_next_best(asked, choice, hopper, monkeypatch):
+    assert ranking.first(asked) == "cuda"
+    kernel = dispatch.kernels("flash")["cuda"]
+    monkeypatch.setitem(dispatch._kernels["flash"], "cuda", kernel._replace(supports=lambda call: "no compiler"))
     assert dispatch.pick("flash", asked).name == choice
 
 

@@ -88,7 +88,8 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
 
 def small_case(case: dict[str, Any]) -> dict[str, Any]:
     """The shape of the gate: an odd length, few heads, as many of them to a head of k and v as in the case."""
-    return case | {"B": 2, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2, "N": min(ODD_TOKENS, case["N"] | 1)}
+    few = {"B": 2, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2, "N": min(ODD_TOKENS, case["N"] | 1)}
+    return case | few | ({"N_Q": min(few["N"], case["N_Q"])} if "N_Q" in case else {})
 
 
 def head_of(seed: int, batches: int, heads: int) -> tuple[int, int]:
@@ -100,7 +101,8 @@ def head_of(seed: int, batches: int, heads: int) -> tuple[int, int]:
 def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     """Of q, k, v and o."""
     B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
-    return (B, H, N, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N, E)
+    N_Q = case.get("N_Q", N)
+    return (B, H, N_Q, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N_Q, E)
 
 
 def size_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:

@@ -19,14 +19,17 @@ from fulmen.testing import Expected
 from fulmen.testing import flash as testing
 
 KEYS: dict[str, Any] = {
-    "B": 1, "H": 8, "H_KV": None, "N": 1024, "D": 64, "E": None, "dtype": "auto", "causal": True,
+    "B": 1, "H": 8, "H_KV": None, "N": 1024, "N_Q": None, "D": 64, "E": None, "dtype": "auto", "causal": True,
 }  # fmt: skip
 LAST_QUERIES = 512  # what is checked of a timed shape whose attention matrix does not fit
 MATRICES = 16  # fp64 (N, N) alive at once while a gradient is checked
 
 
 def complete(case: dict[str, Any]) -> dict[str, Any]:
+    """N_Q is said where queries are not as many as keys, which are N."""
     done = KEYS | case
+    if done["N_Q"] in (None, done["N"]):
+        del done["N_Q"]
     return done | {"H_KV": done["H_KV"] or done["H"], "E": done["E"] or done["D"]}
 
 
@@ -46,8 +49,8 @@ def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
 def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
     case = small_case(case)
     x = testing.inputs(
-        case["B"], case["H"], case["N"], case["D"], E=case["E"], H_KV=case["H_KV"], dtype=dtype_of(case), device=device,
-        causal=case["causal"], seed=seed,
+        case["B"], case["H"], case.get("N_Q", case["N"]), case["D"], E=case["E"], H_KV=case["H_KV"], N_KV=case["N"],
+        dtype=dtype_of(case), device=device, causal=case["causal"], seed=seed,
     )  # fmt: skip
     return as_problem(x, ("o", "lse") if fully else ("o",))
 
@@ -97,9 +100,8 @@ def attend_fully(backend: str) -> Callable[[testing.Inputs], tuple[Tensor, Tenso
 
 def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
     B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
-    grad = bool(case.get("grad", True))
-    right = 0 if case["causal"] else None
-    return FlashSpec(B, H, H_KV, N, N, D, E, dtype_of(case), device, D**-0.5, right=right, needs_grad=grad)
+    call = FlashSpec(B, H, H_KV, case.get("N_Q", N), N, D, E, dtype_of(case), device, D**-0.5)
+    return call._replace(right=0 if case["causal"] else None, needs_grad=bool(case.get("grad", True)))
 
 
 def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
@@ -125,7 +127,7 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     forward: list[Any] = []
     if pass_ != "backward":
         kept = lse if call.wants_lse else None
-        forward = [native_forward(call, hw) if name == "cuda" else module.forward_launch(call, hw, x, o, kept)]
+        forward = native_forward(call, hw) if name == "cuda" else [module.forward_launch(call, hw, x, o, kept)]
     if pass_ == "forward" or not call.needs_grad or (name == "cuda" and cudnn_goes_back(call)):
         return forward
     heads = module.heads_summed(call, hw)
@@ -142,16 +144,21 @@ def cudnn_goes_back(call: FlashSpec) -> bool:
     return torch.cuda.is_available() and cuda.paired(call._replace(device=torch.device("cuda")))
 
 
-def native_forward(call: FlashSpec, hw: hardware.Hardware) -> Native:
-    """The one launch of backend cuda."""
+def native_forward(call: FlashSpec, hw: hardware.Hardware) -> list[Native]:
+    """The launch of backend cuda, or both where keys are split."""
     from fulmen.flash import cuda, cuda_sm90, cuda_small
 
     cfg = cuda.config(call, hw)
     if not isinstance(cfg, cuda_sm90.Config):
         blocks, shared = math.prod(cuda_small.grid(call, cfg)), cfg.shared(call.D)
-        return Native(cuda_small.variant(call, hw, cfg), blocks, cfg.threads, shared, cfg.stages)
-    blocks = min(cfg.blocks_per_sm * hw.sm_count, cuda_sm90.tiles(call, cfg) * cuda_sm90.heads(call, cfg))
-    return Native(cuda_sm90.variant(call, cfg), blocks, cfg.threads, cfg.shared(call.D, call.E), cfg.stages)
+        return [Native(cuda_small.variant(call, hw, cfg), blocks, cfg.threads, shared, cfg.stages)]
+    tiles = cuda_sm90.tiles(call, cfg) * cuda_sm90.heads(call, cfg) * cfg.splits
+    blocks, shared = min(cfg.blocks_per_sm * hw.sm_count, tiles), cfg.shared(call.D, call.E)
+    one = Native(cuda_sm90.variant(call, cfg), blocks, cfg.threads, shared, cfg.stages)
+    if cfg.splits == 1:
+        return [one]
+    rows = call.B * call.H * call.N_Q
+    return [one, Native(cuda_sm90.merge_variant(call), rows, cuda_sm90.MERGE_THREADS, cuda_sm90.MERGE_BYTES, 1)]
 
 
 def floors(case: dict[str, Any]) -> dict[str, int]:

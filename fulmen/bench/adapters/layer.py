@@ -157,7 +157,7 @@ def attend_fully(backend: str) -> None:
 
 def of_flash(case: dict[str, Any]) -> dict[str, Any]:
     """The call of `flash_attention` within."""
-    return {key: case[key] for key in flash.KEYS} | {"grad": case.get("grad", True)}
+    return {key: case[key] for key in flash.KEYS if key in case} | {"grad": case.get("grad", True)}
 
 
 def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:

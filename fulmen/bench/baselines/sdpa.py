@@ -15,6 +15,8 @@ def version() -> str:
 
 
 def refuses(case: dict[str, Any], device: torch.device) -> str | None:
+    if case["causal"] and "N_Q" in case:
+        return f"is_causal counts from the first query and key, ours from the last: N_Q={case['N_Q']}, N={case['N']}"
     return None
 
 
