@@ -4,7 +4,7 @@
     PYTHONPATH=. python3 dev/flash_short.py --few        # few heads at D = 128, causal parts of 40 to 128 heads; 45 s
     PYTHONPATH=. python3 dev/flash_short.py --once       # up to 384 keys in shared memory at once; 110 s
     PYTHONPATH=. python3 dev/flash_short.py --shared     # the same with heads that share keys; 45 s
-    PYTHONPATH=. python3 dev/flash_short.py --decode     # few queries, many keys, split over blocks; 45 s
+    PYTHONPATH=. python3 dev/flash_short.py --decode     # few queries, many keys, split over blocks; 80 s; with --heads one to four heads alone
     PYTHONPATH=. python3 dev/flash_short.py --compile    # the kernels alone, without a GPU
 
 dirty: L2 holds what was written before, as in the bench tool; clean: what was read; warm: the call's own tensors. Tiles
@@ -114,19 +114,20 @@ def decode():
         (1, (32, 8), (64, 32768), 128), (1, (32, 8), (256, 32768), 128), (1, 8, (512, 8192), 128), (1, (64, 8), (1, 32768), 64), (1, 16, (1, 8192), 64),
         (1, 16, (128, 4096), 64), (2, 8, (512, 4096), 64), (4, (16, 2), (1, 16384), 256), (1, 4, 4096, 128), (1, 2, 4096, 64),
     ]
-    plain += [(1, 1, n, D, {"causal": True}) for n, D in ((1024, 128), (1024, 64), (2048, 128), (4096, 128), (4096, 64))] + [(1, 2, 1024, 128), (1, 4, 2048, 64, {"causal": True})]
+    heads = [(1, 1, n, D, {"causal": True}) for n, D in ((1024, 128), (1024, 64), (2048, 128), (4096, 128), (4096, 64))]  # as many queries
+    heads += [(1, 2, 1024, 128), (1, 2, 1024, 64), (1, 4, 2048, 64, {"causal": True}), (1, 4, 1024, 64, {"causal": True}), (1, 1, 600, 128)]
     sinks, cap = {"causal": True, "sinks": True}, {"causal": True, "softcap": 30.0}
     options = [
         (1, (64, 8), (1, 8192), 64, sinks), (8, (64, 8), (1, 8192), 64, sinks), (1, (64, 8), (1, 8192), 64, {**sinks, "window": (127, None)}), (16, (64, 8), (1, 8192), 64, {**sinks, "window": (127, None)}),
         (1, (32, 8), (1, 8192), 128, cap), (1, (16, 8), (1, 8192), 256, {**cap, "window": (4095, None)}), (8, (16, 8), (1, 8192), 256, cap), (1, (32, 8), (1, 1024), 128, cap), (1, (32, 8), (1, 300), 128, cap),
     ]
-    for B, H, N, D, *more in plain + options:
+    for B, H, N, D, *more in heads if "--heads" in sys.argv else plain + heads + options:
         given = more[0] if more else {}
         x = testing.inputs(B, H[0] if isinstance(H, tuple) else H, 1, D, H_KV=H[1] if isinstance(H, tuple) else H, N_KV=N if isinstance(N, int) else N[1], dtype=torch.bfloat16, device="cpu", **given)
         spec = x.spec()._replace(N_Q=N if isinstance(N, int) else N[0])
         one = cuda_sm90.config(spec, hw)._replace(splits=1)
         room = hw.sm_count // max(1, cuda_sm90.tiles(spec, one) * cuda_sm90.heads(spec, one))
-        yield B, H, N, D, given.get("causal", False), torch.bfloat16, "dirty", [one] + [one._replace(splits=s) for s in (room // 2, 2 * room) if 1 < s <= 264 and not more], given
+        yield B, H, N, D, given.get("causal", False), torch.bfloat16, "dirty", [one] + [one._replace(splits=s) for s in (room // 2, 2 * room) if 1 < s <= 264 and spec.plain], given
 
 
 def variant(spec, cfg):
