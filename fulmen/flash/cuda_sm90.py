@@ -72,6 +72,7 @@ class Config(NamedTuple):
         return tile if self.splits == 1 else f"{tile}, split in {self.splits}"
 
 
+@functools.lru_cache(maxsize=4096)
 def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
     cfg = tile(spec, hw)
     cfg = cfg._replace(grouped=spec.group in GROUPS and gains(spec, cfg, hw))
