@@ -2,11 +2,13 @@
 that of `triton`.
 
     cuda_sm90.cu    for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option
-    cuda_small.cu   up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on
-    cuda_once.cu    for Hopper: up to 256 keys and any number of queries, else as cuda_small.cu
+    cuda_merge.cu   puts together what several of its blocks have of one row's keys
+    cuda_small.cu   up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
+                    Hopper up to 256 keys of queries that do not fill the GPU
+    cuda_once.cu    for Hopper: up to 256 keys of any number of queries, else as cuda_small.cu
 
-On Hopper cuda_small.cu serves what does not fill the GPU. All copy 16 bytes at a time: inputs whose rows do not
-start at such addresses are copied first, and for Hopper's copy engine those that repeat (stride 0). Sources are
+All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for the copy engine
+that cuda_sm90.cu works with those that repeat (stride 0). Sources are
 compiled by NVRTC at the first call that needs them (`fulmen.cuda`), in seconds, and kept on disk.
 """
 
