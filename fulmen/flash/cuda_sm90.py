@@ -88,6 +88,10 @@ def splits(spec: FlashSpec, cfg: Config, hw: hardware.Hardware) -> int:
     count, keys = tiles(spec, cfg) * heads(spec, cfg), spec.N_KV
     if spec.left is not None and spec.right is not None:
         keys = min(keys, cfg.length(spec) + spec.left + spec.right)
+    if spec.left is not None and not spec.top_left:
+        keys = min(keys, spec.N_Q + spec.left)
+    if spec.right is not None and spec.top_left:
+        keys = min(keys, spec.N_Q + spec.right)
     if spec.sequences is not None or not 0 < 2 * count <= hw.sm_count or max(spec.H, spec.B) > MAX_GRID:
         return 1
     room = hw.sm_count * (cfg.blocks_per_sm if spec.D == 64 else 1)  # B1 H16, 1 x 8192: 20.0, 22.3 with one

@@ -11,7 +11,10 @@ is ahead by as much time as without, and else triton's.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
+
+import torch
 
 from fulmen import hardware
 from fulmen.flash import cuda_sm90
@@ -63,9 +66,14 @@ ROWS = [
 
 def first(spec: FlashSpec) -> str:
     """The backend measured to be the fastest for calls like this."""
-    arch = hardware.of(spec.device).arch
+    return _first(spec, hardware.of(spec.device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _first(spec: FlashSpec, hw: hardware.Hardware) -> str:
+    arch = hw.arch
     plain = spec.plain and spec.right in (None, 0)
-    if arch == 90 and not spec.needs_grad and (name := of_few_queries(spec, plain)) is not None:
+    if arch == 90 and not spec.needs_grad and (name := of_few_queries(spec, plain, hw)) is not None:
         return name
     if arch == 90 and 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E) < SMALL:
         if plain and not spec.needs_grad and short(spec):
@@ -99,24 +107,30 @@ def short(spec: FlashSpec) -> bool:
     return most >= spec.N_KV
 
 
-def of_few_queries(spec: FlashSpec, plain: bool) -> str | None:
+def of_few_queries(spec: FlashSpec, plain: bool, hw: hardware.Hardware) -> str | None:
     """Between cuda, whose blocks share keys, and torch's kernels; us between events, cuda, FA2, cuDNN and triton:
     D = 128, H32/8, B1 1 x 1024 11, 16, 13, 18; 1 x 8192 21, 31, 24, 99; 1 x 32768 48, 58, 51, 377;
     64 x 32768 68, 144, 383, 334; B4 1 x 8192 48, 56, 50, 105; B8 79, 84, 80, 145; but 1 x 32768 274, 261, 257, 537
     With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101; D 128, H32/8, softcap 24, 246; 1 x 300 12, 16
     """
-    hw = hardware.of(spec.device)
-    if not spec.N_Q or spec.sequences is not None or cuda_sm90.lacks(spec, hw) is not None:
+    few = spec.N_Q * spec.group <= 64
+    least = spec.B * spec.H_KV * spec.N_Q * spec.group / 192  # tiles: splits are for half as many as there are SMs
+    if not spec.N_Q or spec.sequences is not None or not (few or 2 * least <= hw.sm_count):
         return None
-    splits, few = cuda_sm90.config(spec, hw).splits, spec.N_Q * spec.group <= 64
+    if spec.dtype not in (torch.bfloat16, torch.float16) or spec.scale < 0 or cuda_sm90.lacks(spec, hw) is not None:
+        return None
+    cfg = cuda_sm90.config(spec, hw)
     if not plain:
-        return "cuda" if few or splits > 1 else None
+        return "cuda" if few or cfg.splits > 1 else None
     if spec.N_KV <= 256:
         return None
     if not few:
-        return "cuda" if splits > 1 else None
-    ahead = splits > 2 or 4096 * splits >= spec.N_KV
-    return "cuda" if ahead or (spec.right is not None and spec.N_Q > 1) else "sdpa"  # which has no such alignment
+        return "cuda" if cfg.splits > 1 else None
+    ahead = cfg.splits > 2 or (8192 if cfg.splits == 2 else 1024) >= spec.N_KV
+    shared = cfg.grouped or spec.group == 1  # else each head reads its keys for itself: not measured
+    large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for cuDNN
+    aligned = spec.right is not None and spec.N_Q > 1  # to the last key, which torch cannot say
+    return "cuda" if (ahead and shared) or large or aligned else "sdpa"
 
 
 def few_keys(spec: FlashSpec) -> bool:

@@ -329,6 +329,13 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, machine: Machine) -> None:
         return found if found.pieces is None else found._replace(pieces=machine.tensor(found.pieces))
 
     monkeypatch.setattr(lightning_cuda, "segments", guarded_segments)
+    workspace = cuda_sm90.workspace
+
+    def guarded_workspace(*args: Any) -> Any:
+        work, after = workspace(*args)
+        return machine.empty(like=lambda: work), after
+
+    monkeypatch.setattr(cuda_sm90, "workspace", guarded_workspace)
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
     for module in (home, lightning_triton):

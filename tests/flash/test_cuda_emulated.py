@@ -131,6 +131,12 @@ def test_the_same_bits_in_every_order(case):
         assert torch.equal(lse, results[0][1])
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("split")])
+def test_few_blocks_take_all_parts(case):
+    tile, D, options = CASES[case]
+    attend(tile, inputs(D, options, torch.bfloat16), ANY, sm_count=1)
+
+
 MASKS = [(None, None), (None, 0), (100, 0), (7, 30), (300, None), (0, 0), (None, 50)]
 
 

@@ -36,7 +36,8 @@ def test_keys_are_split_where_that_was_faster():
 def test_what_is_not_split():
     one = {"B": 1, "H": 8, "D": 128, "N_Q": 1, "N_KV": 8192}
     assert cuda_sm90.config(spec(**one), TARGETS[90]).splits > 1
-    for change in (PACKED, {"causal": True, "left": 100}, {"H": 67}, {"N_KV": 0}, {"N_Q": 0}, {"B": 0}):
+    seen = ({"causal": True, "left": 100}, {"left": 127}, {"N_Q": 64, "causal": True, "top_left": True})  # few keys
+    for change in (*seen, PACKED, {"H": 67}, {"N_KV": 0}, {"N_Q": 0}, {"B": 0}):
         assert cuda_sm90.config(spec(**one | change), TARGETS[90]).splits == 1, change
 
 
@@ -69,16 +70,19 @@ def test_split_keys_on_a_gpu(case, dtype):
     with torch.no_grad():
         o, lse = attend()
         testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
-        for _ in range(25):
-            again = attend()
-            assert torch.equal(again[0], o)
+        # By turns with other results, which are in the memory that parts of the keys go through.
+        v, other = x.v.clone(), -x.v
+        for i in range(50):
+            again = fulmen.flash_attention_with_lse(x.q, x.k, other if i % 2 else v, **x.options(), backend="cuda")
+            assert torch.equal(again[0], -o if i % 2 else o)
             assert torch.equal(again[1], lse)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             later = attend()
-        later[0].zero_()
-        graph.replay()
-        assert torch.equal(later[0], o)
+        for values in (other, v):
+            x.v.copy_(values)
+            graph.replay()
+            assert torch.equal(later[0], -o if values is other else o)
         plain = fulmen.flash_attention(x.q, x.k, x.v, **x.options(), backend="cuda")
         assert torch.equal(plain, o)
         assert torch.equal(fulmen.flash_attention(x.q, x.k, x.v, **x.options(), backend="cuda"), o)  # prepared
