@@ -176,6 +176,15 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ float low(u32 x) { return __int_as_float(x << 16); }
 __device__ __forceinline__ float high(u32 x) { return __int_as_float(x & 0xffff0000u); }
 
+// The sink of a head in base 2; kind 1: fp32, 2: as q.
+__device__ __forceinline__ float sink_of(const char *sinks, int h, int kind) {
+    if (kind == 1) return reinterpret_cast<const float *>(sinks)[h] * 1.4426950408889634f;
+    const unsigned short bits = reinterpret_cast<const unsigned short *>(sinks)[h];
+    float x = __int_as_float((u32)bits << 16);
+    if (!BF16) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x * 1.4426950408889634f;
+}
+
 // x * (hi + lo), rounded once: hi and lo are a factor in twice the digits of bf16.
 __device__ __forceinline__ u32 times(u32 x, u32 hi, u32 lo) {
     u32 y;

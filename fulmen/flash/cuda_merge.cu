@@ -23,14 +23,6 @@ struct Args {
     int heads, h, n, splits;            // B * H, H
 };
 
-__device__ __forceinline__ float sink_of(const Args &a, int h) {
-    if (SINKS == 1) return reinterpret_cast<const float *>(a.sinks)[h] * 1.4426950408889634f;
-    const unsigned short bits = reinterpret_cast<const unsigned short *>(a.sinks)[h];
-    float x = __int_as_float((u32)bits << 16);
-    if (!BF16) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x * 1.4426950408889634f;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_merge_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) char shared[];
@@ -43,7 +35,7 @@ flash_merge_kernel(const __grid_constant__ Args a) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
     // what all parts have in common, found by every warp for itself
-    const float sink = SINKS ? sink_of(a, blockIdx.y) : -INFINITY_;
+    const float sink = SINKS ? sink_of(a.sinks, blockIdx.y, SINKS) : -INFINITY_;
     float m = sink;
     for (int i = threadIdx.x % 32; i < a.splits; i += 32) m = fmaxf(m, a.found[i * step + row].x);
 #pragma unroll

@@ -380,14 +380,6 @@ __device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, c
     v.next();
 }
 
-__device__ __forceinline__ float sink_of(const Args &a, int h) {
-    if (SINKS == 1) return reinterpret_cast<const float *>(a.sinks)[h] * 1.4426950408889634f;
-    const unsigned short bits = reinterpret_cast<const unsigned short *>(a.sinks)[h];
-    float x = __int_as_float((u32)bits << 16);
-    if (!BF16) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x * 1.4426950408889634f;
-}
-
 // Adds up what the lanes of a row have; alpha becomes what o must be scaled with, and m is in base 2.
 __device__ __forceinline__ void close(Rows &x, const Args &a, int head) {
 #pragma unroll
@@ -398,7 +390,7 @@ __device__ __forceinline__ void close(Rows &x, const Args &a, int head) {
         x.alpha[r] = 1.0f;
         if (SPLIT) continue;
         if (SINKS) {
-            float sink = sink_of(a, query_head(a, head % a.h) + further(a, r)), m = fmaxf(x.m[r], sink);
+            float sink = sink_of(a.sinks, query_head(a, head % a.h) + further(a, r), SINKS), m = fmaxf(x.m[r], sink);
             float pivot = m == -INFINITY_ ? 0.0f : m;
             x.alpha[r] = exp2_(x.m[r] - pivot);
             x.l[r] = x.l[r] * x.alpha[r] + exp2_(sink - pivot);
