@@ -1,7 +1,7 @@
 """Measure softmax attention on this GPU against torch's SDPA in the same run, after proving it right.
 
-    PYTHONPATH=. python3 tools/measure_flash.py --out results/h200/flash.jsonl     (on the GPU)
-    python tools/measure_flash.py --render results/h200/flash.jsonl > results/h200/flash.md
+    PYTHONPATH=. python3 tools/measure_flash.py --out build/flash.jsonl     (on the GPU)
+    python tools/measure_flash.py --render build/flash.jsonl > build/flash.md
 
 Each case is first compared with fp64 (one head group, outputs and all gradients); a wrong one gets no time. Then all
 competitors are timed in shuffled rounds: L2 is overwritten, a spacer kernel lets the host run ahead, two events bracket

@@ -1,8 +1,8 @@
 r"""What a layer costs beyond its projections and its attention kernel, and the report of the suite `layers`.
 
-    PYTHONPATH=. python3 tools/measure_layers.py --out results/h200/layers-parts.jsonl               (on the GPU)
-    python tools/measure_layers.py --render results/h200/layers.jsonl results/h200/layers-parts.jsonl \
-        tests/bench/data/003.csv > results/h200/layers.md
+    PYTHONPATH=. python3 tools/measure_layers.py --out build/layers-parts.jsonl               (on the GPU)
+    python tools/measure_layers.py --render build/layers.jsonl build/layers-parts.jsonl \
+        tests/bench/data/003.csv > build/layers.md
 
 The parts: every projection as one nn.Linear product on an input of its own, and `flash_attention` of q, k, v that lie
 as projections leave them; forward and gradients of all of it, one after the other on the stream, timed as one call in

@@ -1,7 +1,7 @@
 """Measure lightning attention on this GPU against a device copy in the same run, after proving it right.
 
-    PYTHONPATH=. python3 tools/measure_lightning.py --out results/h200/lightning.jsonl     (on the GPU)
-    python tools/measure_lightning.py --render results/h200/lightning.jsonl > results/h200/lightning.md
+    PYTHONPATH=. python3 tools/measure_lightning.py --out build/lightning.jsonl     (on the GPU)
+    python tools/measure_lightning.py --render build/lightning.jsonl > build/lightning.md
 
 Each case is first compared with fp64 (one head, outputs and all gradients); a wrong one gets no time. Then the
 public calls and the copy are timed in shuffled rounds: L2 is overwritten, a spacer kernel lets the host run ahead,

@@ -1,6 +1,7 @@
-"""Fails when a file, function or kernel outgrows what a reader can hold in mind.
+"""Fails when a file, function, kernel or folder outgrows what a reader can hold in mind.
 
-    file 600 lines, host function 80, kernel (anything under a `jit` decorator) 150
+    file 600 lines, host function 80, kernel (anything under a `jit` decorator) 150, page of docs/notes 150
+    tracked files of results/ 4 MB together
 
 Counted from `def` to the last line, docstring included. Standard library only.
 """
@@ -8,6 +9,7 @@ Counted from `def` to the last line, docstring included. Standard library only.
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ FOLDERS = ("fulmen", "tests", "tools")
 MAX_FILE = 600
 MAX_FUNCTION = 80
 MAX_KERNEL = 150
+MAX_NOTE = 150
+MAX_RESULTS = 4_000_000  # bytes
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -32,8 +36,9 @@ def offences(path: Path) -> Iterator[str]:
     """One sentence for each limit that `path` breaks."""
     source = path.read_text(encoding="utf-8")
     lines = len(source.splitlines())
-    if lines > MAX_FILE:
-        yield f"{path}: {lines} lines, a file may have {MAX_FILE}"
+    kind, limit = ("page of notes", MAX_NOTE) if path.suffix == ".md" else ("file", MAX_FILE)
+    if lines > limit:
+        yield f"{path}: {lines} lines, a {kind} may have {limit}"
     if path.suffix != ".py":
         return
     for node in ast.walk(ast.parse(source, filename=str(path))):
@@ -48,10 +53,24 @@ def offences(path: Path) -> Iterator[str]:
 def sources(root: Path) -> Iterator[Path]:
     for folder in FOLDERS:
         yield from sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".h"))
+    yield from sorted((root / "docs" / "notes").glob("*.md"))
+
+
+def results(root: Path) -> Iterator[str]:
+    """A sentence if the tracked files of results/ are too large; without git every file there counts."""
+    listed = subprocess.run(["git", "ls-files", "-z", "results"], cwd=root, capture_output=True, text=True)
+    if listed.returncode == 0:
+        files = [root / name for name in listed.stdout.split("\0") if name]
+    else:
+        files = list((root / "results").rglob("*"))
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    if size > MAX_RESULTS:
+        yield f"{root / 'results'}: {size} bytes, tracked results may have {MAX_RESULTS}"
 
 
 def main(root: Path) -> int:
     found = [offence for path in sources(root) for offence in offences(path)]
+    found += results(root)
     for offence in found:
         print(offence)
     return 1 if found else 0

@@ -46,7 +46,7 @@ def test_fits_and_does_not_spill(case, compiler):
     for usage in launches:
         assert usage.shared <= TARGETS[case.arch].smem_bytes, usage
         # sm_100 keeps a few bytes of stack for its own bookkeeping of tensor memory; dk, dv at D = 256 on sm_90 spill
-        # when causal, and are a quarter faster than tiles that do not (dev/ladder_flash.md)
+        # when causal, and are a quarter faster than tiles that do not
         spills = {100: 16, 90: 144 if (case.D, case.causal) == (256, True) else 0}
         assert usage.stack <= spills.get(case.arch, 0), usage
 

@@ -267,7 +267,7 @@ def test_tiles_by_shape(call, detail, monkeypatch):
 
 
 def test_what_was_measured_is_taken():
-    """The best of results/h200/cuda_trial-2.txt, or what differs from it by less than 1 %."""
+    """The tile measured to be the fastest (docs/notes/flash-cuda.md), or within 1 % of it."""
     choose = lambda N, D, causal: cuda_sm90.config(spec(2, 16, N, D, causal), TARGETS[90])  # noqa: E731
     for N in (2048, 4096, 8192, 16384):
         assert choose(N, 128, False) == cuda_sm90.Config(2, 176, 2, together=False)
@@ -279,7 +279,7 @@ def test_what_was_measured_is_taken():
 
 
 def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
-    """By results/h200/cuda_short.txt: (B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
+    """(B, H, N, D, causal), and the tile measured to be the fastest or within 3 % of it: docs/notes/flash-cuda.md."""
     two, three = cuda_sm90.Config(2, 128, 2, together=False), cuda_sm90.Config(3, 128, 2, True, together=False)
     two_all, three_all = two._replace(together=True), three._replace(together=True)
     one, half = cuda_sm90.Config(1, 128, 2, blocks_per_sm=2), cuda_sm90.Config(1, 80, 2, blocks_per_sm=2)
@@ -307,7 +307,7 @@ def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
 
 
 def test_what_was_measured_of_few_keys_is_taken():
-    """By results/h200/cuda_once.txt: (B, H, N, D, causal), and the tile that was the fastest or within 5 % of it."""
+    """(B, H, N, D, causal), and the tile measured to be the fastest or within 5 % of it (docs/notes)."""
     S, O = cuda_small.Config, cuda_small.Once
     best = {
         (1, 1, 64, 64, False): O(64), (64, 16, 64, 64, False): O(64), (1, 16, 77, 64, False): O(80),
@@ -329,7 +329,7 @@ def test_what_was_measured_of_few_keys_is_taken():
     few = ((16, 64, S(1, 4, 128, 1)), (32, 64, O(128)), (1, 128, S(1, 4, 128, 1)), (32, 128, O(128, 1, 2)))
     for N_Q, D, tile in few:
         assert flash.config(spec(64, 32, D=D, N_Q=N_Q, N_KV=100), TARGETS[90]) == tile
-    grouped = {  # results/h200/cuda_shared.txt: B, group, N_Q, N_KV, D, and the best or within 6 % of it
+    grouped = {  # B, group, N_Q, N_KV, D, and the tile measured to be the fastest or within 6 % of it
         (1, 4, 1, 100, 64): S(1, 4, 128, 1), (4, 4, 1, 100, 64): S(1, 4, 128, 1),
         (16, 4, 1, 100, 64): O(128, grouped=True),
         (64, 4, 32, 100, 64): O(128, grouped=True), (64, 4, 64, 64, 64): O(64), (8, 4, 1, 60, 64): O(64, grouped=True),

@@ -43,13 +43,24 @@ def test_methods_and_nested_functions_count(tmp_path: Path) -> None:
     assert "a.py:2:" in offence
 
 
-@pytest.mark.parametrize("name", ["a.py", "a.cu"])
-def test_file_limit_is_exact(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path, name, "x = 1\n" * size_guard.MAX_FILE)
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("a.py", size_guard.MAX_FILE), ("a.cu", size_guard.MAX_FILE), ("docs/notes/a.md", size_guard.MAX_NOTE)],
+)
+def test_file_limit_is_exact(tmp_path: Path, name: str, limit: int) -> None:
+    path = write(tmp_path, name, "x = 1\n" * limit)
     assert not list(size_guard.offences(path))
     path.write_text(path.read_text() + "x = 1\n")
     (offence,) = size_guard.offences(path)
-    assert f"{size_guard.MAX_FILE + 1} lines" in offence
+    assert f"{limit + 1} lines" in offence
+
+
+def test_results_limit_is_exact(tmp_path: Path) -> None:
+    path = write(tmp_path, "results/gpu/suite.jsonl", "x" * size_guard.MAX_RESULTS)
+    assert not list(size_guard.results(tmp_path))
+    path.write_text(path.read_text() + "x")
+    (offence,) = size_guard.results(tmp_path)
+    assert f"{size_guard.MAX_RESULTS + 1} bytes" in offence
 
 
 def test_exit_code_and_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,3 +74,4 @@ def test_exit_code_and_message(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_this_repository_keeps_to_the_limits() -> None:
     assert [o for path in size_guard.sources(ROOT) for o in size_guard.offences(path)] == []
+    assert not list(size_guard.results(ROOT))
