@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values
-from fulmen.lightning.op import Residuals, _check, _check_values, spec_of
+from fulmen.lightning.op import Residuals, check_inputs, check_values, spec_of
 from fulmen.parallel import states
 from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
@@ -161,7 +161,7 @@ def _attend(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = ranks_of(group)
-    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens)
+    x = check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens)
     cut = cut_of_shards(x.q.shape[2], ranks, "contiguous", lengths)
     offsets, sequences = [0, cut.total], None
     if x.cu_seqlens is not None:
@@ -169,7 +169,7 @@ def _attend(
         check_offset_values("cu_seqlens", on_host, cut.total)
         offsets = on_host.tolist()
         sequences = len(offsets) - 1
-    _check_values(x.decay, None, x.q.shape[2])
+    check_values(x.decay, None, x.q.shape[2])
     empty = tuple(i for i, rank in owners_of_empty(cut, offsets).items() if rank == ranks.rank)
     slopes = states.host_values(decay, x.q.shape[1])
     call = Call(ranks, part_of(cut, ranks.rank, offsets), empty, float(scale), backend, sequences, slopes)
