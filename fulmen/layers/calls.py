@@ -53,8 +53,8 @@ def backend_chosen(op: str, spec: Any, backend: str, N: int = USUAL_N) -> str:
         name = dispatch.pick(op, spec, backend).name
     except NotImplementedError:
         return f"{backend!r} (cannot serve it)"
-    detail = dispatch.details(op, spec).get(name)
-    what = name if detail is None else f"{name}, {detail}"
+    kernel = dispatch.choose(op, spec, name).kernel
+    what = name if kernel == name else f"{name}, {kernel}"
     return f"{backend!r} ({what}, at N={N})" if backend == "auto" else repr(backend)
 
 

@@ -22,22 +22,19 @@ import struct
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from fulmen import cuda, hardware
+from fulmen import cuda, dispatch, hardware
 from fulmen.boundary import aligned, empty_rows
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.op import LightningSpec, Residuals, empty_states
+from fulmen.lightning.policy import SAVED_ROWS, Split, SweepTile, SweepTiles, cdiv
 from fulmen.lightning.triton import Gradients, Segments
 
 CHUNK = 64
-SAVED_ROWS = 512
 MAX_ROWS = 1 << 30
-# segments, of what is left over after whole rounds of blocks: results/h200/lightning_leftover.txt
-WORTH_CUTTING = {("forward", 64): 4, ("backward", 64): 5, ("forward", 128): 3, ("backward", 128): 3}
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -56,106 +53,56 @@ def supports(spec: LightningSpec) -> str | None:
         return f"takes 1 to {MAX_ROWS} rows of at least one head, here B={spec.B}, H={spec.H}, N={spec.N}"
     if not spec.aligned:
         return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
-    todo = ["forward", "training", "backward", *(["state"] if parts(spec) > 1 else [])]
-    for cfg in dict.fromkeys(config(spec, what) for what in todo):
-        if (why := cuda.problem(variant(spec, cfg), spec.device, cfg.shared(spec.D))) is not None:
+    tiles = tiles_of(spec)
+    todo = [tiles.forward, tiles.training, tiles.backward, *([tiles.state] if tiles.forward_split.number > 1 else [])]
+    for tile in dict.fromkeys(todo):
+        if (why := cuda.problem(variant(spec, tile), spec.device, shared_bytes(spec, tile))) is not None:
             return why
     return None
-
-
-def rank(spec: LightningSpec) -> float:
-    """Ahead of Triton, forward and backward together; a forward alone at D = 64 is on a par: lightning_bars.txt."""
-    return 4.0 if spec.device.type == "cuda" else 1002.0
 
 
 # ------------------------------------------------------------------------------------------------- variants
 
 
-class Config(NamedTuple):
-    stages: int
-    outs: int  # warpgroups that make outputs; 0: a state alone
-    save: int = 0  # 1: saves states, 2: reads saved ones
-    share: bool = False  # blocks of one head copy rows for each other
-
-    @property
-    def threads(self) -> int:
-        return 128 * (2 + self.outs)
-
-    def shared(self, D: int) -> int:
-        """Bytes: the ring, states on their way, outputs on theirs, barriers."""
-        panel, panels = 64 * 128, D // 64
-        if not self.outs:
-            return self.stages * ((panels + 1) * panel + 16) + 64
-        states = (3 if self.save == 2 else 2) * panels
-        return self.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * self.outs) * panel + 64
-
-    def __str__(self) -> str:
-        return f"cuda_sm90.cu, {self.stages} chunks ahead, {self.outs} warpgroups for outputs"
+def tiles_of(spec: LightningSpec) -> SweepTiles:
+    tiles: SweepTiles = dispatch.choose("lightning", spec, "cuda").tile
+    return tiles
 
 
-def config(spec: LightningSpec, what: str) -> Config:
-    """By dev/ladder_lightning.md."""
-    small = spec.D == 64
-    if what == "state":
-        return Config(8 if small else 6, 0)
-    if what == "backward":
-        return Config(5, 2, save=2) if small else Config(4, 1, share=True)
-    return Config(6, 2, save=1 if what == "training" else 0) if small else Config(4, 1)
+def threads(tile: SweepTile) -> int:
+    return 128 * (2 + tile.outs)
 
 
-def variant(spec: LightningSpec, cfg: Config) -> cuda.Variant:
+def shared_bytes(spec: LightningSpec, tile: SweepTile) -> int:
+    """The ring, states on their way, outputs on theirs, barriers."""
+    panel, panels = 64 * 128, spec.D // 64
+    if not tile.outs:
+        return tile.stages * ((panels + 1) * panel + 16) + 64
+    states = (3 if tile.save == 2 else 2) * panels
+    return tile.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * tile.outs) * panel + 64
+
+
+def variant(spec: LightningSpec, tile: SweepTile) -> cuda.Variant:
     macros = {
-        "HEAD_DIM": spec.D, "STAGES": cfg.stages, "OUTS": cfg.outs, "DECAY": int(spec.has_decay),
-        "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": cfg.save,
-        "SHARE": int(cfg.share),
+        "HEAD_DIM": spec.D, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
+        "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": tile.save,
+        "SHARE": int(tile.share),
     }  # fmt: skip
     return cuda.Variant("lightning/cuda_sm90.cu", "lightning_sm90_kernel", "90a", tuple(macros.items()))
 
 
-def whole(spec: LightningSpec) -> int:
-    """How many of (sequence, head) give every SM a block, some number of times."""
-    each, sms = spec.D // 64, hardware.of(spec.device).sm_count
-    return 0 if spec.sequences is not None else spec.B * spec.H * each // sms * sms // each
-
-
-def parts(spec: LightningSpec, what: str = "forward") -> int:
-    """Into how many segments sequences are cut, together: as many as give every SM a block. Where there are blocks
-    for every SM, those that are left over are cut if they are few."""
-    before = whole(spec)
-    left = (spec.B * spec.H - before) * (spec.D // 64)
-    wanted = hardware.of(spec.device).sm_count // max(left, 1)
-    if before and (not left or wanted < WORTH_CUTTING[what, spec.D]):
-        return 1
-    if spec.sequences is not None:  # of unknown lengths: many, so that what is left over at the end is small
-        wanted = 0 if wanted < 2 * spec.sequences else wanted * split.PACKED_ROUNDS
-    return max(1, min(wanted, spec.N // SAVED_ROWS))
-
-
-def cut_of(spec: LightningSpec, what: str = "forward") -> Segments:
-    """At D = 128 the same for both: what enters segments is saved."""
-    count = parts(spec, what)
-    if count == 1:
-        return Segments(max(spec.N, 1), 1)
-    rows = triton.cdiv(spec.N, count * SAVED_ROWS) * SAVED_ROWS
-    number = triton.cdiv(spec.N, rows) if spec.sequences is None else spec.N // rows + spec.sequences
-    return Segments(rows, number, whole=whole(spec))
-
-
-def segments(spec: LightningSpec, x: Residuals, what: str) -> Segments:
-    cut = cut_of(spec, what)
-    if cut.number == 1 or spec.sequences is None:
-        return cut
-    return cut._replace(pieces=x.q.new_empty(spec.sequences + 1, dtype=torch.int32))
+def segments(spec: LightningSpec, cut: Split, x: Residuals) -> Segments:
+    return Segments(cut.rows, 1) if cut.number == 1 else split.segments(spec, cut, x)
 
 
 def saves(spec: LightningSpec) -> tuple[int, ...] | None:
     """In bf16. D = 64: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed, room for any lengths.
     D = 128: the states that enter segments, each fp32 number in the place of two."""
     if spec.D == 128:
-        cut = cut_of(spec)
+        cut = tiles_of(spec).forward_split
         return None if cut.number == 1 else ((spec.B * spec.H - cut.whole) * cut.number, spec.D, 2 * spec.E)
     if spec.sequences is None:
-        return spec.B * spec.H, triton.cdiv(spec.N, SAVED_ROWS), spec.E, spec.D
+        return spec.B * spec.H, cdiv(spec.N, SAVED_ROWS), spec.E, spec.D
     return spec.H, spec.N // SAVED_ROWS + spec.sequences, spec.E, spec.D
 
 
@@ -237,7 +184,7 @@ def pieces(spec: LightningSpec, cut: Segments) -> int:
 
 def run(
     spec: LightningSpec,
-    cfg: Config,
+    tile: SweepTile,
     names: tuple[str, ...],
     x: Residuals,
     tensors: dict[int, Tensor],
@@ -265,7 +212,7 @@ def run(
     packed = cut.pieces is not None
     skipped = cut.whole if only_cut else 0
     blocks = (pieces(spec, cut) - skipped) * len(names) * (spec.D // 64)
-    launch = launch_of(variant(spec, cfg), spec.device, blocks, cfg.threads, cfg.shared(spec.D))
+    launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
     launch(
         *maps, *about, address(x.decay), address(x.cu_seqlens), address(cut.pieces),
         spec.H, spec.N, cut.rows, spec.states if packed else cut.number, len(names), spec.scale,
@@ -286,7 +233,7 @@ def gather(
     """The states that enter each segment in the direction of `name`, "state" or "dstate"; written to `states`."""
     states = split.segment_states(spec, x, cut) if states is None else states
     into = States(final=states) if name == "state" else States(dinitial=states)
-    run(spec, config(spec, "state"), (name,), x, tensors, into, cut, only_cut=True, not_last=leaves is None)
+    run(spec, tiles_of(spec).state, (name,), x, tensors, into, cut, only_cut=True, not_last=leaves is None)
     fused.run([split.scan(spec, x, cut, states, enters, leaves)], spec.device)
     return states
 
@@ -295,14 +242,15 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
     o = empty_rows(x.q, spec.H, spec.E)
     final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
     tensors = {Q: x.q, K: x.k, V: x.v, OUT: o}
-    cut = segments(spec, x, "forward")
+    tiles = tiles_of(spec)
+    cut = segments(spec, tiles.forward_split, x)
     states = first = States(initial=x.initial_state, final=final)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_pieces(spec, x, cut), spec.device)
         states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, entering))
-    cfg = config(spec, "forward" if slots is None else "training")
-    run(spec, cfg, ("o",), x, tensors, states, cut, slots, first)
+    tile = tiles.forward if slots is None else tiles.training
+    run(spec, tile, ("o",), x, tensors, states, cut, slots, first)
     return o, final
 
 
@@ -320,7 +268,8 @@ def backward(
     do = do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: do, OUT: grads.dq, DK: grads.dk, DV: grads.dv}
-    cut = segments(spec, x, "backward")
+    tiles = tiles_of(spec)
+    cut = segments(spec, tiles.backward_split, x)
     states = first = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
@@ -329,17 +278,8 @@ def backward(
             entering = gather(spec, "state", x, tensors, cut, x.initial_state, None)
         states = States(initial=entering, dfinal=gather(spec, "dstate", x, tensors, cut, dstate, dinitial))
     for names in [("dv", "dk"), ("dq",)] if slots is None else [("dv", "dk", "dq")]:
-        run(spec, config(spec, "backward"), names, x, tensors, states, cut, slots, first)
+        run(spec, tiles.backward, names, x, tensors, states, cut, slots, first)
     return *grads, dinitial
 
 
-register(
-    "lightning",
-    "cuda",
-    supports=supports,
-    rank=rank,
-    forward=forward,
-    backward=backward,
-    detail=lambda spec: str(config(spec, "forward")),
-    saves=saves,
-)
+register("lightning", "cuda", supports=supports, forward=forward, backward=backward, saves=saves)
