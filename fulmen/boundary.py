@@ -232,21 +232,22 @@ def _guards_tell() -> bool:
 GUARDS_TELL = _guards_tell()
 
 
-def allocator(like: Tensor) -> Callable[[Tensor], Tensor]:
+def allocator(like: Tensor) -> Callable[[], Tensor]:
     """Returns a fast `empty_like` for this layout: on a GPU the allocation call of torch.compile's generated code."""
-    make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    if make is None or like.device.type != "cuda":
-        return torch.empty_like
     size, stride, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    index, current, empty_like = device.index, torch._C._cuda_getDevice, torch.empty_like
+    usual = functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+    make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if make is None or device.type != "cuda":
+        return usual
+    index, current = device.index, torch._C._cuda_getDevice
     try:
         with torch.cuda.device(device):
             made = make(size, stride, dtype)
     except (RuntimeError, TypeError):  # nobody promised it
-        return empty_like
+        return usual
     if (made.shape, made.stride(), made.dtype, made.device) != (like.shape, stride, dtype, device):
-        return empty_like
-    return lambda x: make(size, stride, dtype) if current() == index else empty_like(x)
+        return usual
+    return lambda: make(size, stride, dtype) if current() == index else usual()
 
 
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:

@@ -85,13 +85,13 @@ class Plan:
         which, there = given(tensors)
         for of, guard, known in self.backwards:
             if of == which and guard(*there):
-                return known.run
+                return known.run if _aligned(there) else known.general
         if not is_plain_eager(*there):
             return None
         new = self.backward()
         if (guard := _guard(there)) is not None:
             self.backwards = ((which, guard, new), *self.backwards)[:MAX_RECENT]
-        return new.run
+        return new.run if _aligned(there) else new.general
 
 
 def given(tensors: tuple[Tensor | None, ...]) -> tuple[int, tuple[Tensor, ...]]:

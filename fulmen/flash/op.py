@@ -270,6 +270,14 @@ def empty_lse(q: Tensor) -> Tensor:
     return torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
 
 
+def empty_outputs(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
+    """o, and lse if anybody will read it."""
+    lse = empty_lse(x.q) if spec.wants_lse else None
+    if lse is not None and spec.has_sinks and spec.sequences is not None:
+        lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
+    return empty_rows(x.q, spec.H, spec.E), lse
+
+
 def _plan(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...]) -> Plan:
     """Both directions of `kernel`, and their prepared launches if it has any."""
 
