@@ -62,14 +62,28 @@ nothing was measured there.
 
 | call | first |
 |---|---|
-| no gradients, up to 64 queries of a GQA group or keys that are split, more than 256 keys | cuda or sdpa, see `decode` |
+| decoding (below) | cuda or sdpa |
 | less than {small:g} FLOP, no gradients, plain, D = E of 64 or 128, up to 256 keys (512 where N_Q = N_KV) | cuda |
 | less than {small:g} FLOP | triton |
 | no gradients, plain, up to {keys64} keys (D = E = 64) or {keys128} (D = E = 128) | cuda |
 | window, softcap, sinks or packed sequences | cuda if full, else triton |
 | plain | the table below; cuda only if full, else sdpa |
 
-Plain calls have no option but `causal`.
+Plain calls have no option but `causal`. Decoding means no gradients, no packed sequences, a head dim that backend
+`cuda` has, and one of these, where "few" is up to 64 queries of a GQA group together:
+
+| queries | options | keys | first |
+|---|---|---|---|
+| few | window, softcap or sinks | any | cuda |
+| few | plain | over 256, split in three or more | cuda |
+| few | plain | 257 to {decode2:,}, split in two | cuda |
+| few | plain | 257 to {decode1:,}, not split | cuda |
+| few, several, causal from the last key | plain | over 256 | cuda |
+| few | plain | other numbers over 256, or a group that cannot share tiles | sdpa |
+| more | any | over 256 if plain, and split | cuda |
+
+All other plain calls follow this table. At D = 128, full, without GQA and below 4096 keys, "full" takes eight times as
+many queries.
 
 | D, E up to | mask | keys from | first |
 |---|---|---|---|
@@ -84,8 +98,9 @@ def flash_lines() -> list[str]:
             tiles = flash.choose(spec, hw, "triton").tile
             picked = [str(getattr(tiles, pass_)) for pass_ in flash.PASSES]
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
-    keys = flash.SHORT_KEYS
-    lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, keys64=keys[64], keys128=keys[128]))
+    limits = {f"keys{D}": keys for D, keys in flash.SHORT_KEYS.items()}
+    limits |= {f"decode{splits}": keys for splits, keys in flash.DECODE_KEYS.items()}
+    lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, **limits))
     for r in flash.ROWS:
         lines.append(f"| {r.D} | {'causal' if r.causal else 'full'} | {r.keys} | {r.first} |\n")
     return lines

@@ -60,7 +60,7 @@ def test_cuts_on_this_gpu(D, case):
     """The cases are what they say."""
     x = gpu_inputs(case, D)
     call = spec_of(x.q, x.k, x.v, x.decay, **x.options())
-    assert (cuda.parts(call) > 1) == ("split" in case)
+    assert (cuda.tiles_of(call).forward_split.number > 1) == ("split" in case)
 
 
 @needs_cuda

@@ -132,7 +132,9 @@ def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, ful
     if hw.arch != 90 or call.D != call.E or call.D not in (64, 128) or call.H != call.H_KV:
         return []
     tiles, saves = policy.choose(call, hw, "cuda").tile, cuda.saves(call) is not None
-    cut = cuda.Segments(tiles.forward_split.rows, tiles.forward_split.number, whole=tiles.forward_split.whole)
+    none = torch.empty(0, device="meta")
+    x = Residuals(none, none, none, none if call.has_decay else None, None, None)
+    cut = cuda.segments(call, tiles.forward_split, x)
 
     def native(what: str, sweeps: int) -> Native:
         tile = getattr(tiles, what)
@@ -145,8 +147,6 @@ def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, ful
         """The states that enter segments."""
         if cut.number == 1:
             return []
-        none = torch.empty(0, device="meta")
-        x = Residuals(none, none, none, none if call.has_decay else None, None, None)
         return [native("state", 1), triton_split.scan(call, x, cut, none, None, None)]
 
     forward = [*gather(), native("training" if saves else "forward", 1)] if pass_ != "backward" else []
