@@ -78,6 +78,10 @@ class Plan:
         self.arguments, self.needs_grad = arguments, needs_grad
         self.backwards: tuple[tuple[int, Guard, Repeated], ...] = ()
 
+    def gradients(self, *tensors: Tensor | None) -> Any:
+        """Runs the backward on saved tensors and gradients of any kind."""
+        return (self.backward_of(tensors) or self.backward().general)(*tensors)
+
     def backward_of(self, tensors: tuple[Tensor | None, ...]) -> Callable[..., Any] | None:
         """The backward of these saved tensors and gradients; None unless this is a plain eager call."""
         if _grad_enabled() or not no_modes_active():

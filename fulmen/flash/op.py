@@ -320,6 +320,13 @@ def _planned(key: tuple[Any, ...], tensors: tuple[Any, ...], arguments: tuple[An
     return plan
 
 
+def plan_of(spec: FlashSpec, x: Residuals, backend: str) -> Plan:
+    """The plan of a spec that was not built from a call's arguments, as in `fulmen.parallel`."""
+    which, given = plans.given(x)
+    key = (which, "flash spec", spec, backend)
+    return plans.find(key, given) or plans.keep(key, given, _plan(spec, dispatch.pick("flash", spec, backend), ()))
+
+
 def tidy_gradients(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Incoming gradients as backends take them: autograd leaves out what was not used, and expands, as for o.sum()."""
     if do is None:
@@ -367,7 +374,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
     arguments, given = args[TENSORS + 4 :], args[: TENSORS + 4]
     plan = _planned(("flash operator", *arguments), tensors, arguments)
-    dq, dk, dv, dsinks = (plan.backward_of(given) or plan.backward().run)(*given)
+    dq, dk, dv, dsinks = plan.gradients(*given)
     return dq, dk, dv, _nothing(lse) if dsinks is None else dsinks
 
 

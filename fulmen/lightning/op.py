@@ -328,6 +328,14 @@ def _plan(spec: LightningSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ..
     )
 
 
+def plan_of(spec: LightningSpec, x: Residuals, backend: str) -> Plan:
+    """The plan of a spec that was not built from a call's arguments, as in `fulmen.parallel`; it saves nothing."""
+    which, given = plans.given(x)
+    key = (which, "lightning spec", spec, backend)
+    kernel = dispatch.pick("lightning", spec, backend)
+    return plans.find(key, given) or plans.keep(key, given, _plan(spec, kernel, (), False))
+
+
 def _planned(key: Any, tensors: tuple[Any, ...], arguments: tuple[Any, ...], needs_grad: bool) -> Plan:
     """The plan of a call whose arguments are right: tensors, and after them what the operators take."""
     check_values(tensors[3], tensors[5], tensors[0].shape[2])
@@ -385,7 +393,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     arguments = (scale, dstate is not None, backend)
     plan = _planned(("lightning operator", *arguments), tuple(tensors), arguments, False)
     given = (*tensors, None, do, dstate)
-    dq, dk, dv, dinitial = (plan.backward_of(given) or plan.backward().run)(*given)
+    dq, dk, dv, dinitial = plan.gradients(*given)
     ddecay = _decay_gradient(plan.spec, Residuals(*tensors), do, dstate) if decay_gradient else _nothing(dq)
     return dq, dk, dv, ddecay, _nothing(dq) if dinitial is None else dinitial
 

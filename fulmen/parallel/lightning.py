@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values
-from fulmen.lightning.op import Residuals, check_inputs, check_values, spec_of
+from fulmen.lightning.op import Residuals, check_inputs, check_values, plan_of, spec_of
 from fulmen.parallel import states
 from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
@@ -302,7 +302,7 @@ class _Lightning(torch.autograd.Function):
         o, left = q.new_empty(*q.shape[:3], v.shape[3]), states.zero_states(0, q, v.shape[3])
         if part.own:
             spec = _spec(local, call, True)
-            o, left = dispatch.pick("lightning", spec, call.backend).forward(spec, local)
+            o, left, _ = plan_of(spec, local, call.backend).forward.run(*local[:6])
         if not at_once:
             every = travelling.wait()[0]
             entered = states.combined(every, part.before, decay)
@@ -339,9 +339,8 @@ class _Lightning(torch.autograd.Function):
         if part.own:
             local = _local(x, initial, call)
             spec = _spec(local, call, dleft is not None)
-            kernel = dispatch.pick("lightning", spec, call.backend)
-            assert kernel.backward is not None, "_check_backend refuses those that have none"
-            dq, dk, dv, dinitial = kernel.backward(spec, local, do, None if dleft is None else dleft.contiguous())
+            dleft = None if dleft is None else dleft.contiguous()
+            dq, dk, dv, dinitial = plan_of(spec, local, call.backend).gradients(*local, do, dleft)
         G = None  # or what is left to add
         if not at_once:
             every = travelling.wait()[0]

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_scale, empty_rows
-from fulmen.flash.op import Causal, FlashSpec, Residuals, Window, check_inputs, check_mask, tidy_gradients
+from fulmen.flash.op import Causal, FlashSpec, Residuals, Window, check_inputs, check_mask, plan_of, tidy_gradients
 from fulmen.parallel.blocks import Block, Mask, blocks, reach, shapes
 from fulmen.parallel.groups import Group, Pending, Ranks, Receive, Send, agree, exchange, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
@@ -231,8 +231,8 @@ class _Ring(torch.autograd.Function):
             for block in call.blocks(source):
                 assert held is not None, "a shard travels as far as it is used"
                 spec = _spec(x, block, call, backward=False)
-                kernel = dispatch.pick("flash", spec, call.backend)
-                o_i, lse_i = kernel.forward(spec, _residuals(x, held.k, held.v, block))
+                part = _residuals(x, held.k, held.v, block)
+                o_i, lse_i = plan_of(spec, part, call.backend).forward.run(*part)
                 if begun:
                     o.copy_(o_i)
                     lse.copy_(lse_i)
@@ -295,12 +295,9 @@ class _Gradients:
         for block in call.blocks(source):
             rows, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
             spec = _spec(self.x, block, call, backward=True)
-            kernel = dispatch.pick("flash", spec, call.backend)
-            assert kernel.backward is not None, "_check_backend refuses those that have none"
+            part = _residuals(self.x, held.k, held.v, block)
             o, lse, do = self.o[:, :, rows], self.lse[:, :, rows].contiguous(), self.do[:, :, rows]
-            dq_i, dk_i, dv_i, dsinks_i = kernel.backward(
-                spec, _residuals(self.x, held.k, held.v, block), o, lse, do, None
-            )
+            dq_i, dk_i, dv_i, dsinks_i = plan_of(spec, part, call.backend).gradients(*part, o, lse, do, None)
             self.dq[:, :, rows] += dq_i
             dk[:, :, keys] += dk_i
             dv[:, :, keys] += dv_i
