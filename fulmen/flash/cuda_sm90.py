@@ -29,7 +29,6 @@ MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30
 MERGE_THREADS = 128
 MERGE_BYTES = 4 * MAX_SPLITS + 16 * MERGE_THREADS  # of shared memory
-MAX_MAPS = 64  # addresses a launch remembers
 
 
 def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
@@ -113,35 +112,6 @@ def workspace(spec: FlashSpec, splits: int) -> tuple[Tensor, int]:
     return torch.empty(rows * (spec.E + 2), dtype=torch.float32, device=spec.device), 4 * rows * spec.E
 
 
-class Maps:
-    """What the copy engine needs to know of tensors (B, heads, N, size) of one shape, by their address.
-
-    Boxes are 64 columns of `rows` positions of a head or, with a group, of rows / group positions of all its heads.
-    """
-
-    def __init__(self, x: Tensor, rows: int, group: int = 1) -> None:
-        B, heads, N, size = x.shape
-        step_b, step_h, step_n = x.stride()[:3]
-        dims = [(N, step_n, rows // group), (heads // group, step_h * group, 1), (B, step_b, 1)]
-        if group > 1:
-            dims.insert(0, (group, step_h, group))
-        sizes, steps, box = zip(*dims, strict=True)
-        width = x.element_size()
-        apart = tuple(width * (step if n > 1 else size) for n, step in zip(sizes, steps, strict=True))
-        self.facts = x.dtype, (size, *sizes), apart, (64, *box)
-        self.known: dict[int, bytes] = {}
-
-    def __call__(self, address: int) -> bytes:
-        known = self.known.get(address)
-        if known is None:
-            dtype, sizes, strides, box = self.facts
-            known = cuda.tensor_map(dtype, address, sizes, strides, box)
-            if len(self.known) >= MAX_MAPS:
-                self.known = {}
-            self.known[address] = known
-        return known
-
-
 def strides(o: Tensor) -> tuple[int, ...]:
     """Of B, heads and N, in bytes."""
     return tuple(step * o.element_size() for step in o.stride()[:3])
@@ -154,9 +124,9 @@ def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callab
     launch = launch_of(spec, choice, strides(o), sinks)
     if launch.empty:
         return lambda *addresses: None
-    q_map = k_map = v_map = Maps(x.q, 64, spec.group if tile.pack_gqa else 1)
+    q_map = k_map = v_map = cuda.tensor_maps(x.q, 64, spec.group if tile.pack_gqa else 1)
     if spec.N_KV:  # else nothing is read through them
-        k_map, v_map = Maps(x.k, tile.block_n), Maps(x.v, tile.block_n)
+        k_map, v_map = cuda.tensor_maps(x.k, tile.block_n), cuda.tensor_maps(x.v, tile.block_n)
 
     def run(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int) -> None:
         launch(q_map(q), k_map(k), v_map(v), o, lse, sinks, cu_q, cu_k)
