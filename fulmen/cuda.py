@@ -313,6 +313,44 @@ def tensor_map(
     return buffer.raw[start : start + 128]
 
 
+MAX_ADDRESSES = 256  # that tensors of one shape are remembered by
+
+
+class TensorMaps:
+    """The maps of tensors (B, heads, N, size) of one shape, by their address.
+
+    A box is 64 columns of `rows` positions of a head or, with a group, of rows / group positions of all its heads.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, group: int = 1
+    ) -> None:
+        B, heads, N, size = shape
+        step_b, step_h, step_n = strides[:3]
+        dims = [(N, step_n, rows // group), (heads // group, step_h * group, 1), (B, step_b, 1)]
+        if group > 1:
+            dims.insert(0, (group, step_h, group))
+        sizes, steps, box = zip(*dims, strict=True)
+        apart = tuple(dtype.itemsize * (step if n > 1 else size) for n, step in zip(sizes, steps, strict=True))
+        self.facts = dtype, (size, *sizes), apart, (64, *box)
+        self.known: dict[int, bytes] = {}
+
+    def __call__(self, address: int) -> bytes:
+        known = self.known.get(address)
+        if known is None:
+            dtype, sizes, strides, box = self.facts
+            known = tensor_map(dtype, address, sizes, strides, box)
+            if len(self.known) >= MAX_ADDRESSES:
+                self.known = {}
+            self.known[address] = known
+        return known
+
+
+def tensor_maps(x: torch.Tensor, rows: int, group: int = 1) -> TensorMaps:
+    """The maps of tensors like `x`."""
+    return TensorMaps(x.dtype, x.shape, x.stride(), rows, group)
+
+
 class Slot:
     """The arguments of one call on its way to the driver, which copies them before it answers."""
 

@@ -47,7 +47,8 @@ class Kernel(NamedTuple):
               (dq, dk, dv, dinitial_state or None). None: forward is differentiable as it is, and the kernel is taken
               only when asked for by name.
     prepare   (spec, residuals) -> None, or a function of the tensors alone that repeats the forward of a plain call
-              with the same shapes and strides; it may answer None, and forward is called
+              with the same shapes and strides, each of which begins at a multiple of 16 bytes
+    prepare_backward  (spec, residuals, what the backward takes after them) -> the same for the backward
     saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None
     """
 
@@ -57,6 +58,7 @@ class Kernel(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
     prepare: Callable[..., Any] | None = None
+    prepare_backward: Callable[..., Any] | None = None
     saves: Callable[[Any], tuple[int, ...] | None] | None = None
 
 
@@ -72,9 +74,10 @@ def register(
     forward: Callable[..., Any],
     backward: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None = None,
+    prepare_backward: Callable[..., Any] | None = None,
     saves: Callable[[Any], tuple[int, ...] | None] | None = None,
 ) -> None:
-    _kernels[op][name] = Kernel(op, name, supports, forward, backward, prepare, saves)
+    _kernels[op][name] = Kernel(op, name, supports, forward, backward, prepare, prepare_backward, saves)
 
 
 @functools.lru_cache

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import allocator, empty_rows
+from fulmen.boundary import allocator
 from fulmen.dispatch import Choice, register
 from fulmen.flash import cuda_sm90, cuda_small, sdpa, triton
-from fulmen.flash.op import FlashSpec, Residuals, empty_lse
+from fulmen.flash.op import FlashSpec, Residuals, empty_outputs
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -61,17 +61,41 @@ def readable(x: Tensor, repeats: bool) -> bool:
     )
 
 
+def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
+    return (cuda_sm90 if choice.kernel == "sm90" else cuda_small).launcher(spec, choice, x, o)
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
 def forward(spec: FlashSpec, x: Residuals, choice: Choice | None = None) -> tuple[Tensor, Tensor | None]:
     choice = choice or chosen(spec)
-    o = empty_rows(x.q, spec.H, spec.E)
-    lse = empty_lse(x.q) if spec.wants_lse else None
-    if lse is not None and spec.has_sinks and spec.sequences is not None:
-        lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
+    o, lse = empty_outputs(spec, x)
     for name in ("q", "k", "v"):
         if not readable(getattr(x, name), repeats=choice.kernel != "sm90"):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
-    (cuda_sm90 if choice.kernel == "sm90" else cuda_small).run(spec, choice, x, o, lse)
+    launcher(spec, choice, x, o)(*map(address, (*x[:3], o, lse, *x[3:])))
     return o, lse
+
+
+def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The forward of calls with these shapes and strides at the least cost for the host."""
+    choice = chosen(spec)
+    if spec.has_sinks and spec.sequences is not None:  # whose lse is filled first
+        return None
+    if not all(readable(t, choice.kernel != "sm90") for t in x[:3]):
+        return None
+    o, lse = empty_outputs(spec, x)
+    launch, new_o, new_lse = launcher(spec, choice, x, o), allocator(o), None if lse is None else allocator(lse)
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        o = new_o()
+        lse = None if new_lse is None else new_lse()
+        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), *map(address, others))
+        return o, lse
+
+    return again
 
 
 def backward(
@@ -82,35 +106,20 @@ def backward(
     return triton.backward(spec, x, o, lse, do, dlse)
 
 
-def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None] | None] | None:
-    """As in triton.py: the forward of calls like this one at the least cost for the host."""
-    choice = chosen(spec)
-    o = empty_rows(x.q, spec.H, spec.E)
-    if spec.wants_lse or spec.has_sinks or spec.sequences is not None or torch.empty_like(x.q).shape != o.shape:
-        return None
-    if torch.empty_like(x.q).stride() != o.stride():
-        return None
-    if not all(readable(t, choice.kernel != "sm90") for t in x[:3]):
-        return None
-    empty_like = allocator(o)
-    if choice.kernel == "sm90":
-        again = cuda_sm90.repeat(spec, choice, x, o)
-        if again is None:
-            return None
-        launch: Callable[..., None] = again
-        rest: tuple[int, ...] = ()
-    else:
-        launch, rest = cuda_small.launch_of(spec, choice, cuda_small.strides(x.q, x.k, x.v, o)), (0,)
-
-    def quick(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
-        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (a | b | c) & 15:
-            return None
-        o = empty_like(q)
-        launch(a, b, c, o.data_ptr(), *rest)
-        return o, None
-
-    return quick
+def prepare_backward(
+    spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
+    if chosen(spec).backward == "cudnn":
+        return sdpa.prepare_backward(spec, x, o, lse, do, dlse, "cudnn")
+    return triton.prepare_backward(spec, x, o, lse, do, dlse)
 
 
-register("flash", "cuda", supports=supports, forward=forward, backward=backward, prepare=prepare)
+register(
+    "flash",
+    "cuda",
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    prepare=prepare,
+    prepare_backward=prepare_backward,
+)

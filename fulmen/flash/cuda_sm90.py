@@ -4,7 +4,6 @@ limits, shared memory, tensor maps and arguments. Tiles and splits are those of 
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from collections.abc import Callable
@@ -30,7 +29,6 @@ MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30
 MERGE_THREADS = 128
 MERGE_BYTES = 4 * MAX_SPLITS + 16 * MERGE_THREADS  # of shared memory
-MAX_MAPS = 64  # addresses a launch remembers
 
 
 def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
@@ -76,7 +74,6 @@ def merge_variant(spec: FlashSpec, sinks: torch.dtype | None = None) -> cuda.Var
     return cuda.Variant("flash/cuda_merge.cu", "flash_merge_kernel", "90a", tuple(macros.items()))
 
 
-@functools.lru_cache(maxsize=4096)
 def launch_of(
     spec: FlashSpec, choice: Choice, o_strides: tuple[int, ...], sinks: torch.dtype | None = None
 ) -> cuda.Launch:
@@ -102,7 +99,6 @@ def launch_of(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
 def merge_of(spec: FlashSpec, splits: int, o_strides: tuple[int, ...], sinks: torch.dtype | None = None) -> cuda.Launch:
     rest = struct.pack("3q4i", *o_strides, spec.B * spec.H, spec.H, spec.N_Q, splits)
     grid = (spec.N_Q, spec.H, spec.B)
@@ -116,92 +112,32 @@ def workspace(spec: FlashSpec, splits: int) -> tuple[Tensor, int]:
     return torch.empty(rows * (spec.E + 2), dtype=torch.float32, device=spec.device), 4 * rows * spec.E
 
 
-class Maps:
-    """What the copy engine needs to know of tensors (B, heads, N, size) of one shape, by their address.
-
-    Boxes are 64 columns of `rows` positions of a head or, with a group, of rows / group positions of all its heads.
-    """
-
-    def __init__(self, x: Tensor, rows: int, group: int = 1) -> None:
-        B, heads, N, size = x.shape
-        step_b, step_h, step_n = x.stride()[:3]
-        dims = [(N, step_n, rows // group), (heads // group, step_h * group, 1), (B, step_b, 1)]
-        if group > 1:
-            dims.insert(0, (group, step_h, group))
-        sizes, steps, box = zip(*dims, strict=True)
-        width = x.element_size()
-        apart = tuple(width * (step if n > 1 else size) for n, step in zip(sizes, steps, strict=True))
-        self.facts = x.dtype, (size, *sizes), apart, (64, *box)
-        self.known: dict[int, bytes] = {}
-
-    def __call__(self, address: int) -> bytes:
-        known = self.known.get(address)
-        if known is None:
-            dtype, sizes, strides, box = self.facts
-            known = cuda.tensor_map(dtype, address, sizes, strides, box)
-            if len(self.known) >= MAX_MAPS:
-                self.known = {}
-            self.known[address] = known
-        return known
-
-
-@functools.lru_cache(maxsize=4096)
-def maps_of(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, group: int) -> Maps:
-    return Maps(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), rows, group)
-
-
-def mapped(x: Tensor, rows: int, group: int = 1) -> Maps:
-    return maps_of(x.dtype, x.shape, x.stride(), rows, group)
-
-
 def strides(o: Tensor) -> tuple[int, ...]:
     """Of B, heads and N, in bytes."""
     return tuple(step * o.element_size() for step in o.stride()[:3])
 
 
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def run(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor, lse: Tensor | None) -> None:
+def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
+    """Launches calls with these shapes and strides: a function of the addresses of q, k, v, o, lse and x's others."""
     tile: Sm90Tile = choice.tile
-    launch = launch_of(spec, choice, strides(o), None if x.sinks is None else x.sinks.dtype)
+    sinks = None if x.sinks is None else x.sinks.dtype
+    launch = launch_of(spec, choice, strides(o), sinks)
     if launch.empty:
-        return
-    q = mapped(x.q, 64, spec.group if tile.pack_gqa else 1)(x.q.data_ptr())
-    k = v = q  # without keys nothing is read through them
-    if spec.N_KV:
-        k, v = mapped(x.k, tile.block_n)(x.k.data_ptr()), mapped(x.v, tile.block_n)(x.v.data_ptr())
-    if choice.splits == 1:
-        launch(q, k, v, *map(address, (o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)))
-        return
-    work, after = workspace(spec, choice.splits)
-    sums = work.data_ptr()
-    launch(q, k, v, sums, sums + after, 0, 0, 0)
-    merge = merge_of(spec, choice.splits, strides(o), None if x.sinks is None else x.sinks.dtype)
-    merge(sums, sums + after, *map(address, (o, lse, x.sinks)))
+        return lambda *addresses: None
+    q_map = k_map = v_map = cuda.tensor_maps(x.q, 64, spec.group if tile.pack_gqa else 1)
+    if spec.N_KV:  # else nothing is read through them
+        k_map, v_map = cuda.tensor_maps(x.k, tile.block_n), cuda.tensor_maps(x.v, tile.block_n)
 
+    def run(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int) -> None:
+        launch(q_map(q), k_map(k), v_map(v), o, lse, sinks, cu_q, cu_k)
 
-def repeat(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[[int, int, int, int], None] | None:
-    """The same launch from the addresses of q, k, v and o alone; there must be keys and queries."""
-    tile: Sm90Tile = choice.tile
-    launch = launch_of(spec, choice, strides(o))
-    if launch.empty or not spec.N_KV:
-        return None
-    q_map = mapped(x.q, 64, spec.group if tile.pack_gqa else 1)
-    k_map, v_map = mapped(x.k, tile.block_n), mapped(x.v, tile.block_n)
-
-    def again(q: int, k: int, v: int, o: int) -> None:
-        launch(q_map(q), k_map(k), v_map(v), o, 0, 0, 0, 0)
-
-    if choice.splits == 1:
-        return again
-    merge = merge_of(spec, choice.splits, strides(o))
-
-    def again_split(q: int, k: int, v: int, o: int) -> None:
+    def run_split(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int) -> None:
         work, after = workspace(spec, choice.splits)
         sums = work.data_ptr()
         launch(q_map(q), k_map(k), v_map(v), sums, sums + after, 0, 0, 0)
-        merge(sums, sums + after, o, 0, 0)
+        merge(sums, sums + after, o, lse, sinks)
 
-    return again_split
+    if choice.splits == 1:
+        return run
+    merge = merge_of(spec, choice.splits, strides(o), sinks)
+    return run_split

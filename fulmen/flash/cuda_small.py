@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,7 +72,6 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def launch_of(spec: FlashSpec, choice: Choice, steps: tuple[int, ...], early: bool = True) -> cuda.Launch:
     """The launch of calls with these strides: q, k, v and o, in that order."""
     tile: SmallTile | SingleTile = choice.tile
@@ -89,6 +88,7 @@ def launch_of(spec: FlashSpec, choice: Choice, steps: tuple[int, ...], early: bo
     )  # fmt: skip
 
 
-def run(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor, lse: Tensor | None) -> None:
+def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
+    """Launches calls with these shapes and strides: a function of the addresses of q, k, v, o, lse and x's others."""
     launch = launch_of(spec, choice, strides(x.q, x.k, x.v, o))
-    launch(x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr())
+    return lambda q, k, v, o, lse, sinks, cu_q, cu_k: launch(q, k, v, o, lse)

@@ -23,7 +23,7 @@ whose ends it does not know, pointers do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,9 +33,9 @@ from torch import Tensor
 from fulmen import dispatch, hardware
 from fulmen.boundary import allocator, empty_rows
 from fulmen.dispatch import register
-from fulmen.flash.op import FlashSpec, Residuals, empty_lse
+from fulmen.flash.op import FlashSpec, Residuals, empty_outputs
 from fulmen.flash.policy import TritonTile, TritonTiles, tiles_of
-from fulmen.launch import Launch, describable, remembered, repeat
+from fulmen.launch import Launch, Ready, describable, run_all
 from fulmen.tiles import (
     LN2,
     LOG2E,
@@ -438,80 +438,97 @@ def backward_launches(spec: FlashSpec, tiles: TritonTiles, x: Residuals, y: Back
     ]
 
 
-def dtype_of(x: Tensor | None) -> torch.dtype | None:
-    return None if x is None else x.dtype
-
-
-def forward_key(spec: FlashSpec, x: Residuals) -> tuple[object, ...]:
-    return "flash forward", spec, x.q.stride(), x.k.stride(), x.v.stride(), dtype_of(x.sinks)
+def chosen(spec: FlashSpec) -> TritonTiles:
+    tiles: TritonTiles = dispatch.choose("flash", spec, "triton").tile
+    return tiles
 
 
 def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
-    o = empty_rows(x.q, spec.H, spec.E)
-    lse = empty_lse(x.q) if spec.wants_lse else None
-    if lse is not None and spec.has_sinks and spec.sequences is not None:
-        lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
-    repeat(
-        forward_key(spec, x),
-        spec.device,
-        [(x.q, x.k, x.v, o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)],
-        lambda: [forward_launch(spec, dispatch.choose("flash", spec, "triton").tile, x, o, lse)],
-    )
+    o, lse = empty_outputs(spec, x)
+    run_all([forward_launch(spec, chosen(spec), x, o, lse)], spec.device)
     return o, lse
 
 
-def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None] | None] | None:
-    """The forward of calls like this one, which came before, at the least cost for the host: no lse, no options.
-
-    None, or a function of q, k, v with the same shapes and strides, which answers None where they are not aligned.
-    """
-    if spec.device.type != "cuda" or spec.wants_lse or spec.has_sinks or spec.sequences is not None:
+def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The forward of calls with these shapes and strides at the least cost for the host."""
+    if not preparable(spec) or (spec.has_sinks and spec.sequences is not None):  # whose lse is filled first
         return None
-    ready = remembered(forward_key(spec, x))
-    if ready is None or torch.empty_like(x.q).stride() != empty_rows(x.q, spec.H, spec.E).stride():
-        return None
-    call, empty_like = ready[0], allocator(torch.empty_like(x.q))
+    o, lse = empty_outputs(spec, x)
+    launch = Ready(forward_launch(spec, chosen(spec), x, o, lse), spec.device)
+    new_o, new_lse = allocator(o), (lambda: None) if lse is None else allocator(lse)
 
-    def quick(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
-        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (a | b | c) & 15:
-            return None
-        o = empty_like(q)
-        call((q, k, v, o, None, None, None, None), (a, b, c, o.data_ptr(), None, None, None, None))
-        return o, None
+    def again(q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any) -> tuple[Tensor, Tensor | None]:
+        o, lse = new_o(), new_lse()
+        launch(q, k, v, o, lse, sinks, cu_q, cu_k)
+        return o, lse
 
-    return quick
+    return again
+
+
+def preparable(spec: FlashSpec) -> bool:
+    """Whether launches can be repeated past Triton's own: on a GPU."""
+    return spec.device.type == "cuda" and not triton.knobs.runtime.interpret
+
+
+def empty_gradients(spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Backward:
+    each = chosen(spec).heads_summed < spec.group  # dk and dv of query heads, to be summed
+    heads, dtype = (spec.H, torch.float32) if each else (spec.H_KV, spec.dtype)
+    dq = empty_rows(x.q, spec.H, spec.D)
+    dk, dv = empty_rows(x.k, heads, spec.D, dtype), empty_rows(x.v, heads, spec.E, dtype)
+    return Backward(o, lse, do, dlse, torch.empty_like(lse), dq, dk, dv)
+
+
+def gradients(spec: FlashSpec, x: Residuals, y: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What is left after the launches: sums over query heads, and the sinks' gradient."""
+    dk, dv, dsinks = y.dk, y.dv, None
+    if dk.shape[1] != spec.H_KV:
+        dk, dv = empty_rows(x.k, spec.H_KV, spec.D), empty_rows(x.v, spec.H_KV, spec.E)
+        for shared, each in ((dk, y.dk), (dv, y.dv)):
+            shared.copy_(each.unflatten(1, (spec.H_KV, spec.group)).sum(2))
+    if x.sinks is not None:  # a sink of -inf is none: then a row may have seen nothing
+        drawn = torch.exp(x.sinks.float()[:, None] - y.lse) * y.delta
+        dsinks = -drawn.masked_fill(y.lse == -torch.inf, 0.0).sum((0, 2)).to(x.sinks.dtype)
+    return y.dq, dk, dv, dsinks
 
 
 def backward(
     spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    tiles: TritonTiles = dispatch.choose("flash", spec, "triton").tile
-    partial = tiles.heads_summed < spec.group
-    heads, dtype = (spec.H, torch.float32) if partial else (spec.H_KV, spec.dtype)
-    dq = empty_rows(x.q, spec.H, spec.D)
-    dk, dv = empty_rows(x.k, heads, spec.D, dtype), empty_rows(x.v, heads, spec.E, dtype)
-    y = Backward(o, lse, do, dlse, torch.empty_like(lse), dq, dk, dv)
-    packed = (x.cu_seqlens_q, x.cu_seqlens_k)
-    repeat(
-        ("flash backward", spec, x.q.stride(), x.k.stride(), x.v.stride(), o.stride(), do.stride(), dtype_of(dlse)),
-        spec.device,
-        [
-            (x.q, x.k, x.v, do, o, dq, lse, dlse, y.delta, *packed),
-            (x.q, x.k, x.v, do, dk, dv, lse, y.delta, *packed),
-        ],
-        lambda: backward_launches(spec, tiles, x, y),
-    )
-    if partial:
-        each = (dk, dv)
-        dk, dv = empty_rows(x.k, spec.H_KV, spec.D), empty_rows(x.v, spec.H_KV, spec.E)
-        for shared, part in zip((dk, dv), each, strict=True):
-            shared.copy_(part.unflatten(1, (spec.H_KV, spec.group)).sum(2))
-    dsinks = None
-    if x.sinks is not None:  # a sink of -inf is none: then a row may have seen nothing
-        drawn = torch.exp(x.sinks.float()[:, None] - lse) * y.delta
-        dsinks = -drawn.masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(x.sinks.dtype)
-    return dq, dk, dv, dsinks
+    y = empty_gradients(spec, x, o, lse, do, dlse)
+    run_all(backward_launches(spec, chosen(spec), x, y), spec.device)
+    return gradients(spec, x, y)
 
 
-register("flash", "triton", supports=supports, forward=forward, backward=backward, prepare=prepare)
+def prepare_backward(
+    spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
+    """The backward of such calls at the least cost for the host."""
+    if not preparable(spec) or do.stride(3) != 1 or not (dlse is None or dlse.is_contiguous()):
+        return None
+    y = empty_gradients(spec, x, o, lse, do, dlse)
+    of_q, of_k = (Ready(launch, spec.device) for launch in backward_launches(spec, chosen(spec), x, y))
+    new = [allocator(t) for t in (y.delta, y.dq, y.dk, y.dv)]
+    plain = y.dk.shape[1] == spec.H_KV and x.sinks is None
+
+    def again(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        delta, dq, dk, dv = (make() for make in new)
+        of_q(q, k, v, do, o, dq, lse, dlse, delta, cu_q, cu_k)
+        of_k(q, k, v, do, dk, dv, lse, delta, cu_q, cu_k)
+        if plain:
+            return dq, dk, dv, None
+        return gradients(spec, Residuals(q, k, v, sinks, cu_q, cu_k), Backward(o, lse, do, dlse, delta, dq, dk, dv))
+
+    return again
+
+
+register(
+    "flash",
+    "triton",
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    prepare=prepare,
+    prepare_backward=prepare_backward,
+)

@@ -17,21 +17,21 @@ are copied; for other inputs `auto` takes triton.
 
 from __future__ import annotations
 
-import functools
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import aligned, empty_rows
+from fulmen.boundary import aligned, allocator, empty_rows
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.op import LightningSpec, Residuals, empty_states
 from fulmen.lightning.policy import SAVED_ROWS, Split, SweepTile, SweepTiles, cdiv
-from fulmen.lightning.triton import Gradients, Segments
+from fulmen.lightning.triton import Segments
 
 CHUNK = 64
 MAX_ROWS = 1 << 30
@@ -132,24 +132,14 @@ SWEEPS = {
 }
 FRONT = struct.Struct("=" + 8 * "128s" + 3 * "Q3q4Q2f7i12x" + "3Q5if4i")
 NO_MAP = bytes(128)
+FIRST_SWEEP, SWEEP_VALUES = 8, 17  # among the values a launch packs
+POINTERS = FIRST_SWEEP + 3 * SWEEP_VALUES
+POINTERS_END = POINTERS + 3
 
 
-@functools.lru_cache(maxsize=4096)
 def launch_of(var: cuda.Variant, device: torch.device, blocks: int, threads: int, shared: int) -> cuda.Launch:
     rest = bytes(-FRONT.size % 64)
     return cuda.Launch(var, device, (blocks, 1, 1), threads, shared, FRONT.format, rest, early=True)
-
-
-def map_of(x: Tensor) -> bytes:
-    """Of (B, heads, N, size), for boxes of 64 rows and 64 columns."""
-    return known_map(x.dtype, x.data_ptr(), x.shape, x.stride())
-
-
-@functools.lru_cache(maxsize=8192)
-def known_map(dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    width = dtype.itemsize
-    apart = [s * width if n > 1 else shape[3] * width for n, s in zip(shape[:3], strides[:3], strict=True)]
-    return cuda.tensor_map(dtype, address, tuple(reversed(shape)), tuple(reversed(apart)), (64, 64, 1, 1))
 
 
 class States(NamedTuple):
@@ -182,6 +172,73 @@ def pieces(spec: LightningSpec, cut: Segments) -> int:
     return cut.whole + (heads - cut.whole) * cut.number
 
 
+class SweepLaunch:
+    """One launch of the sweeps called `names`, for tensors of the same shapes and strides.
+
+    Sequences and heads that are cut begin and end with `states`, or all if nothing is cut; the rest with `first`,
+    unless `only_cut` leaves it out. With `not_last` the last segment of a sequence is left out, too.
+    """
+
+    def __init__(
+        self,
+        spec: LightningSpec,
+        tile: SweepTile,
+        names: tuple[str, ...],
+        tensors: dict[int, Tensor],
+        cut: Segments,
+        only_cut: bool = False,
+        not_last: bool = False,
+    ) -> None:
+        self.sweeps = [(FIRST_SWEEP + SWEEP_VALUES * i, name, SWEEPS[name].out) for i, name in enumerate(names)]
+        self.maps = [(i, cuda.tensor_maps(t, 64)) for i, t in tensors.items()]
+        values: list[float | bytes] = [NO_MAP] * 8
+        for name in names:
+            sweep, out = SWEEPS[name], tensors.get(SWEEPS[name].out)
+            times = spec.scale if sweep.reverse else 1.0
+            strides = (0, 0, 0) if out is None else tuple(out.element_size() * step for step in out.stride()[:3])
+            values += [0, *strides, 0, 0, 0, 0, 1 / times, times]
+            values += [sweep.a, sweep.b, sweep.c, sweep.out, sweep.reverse, sweep.swapped]
+            values += [name == "dq" and SAVED in tensors]
+        values += (3 - len(names)) * [0] * SWEEP_VALUES
+        skipped = cut.whole if only_cut else 0
+        segments = spec.states if cut.pieces is not None else cut.number
+        values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, len(names), spec.scale, not_last, 0, cut.whole, skipped]
+        blocks = (pieces(spec, cut) - skipped) * len(names) * (spec.D // 64)
+        self.values = values
+        self.launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
+
+    def __call__(self, x: Residuals, tensors: dict[int, Tensor], states: States, first: States, cut: Segments) -> None:
+        values = self.values.copy()
+        for i, maps in self.maps:
+            values[i] = maps(tensors[i].data_ptr())
+        for at, name, out in self.sweeps:
+            values[at] = address(tensors.get(out))
+            values[at + 4], values[at + 5] = states.around(name)
+            values[at + 6], values[at + 7] = first.around(name)
+        values[POINTERS:POINTERS_END] = address(x.decay), address(x.cu_seqlens), address(cut.pieces)
+        self.launch(*values)
+
+
+class Kept:
+    """What calls with the same spec and strides share: launches and allocators, made when first needed."""
+
+    def __init__(self) -> None:
+        self.launches: dict[object, SweepLaunch] = {}
+        self.allocators: dict[str, Callable[[], Tensor]] = {}
+
+    def empty(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        new = self.allocators.get(name)
+        if new is not None:
+            return new()
+        made = make()
+        self.allocators[name] = allocator(made)
+        return made
+
+
+def empty(kept: Kept | None, name: str, make: Callable[[], Tensor]) -> Tensor:
+    return make() if kept is None else kept.empty(name, make)
+
+
 def run(
     spec: LightningSpec,
     tile: SweepTile,
@@ -190,34 +247,18 @@ def run(
     tensors: dict[int, Tensor],
     states: States,
     cut: Segments,
-    saved: Tensor | None = None,
     first: States = NO_STATES,
     only_cut: bool = False,
     not_last: bool = False,
+    kept: Kept | None = None,
 ) -> None:
-    """One launch of the sweeps called `names`: `states` of what is cut, or of all if nothing is, `first` of the rest;
-    `only_cut` leaves the rest out."""
-    maps = [map_of(tensors[i]) if i in tensors else NO_MAP for i in range(7)]
-    maps.append(NO_MAP if saved is None else map_of(saved))
-    about: list[float] = []
-    for name in names:
-        sweep = SWEEPS[name]
-        out = tensors.get(sweep.out)
-        times = spec.scale if sweep.reverse else 1.0
-        strides = (0, 0, 0) if out is None else tuple(out.element_size() * step for step in out.stride()[:3])
-        about += [address(out), *strides, *states.around(name), *first.around(name), 1 / times, times]
-        about += [sweep.a, sweep.b, sweep.c, sweep.out, sweep.reverse, sweep.swapped]
-        about += [name == "dq" and saved is not None]
-    about += (3 - len(names)) * [0] * 17
-    packed = cut.pieces is not None
-    skipped = cut.whole if only_cut else 0
-    blocks = (pieces(spec, cut) - skipped) * len(names) * (spec.D // 64)
-    launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
-    launch(
-        *maps, *about, address(x.decay), address(x.cu_seqlens), address(cut.pieces),
-        spec.H, spec.N, cut.rows, spec.states if packed else cut.number, len(names), spec.scale,
-        not_last, 0, cut.whole, skipped,
-    )  # fmt: skip
+    """Launches sweeps once; see `SweepLaunch`."""
+    launch = None if kept is None else kept.launches.get(names)
+    if launch is None:
+        launch = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last)
+        if kept is not None:
+            kept.launches[names] = launch
+    launch(x, tensors, states, first, cut)
 
 
 def gather(
@@ -229,18 +270,22 @@ def gather(
     enters: Tensor | None,
     leaves: Tensor | None,
     states: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """The states that enter each segment in the direction of `name`, "state" or "dstate"; written to `states`."""
     states = split.segment_states(spec, x, cut) if states is None else states
     into = States(final=states) if name == "state" else States(dinitial=states)
-    run(spec, tiles_of(spec).state, (name,), x, tensors, into, cut, only_cut=True, not_last=leaves is None)
+    read = {i: tensors[i] for i in SWEEPS[name][:3]}
+    run(spec, tiles_of(spec).state, (name,), x, read, into, cut, only_cut=True, not_last=leaves is None, kept=kept)
     fused.run([split.scan(spec, x, cut, states, enters, leaves)], spec.device)
     return states
 
 
-def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
-    o = empty_rows(x.q, spec.H, spec.E)
-    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+def forward(spec: LightningSpec, x: Residuals, kept: Kept | None = None) -> tuple[Tensor, Tensor | None]:
+    o = empty(kept, "o", lambda: empty_rows(x.q, spec.H, spec.E))
+    final = None
+    if spec.with_final_state:
+        final = empty(kept, "final", lambda: empty_states(x.q, spec.states, spec.E))
     tensors = {Q: x.q, K: x.k, V: x.v, OUT: o}
     tiles = tiles_of(spec)
     cut = segments(spec, tiles.forward_split, x)
@@ -248,10 +293,24 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_pieces(spec, x, cut), spec.device)
-        states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, entering))
-    tile = tiles.forward if slots is None else tiles.training
-    run(spec, tile, ("o",), x, tensors, states, cut, slots, first)
+        states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, entering, kept))
+    tile = tiles.forward
+    if slots is not None:
+        tensors[SAVED], tile = slots, tiles.training
+    run(spec, tile, ("o",), x, tensors, states, cut, first, kept=kept)
     return o, final
+
+
+def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The forward of calls with these shapes and strides at the least cost for the host."""
+    kept = Kept()
+    new_saved = None if x.saved is None else allocator(x.saved)
+
+    def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        saved = None if new_saved is None else new_saved()
+        return *forward(spec, Residuals(*tensors, saved), kept), saved  # type: ignore[arg-type]
+
+    return again
 
 
 def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -262,12 +321,14 @@ def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Ten
 
 
 def backward(
-    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None
+    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    grads = Gradients.empty(spec, x)
-    do = do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
+    dq, dk, dv = (
+        empty(kept, name, lambda t=t: empty_rows(t, spec.H, spec.D))
+        for name, t in (("dq", x.q), ("dk", x.k), ("dv", x.v))
+    )
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    tensors = {Q: x.q, K: x.k, V: x.v, DO: do, OUT: grads.dq, DK: grads.dk, DV: grads.dv}
+    tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: dq, DK: dk, DV: dv}
     tiles = tiles_of(spec)
     cut = segments(spec, tiles.backward_split, x)
     states = first = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
@@ -275,11 +336,42 @@ def backward(
     if cut.number > 1:
         fused.run(split.find_pieces(spec, x, cut), spec.device)
         if slots is None and entering is None:
-            entering = gather(spec, "state", x, tensors, cut, x.initial_state, None)
-        states = States(initial=entering, dfinal=gather(spec, "dstate", x, tensors, cut, dstate, dinitial))
+            entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, kept=kept)
+        states = States(initial=entering, dfinal=gather(spec, "dstate", x, tensors, cut, dstate, dinitial, kept=kept))
+    if slots is not None:
+        tensors[SAVED] = slots
     for names in [("dv", "dk"), ("dq",)] if slots is None else [("dv", "dk", "dq")]:
-        run(spec, tiles.backward, names, x, tensors, states, cut, slots, first)
-    return *grads, dinitial
+        run(spec, tiles.backward, names, x, tensors, states, cut, first, kept=kept)
+    return dq, dk, dv, dinitial
 
 
-register("lightning", "cuda", supports=supports, forward=forward, backward=backward, saves=saves)
+def readable(do: Tensor) -> Tensor:
+    """do, or a copy that the copy engine can read."""
+    return do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
+
+
+def prepare_backward(
+    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
+    """The backward of calls with these shapes and strides at the least cost for the host."""
+    if readable(do) is not do or not (dstate is None or dstate.is_contiguous()):
+        return None
+    kept = Kept()
+
+    def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        *given, do, dstate = tensors
+        return backward(spec, Residuals(*given), do, dstate, kept)  # type: ignore[arg-type]
+
+    return again
+
+
+register(
+    "lightning",
+    "cuda",
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    prepare=prepare,
+    prepare_backward=prepare_backward,
+    saves=saves,
+)

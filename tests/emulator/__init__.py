@@ -25,10 +25,9 @@ from typing import Any
 import pytest
 import torch
 
-from fulmen import cuda, dispatch, hardware
+from fulmen import cuda, dispatch, hardware, plans
 from fulmen.flash import cuda as flash_cuda
 from fulmen.flash import cuda_sm90, cuda_small
-from fulmen.flash import op as flash_op
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
@@ -311,7 +310,7 @@ def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 
 
 def forget() -> None:
     """What is known of calls: launches belong to a machine."""
-    flash_op.forget()
+    plans.clear()
     for module in (flash_cuda, cuda_small, cuda_sm90, lightning_cuda, dispatch):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):

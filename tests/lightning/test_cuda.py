@@ -379,7 +379,7 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     assert -(-cuda.FRONT.size // 64) * 64 == 1472
     packed: list[bytes] = []
     monkeypatch.setattr(cuda, "launch_of", lambda *args: lambda *front: packed.append(cuda.FRONT.pack(*front)))
-    monkeypatch.setattr(cuda, "map_of", lambda x: bytes([x.shape[2] % 251]) * 128)
+    monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes([x.shape[2] % 251]) * 128)
     call, x, given = call_of(1, 3, 700, 64, states=True)
     call = call._replace(scale=0.5)
     tensors = {cuda.Q: x.q, cuda.K: x.k, cuda.V: x.v, cuda.DO: given.do, cuda.OUT: x.q, cuda.DK: x.k, cuda.DV: x.v}
