@@ -21,6 +21,7 @@ import re
 import struct
 import tempfile
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -360,7 +361,8 @@ class Slot:
         start = ctypes.addressof(self.bytes)
         self.offset = -start % 64  # where tensor maps want to begin
         ctypes.memmove(start + self.offset, arguments, len(arguments))
-        self.pointers = (ctypes.c_void_p * 1)(start + self.offset)
+        self.start = start + self.offset
+        self.pointers = (ctypes.c_void_p * 1)(self.start)
         self.reference = ctypes.byref(config)
 
 
@@ -381,8 +383,9 @@ class Launch:
         self.handle = ctypes.c_void_p(load(variant, self.device, shared))
         self.grid, self.threads, self.shared = grid, threads, shared
         self.empty = 0 in grid
-        front = struct.Struct(layout)
-        self.pack, self.rest = front.pack_into, bytes(front.size) + rest
+        self.front = struct.Struct(layout)
+        self.rest = bytes(self.front.size) + rest
+        self.packed: dict[tuple[int, ...], bytes] = {}
         self.attribute = LaunchAttribute(PROGRAMMATIC_LAUNCH, 0, (ctypes.c_uint * 16)(1))
         self.early = early
         self.slots: list[Slot] = []
@@ -397,11 +400,24 @@ class Launch:
     def __call__(self, *front: float | bytes) -> None:
         if self.empty:
             return
-        try:
-            slot = self.slots.pop()
-        except IndexError:  # the first call, or a call in another thread is under way
-            slot = self.slot()
-        self.pack(slot.bytes, slot.offset, *front)
+        slot = self.slots.pop() if self.slots else self.slot()
+        self.front.pack_into(slot.bytes, slot.offset, *front)
+        self.submit(slot)
+
+    def at(self, addresses: tuple[int, ...], front: Callable[[tuple[int, ...]], Iterable[float | bytes]]) -> None:
+        """As a call with `front(addresses)`, which is packed once for the same addresses."""
+        if self.empty:
+            return
+        packed = self.packed.get(addresses)
+        if packed is None:
+            if len(self.packed) >= MAX_ADDRESSES:
+                self.packed.clear()
+            packed = self.packed[addresses] = self.front.pack(*front(addresses))
+        slot = self.slots.pop() if self.slots else self.slot()
+        ctypes.memmove(slot.start, packed, len(packed))
+        self.submit(slot)
+
+    def submit(self, slot: Slot) -> None:
         slot.config.stream = raw_stream(self.device)
         if current_device() == self.device:
             status = self.run(slot.reference, self.handle, slot.pointers, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 runtime = triton.knobs.runtime
-current_device = torch.cuda.current_device
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing in builds without CUDA
 
 
@@ -80,6 +80,9 @@ class Ready:
             self.compiled: Any = run(launch)
         self.grid, self.rest = launch.grid, launch.rest
         self.slow = launch._replace(tensors=())
+        if self.grid:
+            self.run = self.compiled.run
+            self.start = (self.compiled.function, self.compiled.packed_metadata, None, None, None)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if not self.grid:
@@ -95,11 +98,7 @@ class Ready:
         elif hooked(runtime.launch_enter_hook) or hooked(runtime.launch_exit_hook):
             run(self.slow._replace(tensors=tensors))
         else:
-            compiled = self.compiled
-            compiled.run(
-                self.grid, 1, 1, raw_stream(self.device), compiled.function, compiled.packed_metadata, None, None, None,
-                *args, *self.rest,
-            )  # fmt: skip
+            self.run(self.grid, 1, 1, raw_stream(self.device), *self.start, *args, *self.rest)
 
 
 def hooked(hook: Any) -> bool:

@@ -132,9 +132,6 @@ SWEEPS = {
 }
 FRONT = struct.Struct("=" + 8 * "128s" + 3 * "Q3q4Q2f7i12x" + "3Q5if4i")
 NO_MAP = bytes(128)
-FIRST_SWEEP, SWEEP_VALUES = 8, 17  # among the values a launch packs
-POINTERS = FIRST_SWEEP + 3 * SWEEP_VALUES
-POINTERS_END = POINTERS + 3
 
 
 def launch_of(var: cuda.Variant, device: torch.device, blocks: int, threads: int, shared: int) -> cuda.Launch:
@@ -150,20 +147,34 @@ class States(NamedTuple):
     dfinal: Tensor | None = None
     dinitial: Tensor | None = None
 
-    def around(self, name: str) -> tuple[int, int]:
-        """Where those lie that enter and leave the sweep `name`."""
-        if name in ("o", "state"):
-            return address(self.initial if name == "o" else None), address(self.final)
-        if not SWEEPS[name].reverse:
-            return address(self.initial), 0
-        return address(None if name == "dstate" else self.dfinal), address(None if name == "dk" else self.dinitial)
-
 
 NO_STATES = States()
+
+# What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
+# nothing is), states of what is not cut, then decay, cu_seqlens and pieces. 0 is none.
+Addresses = tuple[int, ...]
+INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
+NOT_CUT = 4  # from a state to that of what is not cut
+DECAY = 16
+AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
+    "o": (INITIAL, FINAL),
+    "dq": (INITIAL, None),
+    "dk": (DFINAL, None),
+    "dv": (DFINAL, DINITIAL),
+    "state": (None, FINAL),
+    "dstate": (None, DINITIAL),
+}
 
 
 def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def addresses(
+    x: Residuals, tensors: dict[int, Tensor], states: States, not_cut: States = NO_STATES, pieces: Tensor | None = None
+) -> Addresses:
+    at = [address(tensors.get(i)) for i in range(8)]
+    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, pieces))
 
 
 def pieces(spec: LightningSpec, cut: Segments) -> int:
@@ -173,10 +184,11 @@ def pieces(spec: LightningSpec, cut: Segments) -> int:
 
 
 class SweepLaunch:
-    """One launch of the sweeps called `names`, for tensors of the same shapes and strides.
+    """One launch of the sweeps called `names`, for tensors of the same shapes and strides: a function of addresses.
 
-    Sequences and heads that are cut begin and end with `states`, or all if nothing is cut; the rest with `first`,
-    unless `only_cut` leaves it out. With `not_last` the last segment of a sequence is left out, too.
+    tensors   what the sweeps read and write, by their places among the maps
+    only_cut  leaves out what is not cut
+    not_last  leaves out the last segment of a sequence
     """
 
     def __init__(
@@ -189,17 +201,21 @@ class SweepLaunch:
         only_cut: bool = False,
         not_last: bool = False,
     ) -> None:
-        self.sweeps = [(FIRST_SWEEP + SWEEP_VALUES * i, name, SWEEPS[name].out) for i, name in enumerate(names)]
         self.maps = [(i, cuda.tensor_maps(t, 64)) for i, t in tensors.items()]
+        self.pointers: list[tuple[int, int]] = []  # places among the values and among the addresses
         values: list[float | bytes] = [NO_MAP] * 8
         for name in names:
-            sweep, out = SWEEPS[name], tensors.get(SWEEPS[name].out)
+            sweep, out, at = SWEEPS[name], tensors.get(SWEEPS[name].out), len(values)
             times = spec.scale if sweep.reverse else 1.0
             strides = (0, 0, 0) if out is None else tuple(out.element_size() * step for step in out.stride()[:3])
             values += [0, *strides, 0, 0, 0, 0, 1 / times, times]
             values += [sweep.a, sweep.b, sweep.c, sweep.out, sweep.reverse, sweep.swapped]
             values += [name == "dq" and SAVED in tensors]
-        values += (3 - len(names)) * [0] * SWEEP_VALUES
+            self.pointers += [(at, sweep.out)] if out is not None else []
+            for i, state in enumerate(AROUND[name], at + 4):
+                self.pointers += [(i, state), (i + 2, state + NOT_CUT)] if state is not None else []
+        values += (3 - len(names)) * [0] * 17
+        self.pointers += [(len(values) + i, DECAY + i) for i in range(3)]
         skipped = cut.whole if only_cut else 0
         segments = spec.states if cut.pieces is not None else cut.number
         values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, len(names), spec.scale, not_last, 0, cut.whole, skipped]
@@ -207,36 +223,19 @@ class SweepLaunch:
         self.values = values
         self.launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
 
-    def __call__(self, x: Residuals, tensors: dict[int, Tensor], states: States, first: States, cut: Segments) -> None:
+    def __call__(self, at: Addresses) -> None:
+        self.launch.at(at, self.arguments)
+
+    def arguments(self, at: Addresses) -> list[float | bytes]:
         values = self.values.copy()
         for i, maps in self.maps:
-            values[i] = maps(tensors[i].data_ptr())
-        for at, name, out in self.sweeps:
-            values[at] = address(tensors.get(out))
-            values[at + 4], values[at + 5] = states.around(name)
-            values[at + 6], values[at + 7] = first.around(name)
-        values[POINTERS:POINTERS_END] = address(x.decay), address(x.cu_seqlens), address(cut.pieces)
-        self.launch(*values)
+            values[i] = maps(at[i])
+        for i, place in self.pointers:
+            values[i] = at[place]
+        return values
 
 
-class Kept:
-    """What calls with the same spec and strides share: launches and allocators, made when first needed."""
-
-    def __init__(self) -> None:
-        self.launches: dict[object, SweepLaunch] = {}
-        self.allocators: dict[str, Callable[[], Tensor]] = {}
-
-    def empty(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        new = self.allocators.get(name)
-        if new is not None:
-            return new()
-        made = make()
-        self.allocators[name] = allocator(made)
-        return made
-
-
-def empty(kept: Kept | None, name: str, make: Callable[[], Tensor]) -> Tensor:
-    return make() if kept is None else kept.empty(name, make)
+Launches = dict[tuple[str, ...], SweepLaunch]  # by the names of their sweeps: what calls with the same strides share
 
 
 def run(
@@ -247,18 +246,15 @@ def run(
     tensors: dict[int, Tensor],
     states: States,
     cut: Segments,
-    first: States = NO_STATES,
+    launches: Launches,
+    not_cut: States = NO_STATES,
     only_cut: bool = False,
     not_last: bool = False,
-    kept: Kept | None = None,
 ) -> None:
-    """Launches sweeps once; see `SweepLaunch`."""
-    launch = None if kept is None else kept.launches.get(names)
-    if launch is None:
-        launch = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last)
-        if kept is not None:
-            kept.launches[names] = launch
-    launch(x, tensors, states, first, cut)
+    """One launch, kept in `launches`; see `SweepLaunch`."""
+    if names not in launches:
+        launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last)
+    launches[names](addresses(x, tensors, states, not_cut, cut.pieces))
 
 
 def gather(
@@ -269,48 +265,17 @@ def gather(
     cut: Segments,
     enters: Tensor | None,
     leaves: Tensor | None,
+    launches: Launches,
     states: Tensor | None = None,
-    kept: Kept | None = None,
 ) -> Tensor:
     """The states that enter each segment in the direction of `name`, "state" or "dstate"; written to `states`."""
     states = split.segment_states(spec, x, cut) if states is None else states
     into = States(final=states) if name == "state" else States(dinitial=states)
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
-    run(spec, tiles_of(spec).state, (name,), x, read, into, cut, only_cut=True, not_last=leaves is None, kept=kept)
+    tile, not_last = tiles_of(spec).state, leaves is None
+    run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last)
     fused.run([split.scan(spec, x, cut, states, enters, leaves)], spec.device)
     return states
-
-
-def forward(spec: LightningSpec, x: Residuals, kept: Kept | None = None) -> tuple[Tensor, Tensor | None]:
-    o = empty(kept, "o", lambda: empty_rows(x.q, spec.H, spec.E))
-    final = None
-    if spec.with_final_state:
-        final = empty(kept, "final", lambda: empty_states(x.q, spec.states, spec.E))
-    tensors = {Q: x.q, K: x.k, V: x.v, OUT: o}
-    tiles = tiles_of(spec)
-    cut = segments(spec, tiles.forward_split, x)
-    states = first = States(initial=x.initial_state, final=final)
-    slots, entering = kinds(spec, x.saved)
-    if cut.number > 1:
-        fused.run(split.find_pieces(spec, x, cut), spec.device)
-        states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, entering, kept))
-    tile = tiles.forward
-    if slots is not None:
-        tensors[SAVED], tile = slots, tiles.training
-    run(spec, tile, ("o",), x, tensors, states, cut, first, kept=kept)
-    return o, final
-
-
-def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
-    """The forward of calls with these shapes and strides at the least cost for the host."""
-    kept = Kept()
-    new_saved = None if x.saved is None else allocator(x.saved)
-
-    def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        saved = None if new_saved is None else new_saved()
-        return *forward(spec, Residuals(*tensors, saved), kept), saved  # type: ignore[arg-type]
-
-    return again
 
 
 def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -320,34 +285,83 @@ def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Ten
     return None, saved.view(torch.float32)
 
 
+def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, Tensor]:
+    return {Q: x.q, K: x.k, V: x.v, OUT: o} | ({} if slots is None else {SAVED: slots})
+
+
+def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None) -> tuple[Tensor, Tensor | None]:
+    launches = {} if launches is None else launches
+    o = empty_rows(x.q, spec.H, spec.E)
+    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+    slots, entering = kinds(spec, x.saved)
+    tensors, tiles = forward_tensors(x, o, slots), tiles_of(spec)
+    cut = segments(spec, tiles.forward_split, x)
+    states = not_cut = States(initial=x.initial_state, final=final)
+    if cut.number > 1:
+        fused.run(split.find_pieces(spec, x, cut), spec.device)
+        states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, launches, entering))
+    tile = tiles.forward if slots is None else tiles.training
+    run(spec, tile, ("o",), x, tensors, states, cut, launches, not_cut)
+    return o, final
+
+
+def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The forward of calls with these shapes and strides at the least cost for the host."""
+    launches: Launches = {}
+    o, final = forward(spec, x, launches)
+    new_o, new_final, new_saved = (None if t is None else allocator(t) for t in (o, final, x.saved))
+    assert new_o is not None
+    if tiles_of(spec).forward_split.number > 1:
+
+        def cut(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            saved = None if new_saved is None else new_saved()
+            return *forward(spec, Residuals(*tensors, saved), launches), saved  # type: ignore[arg-type]
+
+        return cut
+    launch = launches[("o",)]
+
+    def whole(
+        q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        o = new_o()
+        final = None if new_final is None else new_final()
+        saved = None if new_saved is None else new_saved()
+        launch((
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, address(saved), address(initial),
+            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0,
+        ))  # fmt: skip
+        return o, final, saved
+
+    return whole
+
+
+def backward_sweeps(saved: Tensor | None) -> list[tuple[str, ...]]:
+    """Which gradients share a launch: all, if dq can begin from saved states."""
+    return [("dv", "dk"), ("dq",)] if saved is None else [("dv", "dk", "dq")]
+
+
 def backward(
-    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, kept: Kept | None = None
+    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, launches: Launches | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    dq, dk, dv = (
-        empty(kept, name, lambda t=t: empty_rows(t, spec.H, spec.D))
-        for name, t in (("dq", x.q), ("dk", x.k), ("dv", x.v))
-    )
+    launches = {} if launches is None else launches
+    dq, dk, dv = (empty_rows(t, spec.H, spec.D) for t in x[:3])
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: dq, DK: dk, DV: dv}
     tiles = tiles_of(spec)
     cut = segments(spec, tiles.backward_split, x)
-    states = first = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
+    states = not_cut = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_pieces(spec, x, cut), spec.device)
         if slots is None and entering is None:
-            entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, kept=kept)
-        states = States(initial=entering, dfinal=gather(spec, "dstate", x, tensors, cut, dstate, dinitial, kept=kept))
+            entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, launches)
+        leaving = gather(spec, "dstate", x, tensors, cut, dstate, dinitial, launches)
+        states = States(initial=entering, dfinal=leaving)
     if slots is not None:
         tensors[SAVED] = slots
-    for names in [("dv", "dk"), ("dq",)] if slots is None else [("dv", "dk", "dq")]:
-        run(spec, tiles.backward, names, x, tensors, states, cut, first, kept=kept)
+    for names in backward_sweeps(slots):
+        run(spec, tiles.backward, names, x, tensors, states, cut, launches, not_cut)
     return dq, dk, dv, dinitial
-
-
-def readable(do: Tensor) -> Tensor:
-    """do, or a copy that the copy engine can read."""
-    return do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
 
 
 def prepare_backward(
@@ -356,13 +370,40 @@ def prepare_backward(
     """The backward of calls with these shapes and strides at the least cost for the host."""
     if readable(do) is not do or not (dstate is None or dstate.is_contiguous()):
         return None
-    kept = Kept()
+    launches: Launches = {}
+    *grads, dinitial = backward(spec, x, do, dstate, launches)
+    if tiles_of(spec).backward_split.number > 1:
 
-    def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        *given, do, dstate = tensors
-        return backward(spec, Residuals(*given), do, dstate, kept)  # type: ignore[arg-type]
+        def cut(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+            *given, do, dstate = tensors
+            return backward(spec, Residuals(*given), do, dstate, launches)  # type: ignore[arg-type]
 
-    return again
+        return cut
+    new_dq, new_dk, new_dv = (allocator(t) for t in grads)
+    new_dinitial = None if dinitial is None else allocator(dinitial)
+    in_order = [launches[names] for names in backward_sweeps(kinds(spec, x.saved)[0])]
+
+    def whole(
+        q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
+        saved: Tensor | None, do: Tensor, dstate: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        dinitial = None if new_dinitial is None else new_dinitial()
+        at = (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+            address(saved), address(initial), 0, address(dstate), address(dinitial), 0, 0, 0, 0, address(decay),
+            address(cu_seqlens), 0,
+        )  # fmt: skip
+        for launch in in_order:
+            launch(at)
+        return dq, dk, dv, dinitial
+
+    return whole
+
+
+def readable(do: Tensor) -> Tensor:
+    """do, or a copy that the copy engine can read."""
+    return do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
 
 
 register(

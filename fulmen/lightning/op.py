@@ -487,9 +487,10 @@ def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: s
             return torch.ops.fulmen.lightning_forward(*tensors, *arguments)
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:5])
         plan = _planned(("lightning", *arguments), tensors, arguments, needs_grad)
-    else:
+    elif plan.spec.device.type == "cpu":
         check_values(tensors[3], tensors[5], plan.spec.N)
     if not plan.needs_grad:
-        return plan.forward.run(*tensors)[:2]
+        o, state, _ = plan.forward.run(*tensors)
+        return o, state
     outputs = _apply(plan, *tensors)
     return outputs if with_state else (outputs, None)
