@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fulmen import dispatch
 from fulmen.flash.op import flash_attention
-from fulmen.layers.rows import many_rows, one_row
+from fulmen.layers.inputs import many_rows, one_row
 
 Window = tuple[int | None, int | None]
 
@@ -238,9 +238,9 @@ def _pattern(mask_function: Any, kv_end: int) -> Pattern:
         elif kind == "causal":
             causal = True
         elif kind == "window":
-            left = captured[0] - 1
+            left = int(captured[0]) - 1
         elif kind == "window on both sides":
-            left = right = captured[0]
+            left = right = int(captured[0])
         elif kind == "packed":
             sequence_ids = captured[0]
         elif kind == "chunks" and kv_end <= captured[0]:  # one chunk: no limit
@@ -364,7 +364,9 @@ def attend(
     _refuse(attention_mask, dropout, kwargs)
     if s_aux is not None and s_aux.dtype not in (query.dtype, torch.float32):
         s_aux = s_aux.float()
-    options: dict[str, Any] = {"softcap": softcap or None, "sinks": s_aux, "scale": scaling, "backend": backend}
+    options: dict[str, Any] = {"sinks": s_aux, "backend": backend}
+    options["softcap"] = float(softcap) if softcap else None  # numbers of a configuration may be numpy's
+    options["scale"] = None if scaling is None else float(scaling)
     mask = None if attention_mask is None else _fitting(attention_mask, query, key)
     if mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -408,7 +410,7 @@ def _plain_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None, 
     if sliding_window is not None and sliding_window < N_KV:
         if not causal:
             raise ValueError("attention_mask is missing: sliding_window alone does not say how far a query sees ahead")
-        window = (sliding_window - 1, None)
+        window = (int(sliding_window) - 1, None)
     offsets = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if offsets[0] is not None:
         if q.shape[0] != 1:

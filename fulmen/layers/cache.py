@@ -21,6 +21,7 @@ until it is written. Compiled calls neither look nor note it: layers that share 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,10 +29,12 @@ import torch
 from torch import Tensor
 
 from fulmen.boundary import unwatched
-from fulmen.layers.checks import whole
+from fulmen.layers.inputs import whole
 
 if TYPE_CHECKING:
-    from fulmen.layers.weights import Whole
+    from typing_extensions import Self
+
+    from fulmen.layers.weights import AttentionLayer
 
 
 class End(NamedTuple):
@@ -43,7 +46,7 @@ class End(NamedTuple):
 
 
 class Written:
-    """What a cache remembers of the layer that wrote its tokens; see the top of the file."""
+    """A cache that knows the layer that wrote its tokens; see the top of the file."""
 
     length: int
     writer: int | None = None  # the layer's number; None: nobody, or not known
@@ -52,17 +55,23 @@ class Written:
         """Of a copy, or in a file: where that is read layers have other numbers."""
         return {name: value for name, value in self.__dict__.items() if name != "writer"}
 
-    def check_writer(self, layer: Whole) -> None:
-        if torch.compiler.is_compiling() or self.writer in (None, layer._number):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = self.__class__.__new__(self.__class__)
+        with _not_inference():
+            new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+    def check_writer(self, layer: AttentionLayer) -> None:
+        if torch.compiler.is_compiling() or self.writer in (None, layer.number):
             return
         raise ValueError(
             f"cache holds {self.length} tokens of another layer: give each layer a cache of its own, or call reset() "
             "before another layer takes it (one with the same weights can go on with a copy.deepcopy of it)"
         )
 
-    def _note_writer(self, layer: Whole | None) -> None:
+    def _note_writer(self, layer: AttentionLayer | None) -> None:
         if layer is not None and not torch.compiler.is_compiling():
-            self.writer = layer._number if self.length else None
+            self.writer = layer.number if self.length else None
 
 
 class TokenCache(Written):
@@ -112,7 +121,7 @@ class TokenCache(Written):
             else:
                 self._held = tuple(_room(t, self.max_length) for t in moved)
 
-    def advance(self, end: End, layer: Whole | None = None) -> None:
+    def advance(self, end: End, layer: AttentionLayer | None = None) -> None:
         """The tokens last offered are in the cache now; `layer` wrote them, if one did."""
         self.length, self.lengths, self._held = end
         if not self.length:
@@ -239,7 +248,7 @@ class StateCache(Written):
         self.length = 0
         self.lengths: Tensor | None = None  # (B,), where rows differ
 
-    def update(self, state: Tensor, N: int, counts: Tensor | None = None, layer: Whole | None = None) -> None:
+    def update(self, state: Tensor, N: int, counts: Tensor | None = None, layer: AttentionLayer | None = None) -> None:
         """`state` after N more tokens, or counts[b] more in row b, of `layer`, if they are one's."""
         if counts is not None or self.lengths is not None:
             self.lengths = _counted_on(self.length, self.lengths, N, counts)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fulmen.layers.attention import GroupedQueryAttention
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
-from fulmen.layers.ranks import Replicated
+from fulmen.layers.tensor_parallel import Replicated
 from fulmen.parallel.context import SOFTMAX, ContextParallel
 from fulmen.parallel.shards import _check_kind
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -329,6 +330,18 @@ def test_transformers_offsets_of_packed_sequences():
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="B must be 1"):
         attended(None, *(x.repeat(2, 1, 1, 1) for x in (q, k, v)), cu_seq_lens_q=offsets)
+
+
+def test_numbers_of_numpy():
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    window = masking_utils.sliding_window_causal_mask_function
+    for kind in (lambda n: n, np.int64):
+        mask = ours.make_mask(1, 9, 9, 0, 0, window(kind(3)), torch.ones(1, 9))
+        o = attended(mask, q, k, v, scaling=np.float32(0.5), softcap=np.float64(2.0))
+        torch.testing.assert_close(o, attended(mask, q, k, v, scaling=0.5, softcap=2.0), rtol=0, atol=0)
+        torch.testing.assert_close(
+            attended(None, q, k, v, is_causal=True, sliding_window=kind(3)), attended(mask, q, k, v), rtol=0, atol=0
+        )
 
 
 def test_an_encoder_with_padding():

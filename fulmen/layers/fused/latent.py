@@ -30,9 +30,9 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import hardware
 from fulmen.launch import Launch, describable
-from fulmen.layers.projections import unseen
-from fulmen.layers.ranks import RMSNorm
-from fulmen.layers.rotary_triton import angles, p2, pairs, per_row, run, turned
+from fulmen.layers.fused.projections import has_no_hooks
+from fulmen.layers.fused.rotary import angles, p2, pairs, per_row, run, turned
+from fulmen.layers.tensor_parallel import RMSNorm
 
 PROGRAMS = 528  # of a norm's backward: 4 on each SM of an H200, where it takes 18 us; with 264 and 4096 33 us
 TILE = 2048  # elements of a row, or of several, that it takes at a time
@@ -170,9 +170,9 @@ def sum_launch(sums: Tensor, dweight: Tensor, dweight2: Tensor) -> Launch:
 
 
 def serves(x: Tensor, norm: RMSNorm) -> bool:
-    """Beside what `rotary_triton.serves` asks: whole rows, short enough to hold; a norm nobody looks at or shares."""
+    """Beside what `fused.serves` asks: contiguous rows that a program can hold, and a norm without hooks or ranks."""
     return (
-        unseen(norm, kind=RMSNorm)
+        has_no_hooks(norm, kind=RMSNorm)
         and norm.mesh is None
         and norm.eps is not None
         and norm.weight.shape[0] <= MAX_WIDTH
