@@ -14,7 +14,7 @@ if they differ it makes the mask again for its own keys, or raises if the paddin
 
 Rows with padding become sequences of one packed call, without a host synchronisation and without moving tokens: the
 padding between two rows' tokens is covered by a sequence of queries without keys (their output is zero) and one of
-keys without queries (nobody sees them).
+keys without queries (nothing sees them).
 
     row 0 | . . a b c |  row 1 | d e f . . |      queries, and as many keys
     q:       (. .)      ()   (a b c)  ()       ()   (d e f)  (. .)  ()

@@ -5,7 +5,7 @@
     [k_nope | v] = c W_kvb;  k = [k_nope | rope(k_rope)]             k_rope is one for all heads
     o = softmax(scale [q_nope | rope(q_rope)] k^T) v;  y = o W_o
 
-There are two ways to the same o. *Expanded*, as written: attention with a head dim of nope_dim + rope_dim (192 in
+Two ways lead to the same o. *Expanded*, as written: attention with a head dim of nope_dim + rope_dim (192 in
 DeepSeek-V3) for q and k and value_dim (128) for v, through `flash_attention`; for training and for prompts. *Absorbed*:
 W_kvb = [W_k | W_v] is applied to the queries and to the outputs instead of to every key,
 
@@ -208,7 +208,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         return call.back(y)
 
     def _q_first(self) -> nn.Module:
-        """What x is multiplied with on its way to q."""
+        """The projection of x on the way to q."""
         first = self.q_a_proj if self.q_proj is None else self.q_proj
         assert first is not None
         return first
@@ -216,7 +216,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     def _continued(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, call: Inputs, cache: LatentCache
     ) -> tuple[Tensor, End]:
-        """o (B, N, H, value_dim) of tokens that come after the cache's, either way of the two, and the cache's end."""
+        """o (B, N, H, value_dim) of tokens that come after the cache's, expanded or absorbed, and the cache's end."""
         N, rows = q_nope.shape[1], call.rows
         all_latent, all_k_rope, end = cache.offer(latent, k_rope, call.counts)
         if cache.length == 0 and not self._absorbs(N, N):  # nothing but itself to see
@@ -244,7 +244,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         return attend(q, k, v.transpose(1, 2), self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
 
     def _up_weight(self, latent: Tensor) -> Tensor | None:
-        """kv_b_proj's weight as far as it lies here, for products of our own; None: there is more to that module."""
+        """This rank's part of kv_b_proj's weight; None: the module is no plain Linear and must be called."""
         module = self.kv_b_proj
         if not is_plain(module, planned=self.mesh is not None) or len(list(module.parameters())) > 1:
             return None
@@ -256,7 +256,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     def _expanded_at_once(
         self, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows | None
     ) -> Tensor:
-        """The same of q (B, N, H * (nope_dim + rope_dim)) and k_rope as they are projected; q is turned in place."""
+        """As `_expanded`, of q (B, N, H * (nope_dim + rope_dim)) and k_rope before RoPE; turns q in place."""
         from fulmen.layers.fused.latent import Expanded
 
         last = self._q_first() if self.q_b_proj is None else self.q_b_proj
@@ -335,7 +335,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
 
 def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
-    """Of each x (B, N, width) and its norm: the norm of as many of x's first columns as it is for, and the others."""
+    """For each x (B, N, width) and its norm of R features: the norm of x's first R columns, and the other columns."""
     tensors = [t for x, norm in pairs for t in (x, norm.weight)]
     kernels = None
     if all(type(norm.weight) is nn.Parameter for _, norm in pairs):

@@ -1,4 +1,4 @@
-"""`LightningAttention`: linear attention with per-head decay as a layer, in the forms models have been trained in.
+"""`LightningAttention`: linear attention with per-head decay as a layer, with the presets of published models.
 
     q, k, v = activation(x W_qkv);  q, k = rope(norm(q)), rope(norm(k))
     o = lightning_attention(q, k, v, decay, scale)
@@ -9,8 +9,8 @@
 | minimax | MiniMax-Text-01, M1    | SiLU       | 1      | no      | none          | over all heads  | decay.minimax  |
 | ring    | Ring-, Ling-linear 2.0 | none       | D^-1/2 | yes     | half the head | in 4 groups     | decay.ring     |
 
-`qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value: MiniMax's
-order where every head has its own, and one in which a rank's share of the heads is one piece.
+`qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value. This is
+MiniMax's order where every head has its own, and a rank's share of the heads is contiguous.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DECAYS = ("minimax", "ring", "alibi")
 
 
 class Choices(NamedTuple):
-    """What distinguishes the families; see `LightningAttention` for what each may be."""
+    """What distinguishes the presets; `LightningAttention` says what each may be."""
 
     activation: str | None
     scale: float | None
@@ -165,7 +165,7 @@ class LightningAttention(weights.AttentionLayer):
     # ------------------------------------------------------------------------------------- construction
 
     def _numbers(self, decay: Any) -> list[float] | None:
-        """The slopes as numbers, which no change of dtype or device touches."""
+        """The slopes as Python numbers, which no cast or move changes."""
         H, place = self.num_heads, (self.layer, self.num_layers)
         if decay is None:
             return None
@@ -196,7 +196,7 @@ class LightningAttention(weights.AttentionLayer):
             self.decay = self._decay(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LightningAttention:
-        """`.to(bfloat16)` means the weights, and `to_empty` leaves a buffer without values."""
+        """Fills the slopes again: `.to(bfloat16)` is for the weights, and `to_empty` leaves a buffer without values."""
         super()._apply(fn, recurse)
         if self.decay is not None:
             self._refill(self.decay.device)
@@ -351,7 +351,7 @@ class LightningAttention(weights.AttentionLayer):
 
 
 def _refilled(layer: nn.Module, keys: Any) -> None:
-    """After a load by assignment into a layer built on the meta device: slopes are no weights that come with it."""
+    """Fills the slopes after a load by assignment into a layer on the meta device: a checkpoint does not hold them."""
     assert isinstance(layer, LightningAttention)
     if layer.decay is not None and layer.decay.is_meta:
         layer._refill(layer.out_proj.weight.device)

@@ -42,11 +42,11 @@ MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # as in Hu
 class Rotary(nn.Module):
     """Tables of cosines and sines by position.
 
-    dim            how many of a head's elements turn, the first ones; even
+    dim            how many of a head's first elements turn; even
     base           frequencies are powers of it (Hugging Face's rope_theta)
     interleaved    a pair is two neighbours, not one of each half
     scaling        None, or a dict as in Hugging Face's configurations: rope_type "linear" (factor), "llama3" or "yarn"
-    max_positions  positions from here on raise; tensors of positions are looked at on the CPU only
+    max_positions  positions from here on raise; values of tensors are checked on the CPU only
 
     `softmax_factor` multiplies the scale of the attention's logits: 1, or DeepSeek's YaRN factor, if `scaling` has
     mscale_all_dim. YaRN's other factor is in the tables, as in Hugging Face's.
@@ -78,8 +78,10 @@ class Rotary(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any, dim: int | None = None, *, interleaved: bool = False) -> Rotary:
-        """The Rotary of a Hugging Face configuration (an object or a dict); `dim` is head_dim's rotary part unless
-        given."""
+        """The Rotary of a Hugging Face configuration, an object or a dict.
+
+        dim  unless given, the rotary part of head_dim.
+        """
         rope = config_value(config, "rope_parameters", None) or config_value(config, "rope_scaling", None) or {}
         rope = dict(_mapping("rope_parameters", rope))
         base = rope.pop("rope_theta", None) or config_value(config, "rope_theta", 10000.0)
@@ -139,7 +141,7 @@ class Rotary(nn.Module):
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """`.to(device)` brings the frequencies along ahead of the first call: a compiled one could not keep them."""
+        """`.to(device)` moves the frequencies, too: a compiled first call could not keep them."""
         super()._apply(fn, recurse)
         like = fn(torch.empty(0, device="cpu"))
         if like.device.type != "meta" and not torch.is_inference_mode_enabled():
@@ -179,7 +181,7 @@ def rotary_kernels(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x (B, H, N, D) with the first 2 * cos.shape[-1] elements of each head turned, the rest as it was.
 
-    cos, sin  (N, dim / 2) or (B, N, dim / 2). The result lies as (B, N, H, D) in memory, as a projection's output does.
+    cos, sin  (N, dim / 2) or (B, N, dim / 2). The result is stored as (B, N, H, D), as a projection's output is.
     """
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:

@@ -1,4 +1,4 @@
-"""Context parallelism of a layer: what it calls instead when its tokens are cut over ranks."""
+"""Context parallelism of a layer: the operations it calls when its tokens are cut over ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ContextParallel(NamedTuple):
         return self
 
     def refuse(self, x: Tensor, mask: Any, cache: Any, cu_seqlens: Tensor | None) -> None:
-        """What a layer cannot do over ranks, in one clear error each."""
+        """Raises for arguments that a layer does not take over ranks."""
         if mask is not None:
             raise ValueError("mask is given to a layer whose tokens are cut over ranks: pack sequences with cu_seqlens")
         if cache is not None:

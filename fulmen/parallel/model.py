@@ -1,8 +1,8 @@
 """`apply_parallel`: heads and tokens of a model's attention layers shared out to the ranks of a mesh.
 
-Tensor parallelism follows each module's own `tp_plan()` (torch's parallel styles); modules without one that hold
-parameters keep all of them on every rank. Context parallelism gives each attention layer its group of ranks. Nothing of
-the model is changed before every layer has been asked whether it can be shared out, and asking communicates nothing.
+Tensor parallelism follows each module's own `tp_plan()` (torch's parallel styles); modules without one keep all their
+parameters on every rank. Context parallelism gives each attention layer its group of ranks. Every layer is checked,
+without communication, before anything of the model is changed.
 """
 
 from __future__ import annotations
