@@ -94,13 +94,12 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> tuple[int,
 
 
 def check_backend(op: str, backend: str) -> str:
-    known = dispatch.kernels(op)
-    missing = dispatch._missing[op]
-    if not isinstance(backend, str) or backend not in ("auto", *known, *missing):
+    if isinstance(backend, str) and (backend == "auto" or backend in dispatch.kernels(op)):
+        return backend
+    why = dict(dispatch.report(op, torch.device("cpu")))  # those that cannot be imported, too
+    if not isinstance(backend, str) or backend not in why:
         raise dispatch.unknown(op, backend)
-    if backend in missing:
-        raise NotImplementedError(f"backend={backend!r} {missing[backend]}")
-    return backend
+    raise NotImplementedError(f"backend={backend!r} {why[backend]}")
 
 
 def backend_chosen(op: str, spec: Any, backend: str, N: int = USUAL_N) -> str:
