@@ -182,8 +182,8 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     import torch
 
-    from fulmen.layers import latent_triton as latent
-    from fulmen.layers import rotary_triton as module
+    from fulmen.layers.fused import latent
+    from fulmen.layers.fused import rotary as module
 
     B, N, H, nope, dim, E, R, R_Q = 2, 2048, 32, 128, 64, 128, 512, 1536
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")

@@ -10,6 +10,8 @@ max_seqlen_* are not needed. `deterministic` on a GPU takes backend "triton", wh
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -159,15 +161,27 @@ def flash_attn_varlen_qkvpacked_func(
 def _options(
     q: Tensor, softmax_scale: float | None, causal: bool, window_size: WindowSize, softcap: float, deterministic: bool
 ) -> dict[str, Any]:
-    if len(window_size) != 2:
+    if not isinstance(window_size, Sequence | Tensor) or len(window_size) != 2:
         raise ValueError(f"window_size={window_size!r}: must be (left, right), each an int, -1 for no limit")
-    left, right = (None if side < 0 else side for side in window_size)
-    window = None if left is None and right is None else (left, right)
-    backend = "triton" if deterministic and q.is_cuda else "auto"
+    sides = (_number(f"window_size[{i}]", side, operator.index) for i, side in enumerate(window_size))
+    left, right = (None if side < 0 else side for side in sides)
     return {
-        "causal": bool(causal), "window": window, "softcap": softcap or None, "scale": softmax_scale,
-        "backend": backend,
-    }  # fmt: skip
+        "causal": bool(causal),
+        "window": None if left is None and right is None else (left, right),
+        "softcap": _number("softcap", softcap) or None,
+        "scale": None if softmax_scale is None else _number("softmax_scale", softmax_scale),
+        "backend": "triton" if deterministic and q.is_cuda else "auto",
+    }
+
+
+def _number(name: str, value: Any, read: Callable[[Any], Any] = float) -> Any:
+    """A Python number; `value` may be numpy's or, as in flash-attn, a 0-d tensor on the CPU."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise ValueError(f"{name} is a tensor on {value.device}, which the host would wait for: pass a number")
+    try:
+        return read(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name}={value!r}: must be {'a number' if read is float else 'an int'}") from None
 
 
 def _refuse(dropout_p: float, alibi_slopes: Tensor | None, block_table: Tensor | None = None) -> None:
@@ -181,6 +195,8 @@ def _refuse(dropout_p: float, alibi_slopes: Tensor | None, block_table: Tensor |
 
 def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:
     for name, x in tensors.items():
+        if x.is_nested:
+            raise ValueError(f"{name} is a nested tensor: use flash_attn_varlen_func")
         if x.ndim != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must have {rank} dimensions: {layout}")
 

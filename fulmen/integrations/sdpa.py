@@ -1,4 +1,4 @@
-"""torch SDPA served by fulmen: its flash-attention operators on CUDA, replaced and given back.
+"""torch SDPA served by fulmen: replaces torch's flash-attention operators on CUDA, and gives them back.
 
     fulmen.integrations.sdpa.install()
     F.scaled_dot_product_attention(q, k, v, is_causal=True)     # where torch chooses flash, fulmen computes
@@ -9,7 +9,7 @@ chosen, by dtype, head dim and mask; only what the operators do is replaced: `_s
 (dense; scaled_dot_product_attention) and `_flash_attention_forward` (packed; nested tensors, `varlen_attn`), with
 their backwards. The functions here have those operators' signatures.
 
-Here `auto` leaves out the backend `sdpa`, which would ask the very operators it is to replace.
+Here `auto` leaves out the backend `sdpa`, which would call the operators it replaces.
 """
 
 from __future__ import annotations

@@ -8,9 +8,13 @@ mask is made of (causal, window, padding, packed sequences, a static cache's unu
 `attend` turns that into one call of `flash_attention`. No (N_Q, N_KV) tensor is ever made. What causal, window and
 sequence boundaries cannot say raises.
 
+A mask says for how many queries and keys it was made. transformers takes these numbers from one layer's cache, and in
+hybrid models that may be a layer without keys (MiniMax's first). `attend` compares them with the tensors it is given:
+if they differ it makes the mask again for its own keys, or raises if the padding mask does not describe them.
+
 Rows with padding become sequences of one packed call, without a host synchronisation and without moving tokens: the
 padding between two rows' tokens is covered by a sequence of queries without keys (their output is zero) and one of
-keys without queries (nobody sees them).
+keys without queries (nothing sees them).
 
     row 0 | . . a b c |  row 1 | d e f . . |      queries, and as many keys
     q:       (. .)      ()   (a b c)  ()       ()   (d e f)  (. .)  ()
@@ -19,6 +23,7 @@ keys without queries (nobody sees them).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -31,6 +36,7 @@ from torch import Tensor
 
 from fulmen import dispatch
 from fulmen.flash.op import flash_attention
+from fulmen.layers.inputs import many_rows, one_row
 
 Window = tuple[int | None, int | None]
 
@@ -81,7 +87,8 @@ def _interfaces() -> tuple[Any, Any]:
 # -------------------------------------------------------------------------------------------- the mask
 
 
-class Mask(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Mask:
     """What a layer's attention needs to know beside its tensors."""
 
     causal: bool
@@ -91,6 +98,8 @@ class Mask(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     order_q: Tensor | None = None  # (B, N): tokens first, where padding stands between tokens
     order_k: Tensor | None = None
+    sizes: tuple[int, int, int] | None = dataclasses.field(default=None, compare=False)  # (B, N_Q, N_KV); None: any
+    made_of: tuple[Any, Tensor] | None = dataclasses.field(default=None, compare=False)  # mask function, padding mask
 
     # transformers takes a mask that was made ahead of the forward (static caches) for a tensor
 
@@ -104,6 +113,24 @@ class Mask(NamedTuple):
 
     def contiguous(self) -> Mask:
         return self
+
+
+class Pattern(NamedTuple):
+    """What a mask function of transformers is made of."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    sequence_ids: Tensor | None  # (B, N): each token's packed sequence
+
+    @property
+    def windowed(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    @property
+    def positional(self) -> bool:
+        """Whether it matters where a query stands."""
+        return self.causal or self.windowed
 
 
 class Rows(NamedTuple):
@@ -144,27 +171,40 @@ def make_mask(
     """transformers' mask interface. Reads values, so it synchronises, once, if there is a padding mask or packing."""
     if isinstance(attention_mask, Mask):  # made ahead of the forward
         return attention_mask
-    causal, left, right, sequence_ids = _pattern(mask_function, kv_length + kv_offset)
+    pattern = _pattern(mask_function, kv_length + kv_offset)
+    mask = _mask(batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask, torch.device(device))
+    if mask is None or not (pattern.positional or mask.cu_seqlens_q is not None):
+        return mask
+    made_of = None if attention_mask is None else (mask_function, attention_mask)
+    return dataclasses.replace(mask, sizes=(batch_size, q_length, kv_length), made_of=made_of)
+
+
+def _mask(
+    B: int, N_Q: int, N_KV: int, q_offset: int | Tensor, kv_offset: int, pattern: Pattern,
+    attention_mask: Tensor | None, device: torch.device,
+) -> Mask | None:  # fmt: skip
+    """None only where any number of keys may be seen as the module says: plain causal, and no padding anywhere."""
     start, keys = q_offset - kv_offset, None
-    if causal and q_length > 1 and q_length < kv_length:
+    if pattern.causal and 1 < N_Q < N_KV:
         start = int(start)  # synchronises if it is a tensor: a prompt that goes on in a static cache
-        keys = start + q_length if start + q_length < kv_length else None
-    N_KV = keys or kv_length
-    left, right = (None if w is None or w >= N_KV - 1 else w for w in (left, right))
-    rows = Rows(batch_size, q_length, N_KV, start, causal, left, right, torch.device(device), keys)
-    if sequence_ids is not None:
-        return _packed(rows, sequence_ids)
-    if right is not None and start + q_length != N_KV:
+        keys = start + N_Q if start + N_Q < N_KV else None
+    N_KV = keys or N_KV
+    left, right = (None if w is None or w >= N_KV - 1 else w for w in (pattern.left, pattern.right))
+    rows = Rows(B, N_Q, N_KV, start, pattern.causal, left, right, device, keys)
+    if pattern.sequence_ids is not None:
+        return _packed(rows, pattern.sequence_ids)
+    if right is not None and start + N_Q != N_KV:
         raise NotImplementedError("a window on both sides of queries in a cache: use attn_implementation='sdpa'")
     if attention_mask is None:
-        return _unpadded(rows)
-    if attention_mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: 'fulmen' takes a (B, N) padding mask; for other "
-            "masks use attn_implementation='sdpa' or 'eager'"
-        )
-    seen = attention_mask[:, kv_offset : kv_offset + N_KV].to(device=rows.device, dtype=torch.bool)
-    return _padded(rows, torch.nn.functional.pad(seen, (0, N_KV - seen.shape[1])))
+        mask = _unpadded(rows)
+    else:
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}: 'fulmen' takes a (B, N) padding mask; for "
+                "other masks use attn_implementation='sdpa' or 'eager'"
+            )
+        mask = _padded(rows, attention_mask.to(device=device, dtype=torch.bool), kv_offset)
+    return Mask(pattern.causal) if mask is None and pattern.windowed else mask
 
 
 @functools.lru_cache
@@ -184,8 +224,8 @@ def _known_parts() -> dict[CodeType, str]:
     return {function.__code__: name for name, function in made.items()}
 
 
-def _pattern(mask_function: Any, kv_end: int) -> tuple[bool, int | None, int | None, Tensor | None]:
-    """(causal, left, right, each token's sequence) of a mask function; raises if there is anything else in it."""
+def _pattern(mask_function: Any, kv_end: int) -> Pattern:
+    """Raises if there is anything else in the mask function."""
     causal, left, right, sequence_ids = False, None, None, None
     parts = [mask_function]
     while parts:
@@ -198,9 +238,9 @@ def _pattern(mask_function: Any, kv_end: int) -> tuple[bool, int | None, int | N
         elif kind == "causal":
             causal = True
         elif kind == "window":
-            left = captured[0] - 1
+            left = int(captured[0]) - 1
         elif kind == "window on both sides":
-            left = right = captured[0]
+            left = right = int(captured[0])
         elif kind == "packed":
             sequence_ids = captured[0]
         elif kind == "chunks" and kv_end <= captured[0]:  # one chunk: no limit
@@ -211,7 +251,7 @@ def _pattern(mask_function: Any, kv_end: int) -> tuple[bool, int | None, int | N
                 f"'fulmen' attends causally or fully, in windows, with padding or packed sequences; this model's mask "
                 f"also has {name!r}: use attn_implementation='sdpa' or 'eager'"
             )
-    return causal, left, right, sequence_ids
+    return Pattern(causal, left, right, sequence_ids)
 
 
 def _unpadded(rows: Rows) -> Mask | None:
@@ -232,8 +272,10 @@ def _unpadded(rows: Rows) -> Mask | None:
     return Mask(rows.causal, rows.window, rows.keys)
 
 
-def _padded(rows: Rows, seen: Tensor) -> Mask | None:
-    """`seen` (B, N_KV): which keys are tokens."""
+def _padded(rows: Rows, padding: Tensor, kv_offset: int) -> Mask | None:
+    """`padding` (B, N): True for a token; its columns from kv_offset on are the keys."""
+    seen = padding[:, kv_offset : kv_offset + rows.N_KV]
+    seen = torch.nn.functional.pad(seen, (0, rows.N_KV - seen.shape[1]))
     column = torch.arange(rows.N_KV, device=seen.device)
     end_of_all = torch.full_like(column[:1], rows.N_KV)
     if rows.positional:  # what comes after the last query is no token yet
@@ -242,10 +284,11 @@ def _padded(rows: Rows, seen: Tensor) -> Mask | None:
     count = seen.sum(1)
     end = torch.where(seen, column + 1, 0).amax(1)
     first = torch.where(seen, column, rows.N_KV).amin(1).minimum(end)
-    facts = torch.stack([(count == end_of_all).all(), (count == end - first).all()])
-    no_padding, no_gaps = facts.tolist()  # the one synchronisation of a forward; transformers' sdpa mask has it, too
+    facts = torch.stack([(count == end_of_all).all(), (count == end - first).all(), padding.all()])
+    # the one synchronisation of a forward; transformers' sdpa mask has it, too
+    no_padding, no_gaps, none_anywhere = facts.tolist()
     if no_padding:
-        return _unpadded(rows)
+        return _unpadded(rows) or (None if none_anywhere else Mask(rows.causal))
     if no_gaps:
         return _sequences(rows, first, end)
     if rows.left is not None:
@@ -321,8 +364,10 @@ def attend(
     _refuse(attention_mask, dropout, kwargs)
     if s_aux is not None and s_aux.dtype not in (query.dtype, torch.float32):
         s_aux = s_aux.float()
-    options: dict[str, Any] = {"softcap": softcap or None, "sinks": s_aux, "scale": scaling, "backend": backend}
-    mask = attention_mask
+    options: dict[str, Any] = {"sinks": s_aux, "backend": backend}
+    options["softcap"] = float(softcap) if softcap else None  # numbers of a configuration may be numpy's
+    options["scale"] = None if scaling is None else float(scaling)
+    mask = None if attention_mask is None else _fitting(attention_mask, query, key)
     if mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         mask = _plain_mask(query, key, causal, sliding_window, kwargs)
@@ -334,16 +379,24 @@ def attend(
     else:
         options |= {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
         q, k, v = _reordered(query, mask.order_q), _reordered(key, mask.order_k), _reordered(value, mask.order_k)
-        o = flash_attention(_one_row(q), _one_row(k), _one_row(v), **options)
-        o = o[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+        o = many_rows(flash_attention(one_row(q), one_row(k), one_row(v), **options), query.shape[0], query.shape[2])
         if mask.order_q is not None:
             o = _reordered(o, torch.argsort(mask.order_q, dim=1))
     return o.transpose(1, 2).contiguous(), None
 
 
-def _one_row(x: Tensor) -> Tensor:
-    """(B, H, N, D) to (1, H, B * N, D); a view where a token's heads lie together in memory, else a copy."""
-    return x.transpose(0, 1).flatten(1, 2)[None]
+def _fitting(mask: Mask, q: Tensor, k: Tensor) -> Mask | None:
+    """The mask for these queries and keys: see the top of the file."""
+    sizes = (q.shape[0], q.shape[2], k.shape[2])
+    if mask.sizes is None or mask.sizes == sizes:
+        return mask
+    (B, N_Q, N_KV), (function, padding) = sizes, mask.made_of or (None, None)
+    if padding is not None and padding.shape == (B, N_KV) and mask.sizes[:2] == (B, N_Q):
+        return make_mask(B, N_Q, N_KV, N_KV - N_Q, 0, function, padding, k.device)
+    raise NotImplementedError(
+        f"attention_mask was made for (B, N_Q, N_KV) = {mask.sizes}, and this layer has {sizes}: transformers measured "
+        "another layer's cache, so 'fulmen' cannot tell padding from tokens; use batches without padding"
+    )
 
 
 def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
@@ -357,7 +410,7 @@ def _plain_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None, 
     if sliding_window is not None and sliding_window < N_KV:
         if not causal:
             raise ValueError("attention_mask is missing: sliding_window alone does not say how far a query sees ahead")
-        window = (sliding_window - 1, None)
+        window = (int(sliding_window) - 1, None)
     offsets = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if offsets[0] is not None:
         if q.shape[0] != 1:

@@ -17,24 +17,39 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fulmen.boundary import check_scale
-from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec
-from fulmen.layers import calls, parallel_plan, weights
-from fulmen.layers import dropout as dropping
+from fulmen.flash.op import MAX_HEAD_DIM, Window
+from fulmen.layers import weights
 from fulmen.layers.cache import KVCache
-from fulmen.layers.calls import check_backend, check_heads
-from fulmen.layers.checks import choice, factory, flag, number, whole
-from fulmen.layers.projections import project
-from fulmen.layers.ranks import RMSNorm
-from fulmen.layers.rotary import Rotary, apply_rotary
-from fulmen.layers.rows import Padding, Rows, check_mask
+from fulmen.layers.fused.projections import project
+from fulmen.layers.inputs import (
+    USUAL_N,
+    Counts,
+    Inputs,
+    Packed,
+    Padding,
+    Rows,
+    backend_chosen,
+    check_heads,
+    check_kind,
+    check_mask,
+    check_packed,
+    check_tokens,
+    choice,
+    factory,
+    flag,
+    full_counts,
+    number,
+    whole,
+)
+from fulmen.layers.rotary import Rotary, apply_rotary, rotary_of
+from fulmen.layers.softmax import Options, attend
+from fulmen.layers.tensor_parallel import FusedHeads, Heads, HeadwiseNorm, KeyHeads, RMSNorm, check_shares
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
     from typing_extensions import Self, Unpack
-
-    from fulmen.parallel.context import ContextParallel
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -56,7 +71,7 @@ class AttentionOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class GroupedQueryAttention(weights.Whole):
+class GroupedQueryAttention(weights.AttentionLayer):
     """Softmax attention of x (B, N, embed_dim) to itself, or to a context; the result has x's shape.
 
     embed_dim     size of a token's vector.
@@ -77,7 +92,7 @@ class GroupedQueryAttention(weights.Whole):
     backend       `flash_attention`'s: "auto", or a name, which works or raises.
     """
 
-    cp: ContextParallel | None = None  # the ranks that share x's tokens, if they do
+    cache_type = KVCache
 
     def __init__(
         self,
@@ -108,15 +123,14 @@ class GroupedQueryAttention(weights.Whole):
         context_dim = embed_dim if context_dim is None else whole("context_dim", context_dim)
         if flag("fused_qkv", fused_qkv) and context_dim != embed_dim:
             raise ValueError(f"context_dim={context_dim} with fused_qkv: one product makes q, k and v of the same x")
-        dropping.refuse(check_backend("flash", backend), dropout)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim, self.context_dim, self.dropout = head_dim, context_dim, float(dropout)
+        self.head_dim, self.context_dim = head_dim, context_dim
         self.qk_norm = choice("qk_norm", qk_norm, None, "before", "after")
-        self.rope = calls.rotary(rope, head_dim)
+        self.rope = rotary_of(rope, head_dim)
         factor = 1.0 if self.rope is None else self.rope.softmax_factor
         scale = (head_dim**-0.5 if scale is None else check_scale(scale)) * factor
-        self.options = dropping.Options(flag("causal", causal), window, softcap, scale, backend)
-        _check_options(self)
+        self.options = Options.checked(causal, window, softcap, scale, backend, dropout)
+        self.dropout = float(dropout)
         bias, norm_eps, kind = flag("bias", bias), number("norm_eps", norm_eps, zero=True), factory(device, dtype)
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         if fused_qkv:
@@ -132,7 +146,7 @@ class GroupedQueryAttention(weights.Whole):
         self.k_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **kind)
         self.sinks = nn.Parameter(torch.zeros(num_heads, **kind)) if flag("sinks", sinks) else None
         if self.rope is not None:
-            self.rope._frequencies_on(self.o_proj.weight.device)
+            self.rope.frequencies(self.o_proj.weight.device, self.o_proj.weight.dtype)
 
     def reset_parameters(self) -> None:
         """Draws every parameter anew, as after `to_empty` of a layer built on the meta device."""
@@ -165,11 +179,8 @@ class GroupedQueryAttention(weights.Whole):
         cu_seqlens  int32 (sequences + 1,): B is 1 and x holds packed sequences, which do not see each other.
         context     (B, N_KV, context_dim): k and v are made of it (cross-attention), with a mask or offsets of its own.
         """
-        calls.check_call(self.embed_dim, x, positions, cache, KVCache, mask, cu_seqlens, self.options.causal, self.cp)
-        calls.check_kind("x", x, self.o_proj)
-        if cache is not None:
-            cache.check_writer(self)
-        x, padding = calls.tokens_first(x, mask)
+        call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
+        x, rows = call.x, call.rows
         if context is None:
             if self.context_dim != self.embed_dim:
                 raise ValueError(
@@ -178,29 +189,23 @@ class GroupedQueryAttention(weights.Whole):
                 )
             if context_mask is not None or context_cu_seqlens is not None:
                 raise ValueError("context_mask or context_cu_seqlens is given, and no context")
-            rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
             q, k, v = self._project(x, x)
         else:
             self._check_context(x, context, cache)
-            calls.check_kind("context", context, self.o_proj)
-            context, rows = self._context(x, context, context_mask, padding, cu_seqlens, context_cu_seqlens)
+            context, rows = self._context(call, context, context_mask, context_cu_seqlens)
             q, k, v = self._project(x, context)
-        rope, tables = self.rope, None
-        if rope is not None:
-            tables = calls.rotations(rope, x, positions, cache, padding, cu_seqlens, self.cp)
+        tables = None if self.rope is None else call.rotations(self.rope)
         q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
         end = None
         if cache is not None:
-            k, v, end = cache.offer(k, v, None if padding is None else padding.counts)
+            k, v, end = cache.offer(k, v, call.counts)
             if end.lengths is not None:
-                rows = Rows(calls.counts_of(x, padding), end.lengths)
-        elif padding is not None and context is None:
-            rows = Rows(padding.counts, padding.counts)
-        o = calls.attend(q, k, v, self.options, self.sinks, rows, self.dropout if self.training else 0.0, self.cp)
+                rows = Counts(full_counts(x, call.counts), end.lengths)
+        o = attend(q, k, v, self.options, self.sinks, rows, self.dropout if self.training else 0.0, self.cp)
         y = self.o_proj(o.transpose(1, 2).flatten(2))
         if cache is not None and end is not None:
             cache.advance(end, self)
-        return y if padding is None else padding.back(y)
+        return call.back(y)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""
@@ -228,27 +233,27 @@ class GroupedQueryAttention(weights.Whole):
         return x
 
     def _context(
-        self, x: Tensor, context: Tensor, context_mask: Tensor | None, padding: Padding | None,
-        cu_seqlens: Tensor | None, context_cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Rows | None]:  # fmt: skip
+        self, call: Inputs, context: Tensor, context_mask: Tensor | None, context_cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Rows | None]:
         """The context, its tokens first, and what x's tokens see of it."""
-        if cu_seqlens is not None or context_cu_seqlens is not None:
-            if cu_seqlens is None or context_cu_seqlens is None or context_mask is not None:
+        if call.cu_seqlens is not None or context_cu_seqlens is not None:
+            if call.cu_seqlens is None or context_cu_seqlens is None or context_mask is not None:
                 raise ValueError("packed cross-attention needs cu_seqlens and context_cu_seqlens, and no context_mask")
-            calls.check_packed("context_cu_seqlens", context_cu_seqlens, "context", context)
-            return context, Rows(None, None, cu_seqlens, context_cu_seqlens)
-        if context_mask is None and padding is None:
-            return context, None
-        queries, tokens = calls.counts_of(x, padding), None
+            check_packed("context_cu_seqlens", context_cu_seqlens, "context", context)
+            return context, Packed(call.cu_seqlens, context_cu_seqlens)
+        counts = None
         if context_mask is not None:
             check_mask(context_mask, context, "context_mask")
-            context, tokens = calls.tokens_first(context, context_mask)
-        return context, Rows(queries, calls.counts_of(context, tokens))
+            padding = Padding.of(context_mask)
+            context, counts = padding.front(context), padding.counts
+        elif call.padding is None:
+            return context, None
+        return context, Counts(full_counts(call.x, call.counts), full_counts(context, counts))
 
     def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | None) -> None:
         if self.fused_qkv:
             raise ValueError("context is given to a layer whose q, k and v are one product: use MultiHeadAttention")
-        calls.check_tokens("context", context, self.context_dim, "context_dim")
+        check_tokens("context", context, self.context_dim, "context_dim")
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"context has shape {tuple(context.shape)}, must have as many rows as x, B={x.shape[0]}")
         if self.options.causal or self.options.window is not None or self.rope is not None:
@@ -259,6 +264,7 @@ class GroupedQueryAttention(weights.Whole):
             raise ValueError("context and cache are given together: a context does not grow")
         if self.cp is not None:
             raise ValueError("context is given to a layer whose tokens are cut over ranks: cross-attention is not")
+        check_kind("context", context, self.o_proj)
 
     # --------------------------------------------------------------------------------- weights and ranks
 
@@ -274,7 +280,7 @@ class GroupedQueryAttention(weights.Whole):
         """
         make = functools.partial(cls._with, **weights.hf_arguments(config, layer), backend=backend)
         tensors = weights.tensors_of(module_or_state_dict, prefix)
-        return calls.loaded(make, tensors, module_or_state_dict, device, dtype)
+        return weights.loaded(make, tensors, module_or_state_dict, device, dtype)
 
     @classmethod
     def from_torch(
@@ -288,7 +294,7 @@ class GroupedQueryAttention(weights.Whole):
         """
         arguments, tensors = weights.from_multihead_attention(module_or_state_dict, num_heads)
         make = functools.partial(cls._with, **arguments, causal=causal, backend=backend)
-        return calls.loaded(make, tensors, module_or_state_dict, device, dtype)
+        return weights.loaded(make, tensors, module_or_state_dict, device, dtype)
 
     @classmethod
     def _with(cls, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> Self:
@@ -301,32 +307,39 @@ class GroupedQueryAttention(weights.Whole):
         num_heads must be a multiple of the number of ranks. Heads of k and v are shared out, too, or, where there are
         fewer than ranks, computed by every rank that needs them.
         """
-        return parallel_plan.plan(self)
+        plan: dict[str, ParallelStyle] = {"": Heads(), "o_proj": RowwiseParallel()}
+        if self.fused_qkv:
+            plan["qkv_proj"] = FusedHeads([self.num_heads, self.num_kv_heads, self.num_kv_heads])
+        else:
+            keys = KeyHeads(self.num_kv_heads)
+            plan |= {"q_proj": ColwiseParallel(), "k_proj": keys, "v_proj": keys}
+        if self.qk_norm is not None:
+            plan |= {"q_norm": HeadwiseNorm(by_heads=True), "k_norm": HeadwiseNorm(by_heads=True)}
+        return plan
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises if its heads cannot be shared out to so many."""
-        parallel_plan.check_ranks(self, ranks)
+        check_shares(self.num_heads, "num_heads", ranks)
+        kv_heads = self.num_kv_heads
+        if kv_heads % ranks and ranks % kv_heads:
+            raise ValueError(f"num_kv_heads={kv_heads} and {ranks} ranks: one must divide the other")
+        if self.fused_qkv and kv_heads % ranks:
+            raise ValueError(f"num_kv_heads={kv_heads} with fused_qkv cannot be shared out evenly to {ranks} ranks")
 
     def extra_repr(self) -> str:
-        o = self.options
         parts = [f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]
-        parts += [f"head_dim={self.head_dim}", "causal" if o.causal else "full"]
-        parts += [f"{name}={value}" for name, value in (("window", o.window), ("softcap", o.softcap)) if value]
+        parts += [f"head_dim={self.head_dim}", *self.options.described()]
         parts += [f"qk_norm={self.qk_norm!r}"] if self.qk_norm else []
         parts += ["sinks"] if self.sinks is not None else []
         parts += [f"dropout={self.dropout}"] if self.dropout else []
         return ", ".join([*parts, f"backend={self.backend_chosen()}"])
 
-    def backend_chosen(self, B: int = 1, N: int = calls.USUAL_N, needs_grad: bool = True) -> str:
+    def backend_chosen(self, B: int = 1, N: int = USUAL_N, needs_grad: bool = True) -> str:
         """The backend of a call with x (B, N, embed_dim), in words; `fulmen.explain` tells the others' reasons."""
-        o, weight = self.options, self.o_proj.weight
         if self.dropout and self.training:
-            return f"{o.backend!r}, with dropout"
-        spec = FlashSpec(
-            B, self.num_heads, self.num_kv_heads, N, N, self.head_dim, self.head_dim, weight.dtype, weight.device,
-            o.scale, *o.limits, softcap=o.softcap, has_sinks=self.sinks is not None, needs_grad=needs_grad,
-        )  # fmt: skip
-        return calls.backend_chosen("flash", spec, o.backend, N)
+            return f"{self.options.backend!r}, with dropout"
+        heads, dims = (self.num_heads, self.num_kv_heads), (self.head_dim, self.head_dim)
+        spec = self.options.spec(B, heads, N, dims, self.o_proj.weight, self.sinks is not None, needs_grad)
+        return backend_chosen("flash", spec, self.options.backend, N)
 
 
 class MultiHeadAttention(GroupedQueryAttention):
@@ -382,9 +395,6 @@ def _same_heads(cls: type, num_heads: int, num_kv_heads: int) -> int:
     return num_heads
 
 
-# ------------------------------------------------------------------------------------------------ checks
-
-
 def _checked_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
     if head_dim is not None:
         return whole("head_dim", head_dim, 1, MAX_HEAD_DIM)
@@ -393,11 +403,3 @@ def _checked_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> i
             f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}: change one, or give head_dim"
         )
     return embed_dim // num_heads
-
-
-def _check_options(layer: GroupedQueryAttention) -> None:
-    """What `flash_attention` would say of any call of the layer, said now."""
-    o = layer.options
-    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    q, k, v = (torch.empty(1, h, 1, layer.head_dim, device="meta") for h in heads)
-    checked_spec(q, k, v, causal=o.causal, window=o.window, softcap=o.softcap, scale=o.scale)

@@ -1,4 +1,4 @@
-"""What a layer remembers between calls of a generation: keys and values, latents, or a state.
+"""Caches: what a layer keeps between the calls of a generation. Keys and values, latents, or a state.
 
     cache = KVCache()                     # one for each layer
     y = layer(prompt, cache=cache)        # then token by token: y = layer(token, cache=cache)
@@ -8,19 +8,20 @@ at the first call, and never move. `append` returns everything there is, as view
 concatenates instead of writing in place; a preallocated one refuses.
 
 **Rows of different lengths.** Each row of the batch may have its own number of tokens. A layer that is given a padding
-mask brings the tokens of x to the front and tells `append` how many there are (`counts`); a row's tokens then lie
-without gaps at the start of its memory, whichever side was padded, and the next ones are written right after. `lengths`
-(B,) is on the device, None as long as all rows have `length` tokens; `length`, on the host, is the most any row can
-have. So nothing synchronises.
+mask brings the tokens of x to the front and tells `append` how many there are (`counts`). A row's tokens lie without
+gaps at the start of its memory, whichever side was padded, and the next ones are written right after. `lengths` (B,) is
+on the device; it is None as long as all rows have `length` tokens. `length` is on the host: the most any row can have.
+So nothing synchronises.
 
-**One cache for each layer.** A cache remembers which layer wrote its tokens, and refuses another. Without tokens (new,
-after `reset` or `crop(0)`) it is any layer's. A copy of the layer may go on for it, and a copy of the cache is nobody's
-until it is written. Compiled calls neither look nor note it: layers that share a graph would need one each.
+**One cache for each layer.** A cache refuses a layer other than the one that wrote its tokens. An empty cache (new,
+after `reset` or `crop(0)`) takes any layer. A copy of the layer may continue with the cache, and a copy of the cache
+takes any layer until it is written. Compiled calls do not check: layers that share a graph would need one each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,14 +29,16 @@ import torch
 from torch import Tensor
 
 from fulmen.boundary import is_plain_eager
-from fulmen.layers.checks import whole
+from fulmen.layers.inputs import whole
 
 if TYPE_CHECKING:
-    from fulmen.layers.weights import Whole
+    from typing_extensions import Self
+
+    from fulmen.layers.weights import AttentionLayer
 
 
 class End(NamedTuple):
-    """Up to where a cache's tokens count, and the memory they are in."""
+    """How many tokens of a cache's memory count, and that memory."""
 
     length: int
     lengths: Tensor | None
@@ -43,7 +46,7 @@ class End(NamedTuple):
 
 
 class Written:
-    """What a cache remembers of the layer that wrote its tokens; see the top of the file."""
+    """A cache that knows the layer that wrote its tokens; see the top of the file."""
 
     length: int
     writer: int | None = None  # the layer's number; None: nobody, or not known
@@ -52,17 +55,23 @@ class Written:
         """Of a copy, or in a file: where that is read layers have other numbers."""
         return {name: value for name, value in self.__dict__.items() if name != "writer"}
 
-    def check_writer(self, layer: Whole) -> None:
-        if torch.compiler.is_compiling() or self.writer in (None, layer._number):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = self.__class__.__new__(self.__class__)
+        with _not_inference():
+            new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+    def check_writer(self, layer: AttentionLayer) -> None:
+        if torch.compiler.is_compiling() or self.writer in (None, layer.number):
             return
         raise ValueError(
             f"cache holds {self.length} tokens of another layer: give each layer a cache of its own, or call reset() "
             "before another layer takes it (one with the same weights can go on with a copy.deepcopy of it)"
         )
 
-    def _note_writer(self, layer: Whole | None) -> None:
+    def _note_writer(self, layer: AttentionLayer | None) -> None:
         if layer is not None and not torch.compiler.is_compiling():
-            self.writer = layer._number if self.length else None
+            self.writer = layer.number if self.length else None
 
 
 class TokenCache(Written):
@@ -80,7 +89,7 @@ class TokenCache(Written):
         return self._held[0].shape[1] if self._held else 0
 
     def reset(self) -> None:
-        """Forgets every token; memory of a preallocated cache is kept, for a batch of the same kind."""
+        """Drops every token; a preallocated cache keeps its memory for a batch of the same kind."""
         self.length, self.lengths, self.writer = 0, None, None
         if self.max_length is None:
             self._held = ()
@@ -96,7 +105,7 @@ class TokenCache(Written):
         self.advance(End(self.length + length if length < 0 else length, lengths, self._held))
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """Row i becomes what row indices[i] was, as beam search asks; there may be more or fewer rows than before."""
+        """Row i becomes what row indices[i] was, as in beam search; there may be more or fewer rows than before."""
         indices = _checked_indices(indices, self._held[0] if self.length else None)
         if not self.length:
             return
@@ -112,17 +121,17 @@ class TokenCache(Written):
             else:
                 self._held = tuple(_room(t, self.max_length) for t in moved)
 
-    def advance(self, end: End, layer: Whole | None = None) -> None:
-        """The tokens last offered are in the cache now; `layer` wrote them, if one did."""
+    def advance(self, end: End, layer: AttentionLayer | None = None) -> None:
+        """Makes the tokens last offered part of the cache; `layer` is the one that wrote them, if any."""
         self.length, self.lengths, self._held = end
         if not self.length:
             self.lengths = self.writer = None  # no row has any
         self._note_writer(layer)
 
     def _offer(self, new: tuple[Tensor, ...], counts: Tensor | None) -> tuple[tuple[Tensor, ...], End]:
-        """Writes new (B, N, ...) after the cache's tokens, where nobody looks before `advance` is called with the end.
+        """Writes new (B, N, ...) after the cache's tokens; they count from the call of `advance` with the end on.
 
-        Returns all tokens, of the whole memory where rows differ in length, and the end.
+        Returns all tokens (the whole memory where rows differ in length) and the end.
         """
         N = new[0].shape[1]
         end = self.length + N
@@ -138,7 +147,7 @@ class TokenCache(Written):
         return held, End(end, _counted_on(self.length, self.lengths, N, counts), held)
 
     def _memory(self, new: tuple[Tensor, ...], end: int) -> tuple[Tensor, ...]:
-        """What new tokens go into, with the tokens there are; a cache without any lets go of what does not fit."""
+        """The memory that holds the tokens and takes new ones; an empty cache drops memory that does not fit."""
         if self.max_length is not None:
             if end > self.max_length:
                 raise ValueError(
@@ -183,7 +192,7 @@ class TokenCache(Written):
             t[rows, columns] = more
 
     def _concatenated(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The same, not in place."""
+        """As `_write`, but not in place: autograd follows it."""
         N = new[0].shape[1]
         old = [t[:, : self.length] for t in held or [t[:, :0] for t in new]]
         joined = tuple(torch.cat([a, b], 1) for a, b in zip(old, new, strict=True))
@@ -211,7 +220,7 @@ class KVCache(TokenCache):
         return k, v
 
     def offer(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, End]:
-        """As `append`, but the cache is as it was until `advance(end)`: a call that fails in between leaves it so."""
+        """As `append`, but the cache changes with `advance(end)` only: a call that fails in between leaves it as is."""
         (k, v), end = self._offer((k.transpose(1, 2), v.transpose(1, 2)), counts)
         return k.transpose(1, 2), v.transpose(1, 2), end
 
@@ -239,8 +248,8 @@ class StateCache(Written):
         self.length = 0
         self.lengths: Tensor | None = None  # (B,), where rows differ
 
-    def update(self, state: Tensor, N: int, counts: Tensor | None = None, layer: Whole | None = None) -> None:
-        """`state` after N more tokens, or counts[b] more in row b, of `layer`, if they are one's."""
+    def update(self, state: Tensor, N: int, counts: Tensor | None = None, layer: AttentionLayer | None = None) -> None:
+        """Sets the state after N more tokens, or counts[b] more in row b; `layer` computed it, if one did."""
         if counts is not None or self.lengths is not None:
             self.lengths = _counted_on(self.length, self.lengths, N, counts)
         self.state, self.length = state, self.length + N
@@ -267,7 +276,7 @@ class StateCache(Written):
 
 
 def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | None) -> Tensor:
-    """Each row's tokens, with N more or counts[b] more; rows differ before or after."""
+    """Tokens of each row after N more, or counts[b] more; for rows that differ before or after."""
     if lengths is not None:
         return lengths + (N if counts is None else counts)
     assert counts is not None, "rows that were and stay alike are not counted"
@@ -275,7 +284,7 @@ def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | No
 
 
 def _checked_indices(indices: Tensor | Sequence[int], held: Tensor | None) -> Tensor:
-    """Where `held` is, if anything; whether it has those rows is looked at on the CPU only."""
+    """`indices` as a tensor on the device of `held`; that the rows exist is checked on the CPU only."""
     if isinstance(indices, list | tuple):
         numbers = [whole(f"indices[{i}]", index, low=None) for i, index in enumerate(indices)]
         indices = torch.tensor(numbers, dtype=torch.int64, device=None if held is None else held.device)
@@ -306,7 +315,7 @@ def _brief(x: Tensor) -> str:
 
 
 def _not_inference() -> contextlib.AbstractContextManager[object]:
-    """Memory allocated in inference mode could not be written outside of it."""
+    """For allocations: memory made in inference mode cannot be written outside of it."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
     return torch.inference_mode(False)

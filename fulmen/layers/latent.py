@@ -5,7 +5,7 @@
     [k_nope | v] = c W_kvb;  k = [k_nope | rope(k_rope)]             k_rope is one for all heads
     o = softmax(scale [q_nope | rope(q_rope)] k^T) v;  y = o W_o
 
-There are two ways to the same o. *Expanded*, as written: attention with a head dim of nope_dim + rope_dim (192 in
+Two ways lead to the same o. *Expanded*, as written: attention with a head dim of nope_dim + rope_dim (192 in
 DeepSeek-V3) for q and k and value_dim (128) for v, through `flash_attention`; for training and for prompts. *Absorbed*:
 W_kvb = [W_k | W_v] is applied to the queries and to the outputs instead of to every key,
 
@@ -20,54 +20,47 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fulmen.boundary import is_plain_eager
-from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec
-from fulmen.layers import dropout as dropping
+from fulmen.flash.op import MAX_HEAD_DIM, Window
 from fulmen.layers import weights
 from fulmen.layers.cache import End, LatentCache
-from fulmen.layers.calls import (
+from fulmen.layers.fused import kernels_for
+from fulmen.layers.fused.projections import is_plain, project
+from fulmen.layers.inputs import (
     USUAL_N,
-    attend,
+    Counts,
+    Inputs,
+    Rows,
     backend_chosen,
-    check_backend,
-    check_call,
     check_heads,
-    check_kind,
-    counts_of,
-    loaded,
-    rotary,
-    rotations,
-    sinks_of,
-    tokens_first,
+    choice,
+    factory,
+    flag,
+    full_counts,
+    number,
+    whole,
 )
-from fulmen.layers.checks import choice, factory, flag, number, whole
-from fulmen.layers.projections import plain, project
-from fulmen.layers.ranks import (
+from fulmen.layers.rotary import Rotary, apply_rotary, config_size, config_value, rotary_kernels, rotary_of
+from fulmen.layers.softmax import Options, attend, local_sinks, visible
+from fulmen.layers.softmax import weights as softmax_weights
+from fulmen.layers.tensor_parallel import (
     Heads,
     HeadwiseNorm,
     Replicated,
     RMSNorm,
     check_shares,
     local,
-    replace_parameters,
     summed_gradient,
 )
-from fulmen.layers.rotary import Rotary, apply_rotary, config_size, config_value, fused, kernels_for
-from fulmen.layers.rows import Rows
-
-if TYPE_CHECKING:
-    from fulmen.parallel.context import ContextParallel
 
 
-class MultiHeadLatentAttention(weights.Whole):
+class MultiHeadLatentAttention(weights.AttentionLayer):
     """Multi-head latent attention: x (B, N, embed_dim) to (B, N, embed_dim).
 
     embed_dim   size of a token's vector.
@@ -86,8 +79,7 @@ class MultiHeadLatentAttention(weights.Whole):
     backend     `flash_attention`'s: "auto", or a name, which works or raises. The absorbed way has none.
     """
 
-    mesh: DeviceMesh | None = None  # the ranks that share the heads, if they do
-    cp: ContextParallel | None = None  # the ranks that share x's tokens, if they do
+    cache_type = LatentCache
 
     def __init__(
         self,
@@ -122,22 +114,19 @@ class MultiHeadLatentAttention(weights.Whole):
             raise ValueError(
                 f"dropout={dropout} with absorb=True: the absorbed way drops no weights; use 'auto' or False"
             )
-        dropping.refuse(check_backend("flash", backend), dropout)
         self.embed_dim, self.num_heads, self.q_rank, self.kv_rank = embed_dim, num_heads, q_rank, kv_rank
         self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
-        self.absorb, self.dropout = absorb, float(dropout)
-        turn = rotary({} if rope is None else rope, nope_dim + rope_dim, dim=rope_dim, interleaved=True)
+        turn = rotary_of({} if rope is None else rope, nope_dim + rope_dim, dim=rope_dim, interleaved=True)
         if turn is None or turn.dim != rope_dim:
             raise ValueError(f"rope turns dim={turn and turn.dim} elements, must be rope_dim={rope_dim}")
         self.rope = turn
         scale = (nope_dim + rope_dim) ** -0.5 * self.rope.softmax_factor
-        self.options = dropping.Options(flag("causal", causal), window, softcap, scale, backend)
-        like = torch.empty(1, 1, 1, nope_dim + rope_dim, device="meta")
-        checked_spec(like, like, like, causal=causal, window=window, softcap=softcap, scale=scale)
+        self.options = Options.checked(causal, window, softcap, scale, backend, dropout)
+        self.absorb, self.dropout = absorb, float(dropout)
         kind = factory(device, dtype)
         self._build(flag("bias", bias), number("norm_eps", norm_eps, zero=True), kind)
         self.sinks = nn.Parameter(torch.zeros(num_heads, **kind)) if flag("sinks", sinks) else None
-        self.rope._frequencies_on(self.o_proj.weight.device)
+        self.rope.frequencies(self.o_proj.weight.device, self.o_proj.weight.dtype)
 
     def _build(self, bias: bool, eps: float, factory: dict[str, Any]) -> None:
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
@@ -164,19 +153,15 @@ class MultiHeadLatentAttention(weights.Whole):
             nn.init.zeros_(self.sinks)
 
     def extra_repr(self) -> str:
-        o, weight = self.options, self.o_proj.weight
-        spec = FlashSpec(
-            1, self.num_heads, self.num_heads, USUAL_N, USUAL_N, self.nope_dim + self.rope_dim, self.value_dim,
-            weight.dtype, weight.device, o.scale, *o.limits, softcap=o.softcap, has_sinks=self.sinks is not None,
-            needs_grad=True,
-        )  # fmt: skip
+        heads, dims = (self.num_heads, self.num_heads), (self.nope_dim + self.rope_dim, self.value_dim)
+        spec = self.options.spec(1, heads, USUAL_N, dims, self.o_proj.weight, self.sinks is not None, needs_grad=True)
+        backend = backend_chosen("flash", spec, self.options.backend)
         parts = [f"{self.embed_dim}, num_heads={self.num_heads}, q_rank={self.q_rank}, kv_rank={self.kv_rank}"]
         parts += [f"nope_dim={self.nope_dim}, rope_dim={self.rope_dim}, value_dim={self.value_dim}"]
-        parts += ["causal" if o.causal else "full"]
-        parts += [f"{name}={value}" for name, value in (("window", o.window), ("softcap", o.softcap)) if value]
+        parts += self.options.described()
         parts += ["sinks"] if self.sinks is not None else []
         parts += [f"dropout={self.dropout}"] if self.dropout else []
-        return ", ".join([*parts, f"absorb={self.absorb}", f"backend={backend_chosen('flash', spec, o.backend)}"])
+        return ", ".join([*parts, f"absorb={self.absorb}", f"backend={backend}"])
 
     # ------------------------------------------------------------------------------------------ the call
 
@@ -195,27 +180,21 @@ class MultiHeadLatentAttention(weights.Whole):
         mask        bool (B, N), True for a token: padding is not seen, and its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, which do not see each other.
         """
-        check_call(self.embed_dim, x, positions, cache, LatentCache, mask, cu_seqlens, self.options.causal, self.cp)
-        check_kind("x", x, self.o_proj)
-        if cache is not None:
-            cache.check_writer(self)
-        x, padding = tokens_first(x, mask)
-        rows = None if cu_seqlens is None else Rows(None, None, cu_seqlens, cu_seqlens)
-        if padding is not None:
-            rows = Rows(padding.counts, padding.counts)
-        cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens, self.cp)
+        call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
+        x, rows = call.x, call.rows
+        cos, sin = call.rotations(self.rope)
         queries, down = project(x, self._q_first(), self.kv_a_proj_with_mqa)
         if self.q_b_proj is not None and self.q_a_layernorm is not None:
             queries, _, latent, k_rope = normed((queries, self.q_a_layernorm), (down, self.kv_a_layernorm))
             queries = self.q_b_proj(queries)
         else:
             latent, k_rope = normed((down, self.kv_a_layernorm))
-        served = cache is None and fused(cos, sin, queries, latent, k_rope) is not None
+        served = cache is None and rotary_kernels(cos, sin, queries, latent, k_rope) is not None
         weight = self._up_weight(latent) if served else None
         if weight is not None:
             o = self._expanded_at_once(queries, latent, k_rope, weight, cos, sin, rows)
             y = self.o_proj(o.flatten(2))
-            return y if padding is None else padding.back(y)
+            return call.back(y)
         queries = queries.unflatten(2, (-1, self.nope_dim + self.rope_dim))
         q_nope, q_rope = queries.split([self.nope_dim, self.rope_dim], dim=3)
         q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2)
@@ -223,27 +202,27 @@ class MultiHeadLatentAttention(weights.Whole):
         if cache is None:
             y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
         else:
-            o, end = self._continued(q_nope, q_rope, latent, k_rope, rows, cache)
+            o, end = self._continued(q_nope, q_rope, latent, k_rope, call, cache)
             y = self.o_proj(o.flatten(2))
             cache.advance(end, self)
-        return y if padding is None else padding.back(y)
+        return call.back(y)
 
     def _q_first(self) -> nn.Module:
-        """What x is multiplied with on its way to q."""
+        """The projection of x on the way to q."""
         first = self.q_a_proj if self.q_proj is None else self.q_proj
         assert first is not None
         return first
 
     def _continued(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None, cache: LatentCache
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, call: Inputs, cache: LatentCache
     ) -> tuple[Tensor, End]:
-        """o (B, N, H, value_dim) of tokens that come after the cache's, either way of the two, and the cache's end."""
-        N, counts = q_nope.shape[1], None if rows is None else rows.q_counts
-        all_latent, all_k_rope, end = cache.offer(latent, k_rope, counts)
+        """o (B, N, H, value_dim) of tokens that come after the cache's, expanded or absorbed, and the cache's end."""
+        N, rows = q_nope.shape[1], call.rows
+        all_latent, all_k_rope, end = cache.offer(latent, k_rope, call.counts)
         if cache.length == 0 and not self._absorbs(N, N):  # nothing but itself to see
             return self._expanded(q_nope, q_rope, latent, k_rope, rows), end
         if end.lengths is not None:
-            rows = Rows(counts_of(latent, None) if counts is None else counts, end.lengths)
+            rows = Counts(full_counts(latent, call.counts), end.lengths)
         way = self._absorbed if self._absorbs(N, all_latent.shape[1]) else self._expanded
         return way(q_nope, q_rope, all_latent, all_k_rope, rows), end
 
@@ -265,9 +244,9 @@ class MultiHeadLatentAttention(weights.Whole):
         return attend(q, k, v.transpose(1, 2), self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
 
     def _up_weight(self, latent: Tensor) -> Tensor | None:
-        """kv_b_proj's weight as far as it lies here, for products of our own; None: there is more to that module."""
+        """This rank's part of kv_b_proj's weight; None: the module is no plain Linear and must be called."""
         module = self.kv_b_proj
-        if not plain(module, planned=self.mesh is not None) or len(list(module.parameters())) > 1:
+        if not is_plain(module, planned=self.mesh is not None) or len(list(module.parameters())) > 1:
             return None
         weight = module.weight if self.mesh is None else local(module.weight)
         if torch.is_autocast_enabled(latent.device.type):
@@ -277,11 +256,11 @@ class MultiHeadLatentAttention(weights.Whole):
     def _expanded_at_once(
         self, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows | None
     ) -> Tensor:
-        """The same of q (B, N, H * (nope_dim + rope_dim)) and k_rope as they are projected; q is turned in place."""
-        from fulmen.layers.latent_triton import Expanded
+        """As `_expanded`, of q (B, N, H * (nope_dim + rope_dim)) and k_rope before RoPE; turns q in place."""
+        from fulmen.layers.fused.latent import Expanded
 
         last = self._q_first() if self.q_b_proj is None else self.q_b_proj
-        if not plain(last) or q._is_view():  # somebody may have kept it; autograd refuses views
+        if not is_plain(last) or q._is_view():  # somebody may have kept it; autograd refuses views
             q = q.clone()
         latent, k_rope = summed_gradient(latent, self.mesh), summed_gradient(k_rope, self.mesh)
         q, k, v = Expanded.apply(q, latent, k_rope, weight, cos, sin, self.nope_dim, self.rope.interleaved)
@@ -298,15 +277,10 @@ class MultiHeadLatentAttention(weights.Whole):
         q_latent = torch.einsum("bnhd,hdr->bhnr", q_nope, w_k)  # a product for each head: the weights are read once
         s = q_latent.flatten(1, 2) @ latent.mT + q_rope.transpose(1, 2).flatten(1, 2) @ k_rope.mT  # (B, H * N, keys)
         s = s.to(torch.promote_types(s.dtype, torch.float32)).unflatten(1, (H, N)) * self.options.scale
-        if self.options.softcap is not None:
-            s = self.options.softcap * torch.tanh(s / self.options.softcap)
-        seen = dropping.visible(q_latent, latent[:, None], self.options, rows)
+        seen = visible(q_latent, latent[:, None], self.options, rows)
         if seen is not None:
-            s = s.masked_fill(~(seen | ~seen.any(-1, keepdim=True)), -torch.inf)  # padding sees all: its y is zeroed
-        sinks = sinks_of(self.sinks, q_latent.dtype)
-        if sinks is not None:
-            s = torch.cat([s, sinks.to(s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], 3)
-        p = torch.softmax(s, dim=3)[..., : latent.shape[1]].to(latent.dtype)
+            seen = seen | ~seen.any(-1, keepdim=True)  # padding sees all: its y is zeroed
+        p = softmax_weights(s, self.options, local_sinks(self.sinks, q_latent.dtype), seen).to(latent.dtype)
         o_latent = (p.flatten(1, 2) @ latent).unflatten(1, (H, N))
         return torch.einsum("bhnr,her->bnhe", o_latent, w_v)
 
@@ -340,10 +314,9 @@ class MultiHeadLatentAttention(weights.Whole):
             dropout=config_value(config, "attention_dropout", 0.0) or 0.0,
             backend=backend,
         )
-        return loaded(make, tensors, module_or_state_dict, device, dtype)
+        return weights.loaded(make, tensors, module_or_state_dict, device, dtype)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises if its heads cannot be shared out to so many."""
         check_shares(self.num_heads, "num_heads", ranks)
 
     def tp_plan(self) -> dict[str, ParallelStyle]:
@@ -351,13 +324,7 @@ class MultiHeadLatentAttention(weights.Whole):
 
         In a model's plan the entry "" of the layer "blocks.0.attention" is "blocks.0.attention.".
         """
-
-        def take(layer: nn.Module, mesh: DeviceMesh) -> None:
-            assert isinstance(layer, MultiHeadLatentAttention)
-            layer.mesh = mesh
-            replace_parameters(layer, mesh, Shard(0), 0)  # the sinks
-
-        plan: dict[str, ParallelStyle] = {"": Heads(self.num_heads, "num_heads", take)}
+        plan: dict[str, ParallelStyle] = {"": Heads()}
         if self.q_rank is None:
             plan["q_proj"] = ColwiseParallel()
         else:
@@ -368,11 +335,11 @@ class MultiHeadLatentAttention(weights.Whole):
 
 
 def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
-    """Of each x (B, N, width) and its norm: the norm of as many of x's first columns as it is for, and the others."""
+    """For each x (B, N, width) and its norm of R features: the norm of x's first R columns, and the other columns."""
     tensors = [t for x, norm in pairs for t in (x, norm.weight)]
     kernels = None
     if all(type(norm.weight) is nn.Parameter for _, norm in pairs):
-        kernels = kernels_for("latent_triton", *tensors)
+        kernels = kernels_for("latent", *tensors)
     if kernels is not None and all(kernels.serves(x, norm) for x, norm in pairs):
         return kernels.Normed.apply(tuple(norm.eps for _, norm in pairs), *tensors)
     found: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""`LightningAttention`: linear attention with per-head decay as a layer, in the forms models have been trained in.
+"""`LightningAttention`: linear attention with per-head decay as a layer, with the presets of published models.
 
     q, k, v = activation(x W_qkv);  q, k = rope(norm(q)), rope(norm(k))
     o = lightning_attention(q, k, v, decay, scale)
@@ -9,15 +9,15 @@
 | minimax | MiniMax-Text-01, M1    | SiLU       | 1      | no      | none          | over all heads  | decay.minimax  |
 | ring    | Ring-, Ling-linear 2.0 | none       | D^-1/2 | yes     | half the head | in 4 groups     | decay.ring     |
 
-`qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value: MiniMax's
-order where every head has its own, and one in which a rank's share of the heads is one piece.
+`qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value. This is
+MiniMax's order where every head has its own, and a rank's share of the heads is contiguous.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +28,23 @@ from fulmen import decay as slopes
 from fulmen.boundary import check_scale
 from fulmen.layers import weights
 from fulmen.layers.cache import StateCache
-from fulmen.layers.calls import (
+from fulmen.layers.inputs import (
     USUAL_N,
+    Inputs,
     backend_chosen,
     check_backend,
-    check_call,
     check_heads,
-    check_kind,
-    loaded,
-    rotary,
-    rotations,
-    tokens_first,
+    choice,
+    factory,
+    flag,
+    many_rows,
+    number,
+    one_row,
+    whole,
 )
-from fulmen.layers.checks import choice, factory, flag, number, whole
-from fulmen.layers.ranks import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm, check_shares
-from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value
-from fulmen.layers.rows import Padding, many_rows, one_row
+from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value, rotary_of
+from fulmen.layers.tensor_parallel import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm, check_shares
 from fulmen.lightning.op import MAX_HEAD_DIM, LightningSpec, lightning_attention, lightning_attention_with_state
-
-if TYPE_CHECKING:
-    from fulmen.parallel.context import ContextParallel
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -58,7 +55,7 @@ DECAYS = ("minimax", "ring", "alibi")
 
 
 class Choices(NamedTuple):
-    """What distinguishes the families; see `LightningAttention` for what each may be."""
+    """What distinguishes the presets; `LightningAttention` says what each may be."""
 
     activation: str | None
     scale: float | None
@@ -76,7 +73,7 @@ PRESETS = {
 AS_PRESET: Any = "preset"
 
 
-class LightningAttention(weights.Whole):
+class LightningAttention(weights.AttentionLayer):
     """Causal linear attention with per-head decay: x (B, N, embed_dim) to (B, N, embed_dim).
 
     embed_dim     size of a token's vector.
@@ -96,7 +93,7 @@ class LightningAttention(weights.Whole):
     """
 
     decay: Tensor | None
-    cp: ContextParallel | None = None  # the ranks that share x's tokens, if they do
+    cache_type = StateCache
 
     def __init__(
         self,
@@ -150,7 +147,7 @@ class LightningAttention(weights.Whole):
         self.qk_norm = choice("qk_norm", chosen.qk_norm, None, "before", "after")
         self.q_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
-        self.rope = rotary(chosen.rope, self.head_dim, dim=self.head_dim // 2)
+        self.rope = rotary_of(chosen.rope, self.head_dim, dim=self.head_dim // 2)
         self.norm = None
         if chosen.output_norm is not None:
             groups = whole("output_norm", chosen.output_norm)
@@ -168,7 +165,7 @@ class LightningAttention(weights.Whole):
     # ------------------------------------------------------------------------------------- construction
 
     def _numbers(self, decay: Any) -> list[float] | None:
-        """The slopes as numbers, which no change of dtype or device touches."""
+        """The slopes as Python numbers, which no cast or move changes."""
         H, place = self.num_heads, (self.layer, self.num_layers)
         if decay is None:
             return None
@@ -199,7 +196,7 @@ class LightningAttention(weights.Whole):
             self.decay = self._decay(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LightningAttention:
-        """`.to(bfloat16)` means the weights, and `to_empty` leaves a buffer without values."""
+        """Fills the slopes again: `.to(bfloat16)` is for the weights, and `to_empty` leaves a buffer without values."""
         super()._apply(fn, recurse)
         if self.decay is not None:
             self._refill(self.decay.device)
@@ -234,18 +231,15 @@ class LightningAttention(weights.Whole):
         mask        bool (B, N), True for a token: padding is not seen and does not decay the state; its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, each with a state of its own.
         """
-        check_call(self.embed_dim, x, positions, cache, StateCache, mask, cu_seqlens, cp=self.cp)
-        check_kind("x", x, self.out_proj)
-        if cache is not None:
-            cache.check_writer(self)
-        x, padding = tokens_first(x, mask)
+        call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.out_proj)
+        x = call.x
         q, k, v = self._project(x)
         if self.rope is not None:
-            cos, sin = rotations(self.rope, x, positions, cache, padding, cu_seqlens, self.cp)
+            cos, sin = call.rotations(self.rope)
             q, k = (apply_rotary(t, cos, sin, self.rope.interleaved) for t in (q, k))
         if self.qk_norm == "after":
             q, k = self._normed(q, k)
-        o, state = self._attend(q, k, v, cache, padding, cu_seqlens)
+        o, state = self._attend(q, k, v, call)
         o = o.transpose(1, 2).flatten(2)
         if self.norm is not None:
             o = self.norm(o)
@@ -253,8 +247,8 @@ class LightningAttention(weights.Whole):
             o = o * torch.sigmoid(self.output_gate(x))
         y = self.out_proj(o)
         if cache is not None and state is not None:
-            cache.update(state, x.shape[1], None if padding is None else padding.counts, self)
-        return y if padding is None else padding.back(y)
+            cache.update(state, x.shape[1], call.counts, self)
+        return call.back(y)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads."""
@@ -271,36 +265,28 @@ class LightningAttention(weights.Whole):
         assert self.k_norm is not None
         return self.q_norm(q.transpose(1, 2)).transpose(1, 2), self.k_norm(k.transpose(1, 2)).transpose(1, 2)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: StateCache | None,
-        padding: Padding | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs) -> tuple[Tensor, Tensor | None]:
         """o (B, H, N, E) and, with a cache, the state it is to hold."""
         if self.cp is not None:
-            return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, cu_seqlens), None
+            return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, call.cu_seqlens), None
         options: dict[str, Any] = {"scale": self.scale, "backend": self.backend}
-        state = None if cache is None else cache.state
+        state = call.cache.state if isinstance(call.cache, StateCache) else None
         B, N = q.shape[0], q.shape[2]
         if state is not None and state.shape[:2] != q.shape[:2]:
             raise ValueError(
                 f"the cache holds the states of {state.shape[0]} rows and {state.shape[1]} heads, and x has {B} rows "
                 f"and {q.shape[1]} heads: call reset() before another batch"
             )
-        if padding is None:
-            if cache is None:
-                return lightning_attention(q, k, v, self.decay, cu_seqlens=cu_seqlens, **options), None
+        if call.padding is None:
+            if call.cache is None:
+                return lightning_attention(q, k, v, self.decay, cu_seqlens=call.cu_seqlens, **options), None
             return lightning_attention_with_state(q, k, v, self.decay, initial_state=state, **options)
         # Each row is two packed sequences, its tokens and its padding, and the state of the first is the row's.
         row = torch.arange(B, device=q.device) * N
-        ends = torch.stack([row + padding.counts, row + N], 1).flatten()
+        ends = torch.stack([row + call.padding.counts, row + N], 1).flatten()
         options["cu_seqlens"] = nn.functional.pad(ends, (1, 0)).to(torch.int32)
         q, k, v = one_row(q), one_row(k), one_row(v)
-        if cache is None:
+        if call.cache is None:
             return many_rows(lightning_attention(q, k, v, self.decay, **options), B, N), None
         if state is not None:
             options["initial_state"] = torch.stack([state, torch.zeros_like(state)], 1).flatten(0, 1)
@@ -333,30 +319,27 @@ class LightningAttention(weights.Whole):
         tensors = {name: x for name, x in tensors.items() if name not in MINIMAX_BUFFERS}
         place: dict[str, Any] = {"layer": layer, "num_layers": config_size(config, "num_hidden_layers")}
         make = functools.partial(cls, **options, **place, backend=backend)
-        return loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
+        return weights.loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises if its heads cannot be shared out to so many."""
         check_shares(self.num_kv_heads, "num_kv_heads", ranks)
         if self.norm is not None:
             self.norm.check_ranks(ranks)
+
+    def take_heads(self, mesh: DeviceMesh) -> None:
+        super().take_heads(mesh)
+        if self._slopes is not None:
+            here = self.num_heads // mesh.size()
+            begin = mesh.get_local_rank() * here
+            self._slopes = self._slopes[begin : begin + here]
+            self._refill(self.out_proj.weight.device)
 
     def tp_plan(self) -> dict[str, ParallelStyle]:
         """For `parallelize_module`: heads shared out to the ranks; a norm over all heads sums its squares over ranks.
 
         In a model's plan the entry "" of the layer "blocks.0.attention" is "blocks.0.attention.".
         """
-
-        def take(layer: nn.Module, mesh: DeviceMesh) -> None:
-            assert isinstance(layer, LightningAttention)
-            layer.check_ranks(mesh.size())  # before anything is changed
-            if layer._slopes is not None:
-                here = layer.num_heads // mesh.size()
-                begin = mesh.get_local_rank() * here
-                layer._slopes = layer._slopes[begin : begin + here]
-                layer._refill(layer.out_proj.weight.device)
-
-        plan: dict[str, ParallelStyle] = {"": Heads(self.num_kv_heads, "num_kv_heads", take)}
+        plan: dict[str, ParallelStyle] = {"": Heads()}
         plan |= {"qkv_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
         if self.norm is not None:
             plan["norm"] = ShardedHeadsNorm()
@@ -368,7 +351,7 @@ class LightningAttention(weights.Whole):
 
 
 def _refilled(layer: nn.Module, keys: Any) -> None:
-    """After a load by assignment into a layer built on the meta device: slopes are no weights that come with it."""
+    """Fills the slopes after a load by assignment into a layer on the meta device: a checkpoint does not hold them."""
     assert isinstance(layer, LightningAttention)
     if layer.decay is not None and layer.decay.is_meta:
         layer._refill(layer.out_proj.weight.device)

@@ -5,7 +5,7 @@
 
 A pair is (x_i, x_{i + dim/2}) in Llama's order (halves) and (x_2i, x_{2i+1}) in GPT-J's and DeepSeek's (interleaved).
 The product of a query and a key turned so depends on the distance of their positions alone. Tables are fp32 and so is
-the turning; the result has x's dtype.
+the turning (fp64 for fp64 layers); the result has x's dtype.
 
 Nothing here is a parameter or a buffer: casting a model to bf16 does not round the frequencies, a checkpoint does not
 hold them, and a layer built on the meta device has them.
@@ -13,7 +13,6 @@ hold them, and a layer built on the meta device has them.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fulmen.boundary import is_plain_eager
-from fulmen.layers.checks import choice, flag, number, whole
+from fulmen.layers.fused import kernels_for
+from fulmen.layers.inputs import choice, flag, number, whole
 
 FIRST_TABLE = 2048  # positions
 
@@ -42,11 +42,11 @@ MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # as in Hu
 class Rotary(nn.Module):
     """Tables of cosines and sines by position.
 
-    dim            how many of a head's elements turn, the first ones; even
+    dim            how many of a head's first elements turn; even
     base           frequencies are powers of it (Hugging Face's rope_theta)
     interleaved    a pair is two neighbours, not one of each half
     scaling        None, or a dict as in Hugging Face's configurations: rope_type "linear" (factor), "llama3" or "yarn"
-    max_positions  positions from here on raise; tensors of positions are looked at on the CPU only
+    max_positions  positions from here on raise; values of tensors are checked on the CPU only
 
     `softmax_factor` multiplies the scale of the attention's logits: 1, or DeepSeek's YaRN factor, if `scaling` has
     mscale_all_dim. YaRN's other factor is in the tables, as in Hugging Face's.
@@ -69,14 +69,19 @@ class Rotary(nn.Module):
         self.dim, self.base, self.interleaved = dim, number("base", base), flag("interleaved", interleaved)
         self.max_positions = None if max_positions is None else whole("max_positions", max_positions)
         self.scaling = _checked_scaling(scaling, self.max_positions)
-        self._frequencies, self.table_factor, self.softmax_factor = _frequencies(dim, self.base, self.scaling)
-        self._on: dict[torch.device, Tensor] = {}
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.table_factor, self.softmax_factor = _factors(self.scaling)
+        cpu = torch.device("cpu")
+        self._frequencies = {
+            (cpu, dtype): _frequencies(dim, self.base, self.scaling, dtype) for dtype in (torch.float32, torch.float64)
+        }
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def from_config(cls, config: Any, dim: int | None = None, *, interleaved: bool = False) -> Rotary:
-        """The Rotary of a Hugging Face configuration (an object or a dict); `dim` is head_dim's rotary part unless
-        given."""
+        """The Rotary of a Hugging Face configuration, an object or a dict.
+
+        dim  unless given, the rotary part of head_dim.
+        """
         rope = config_value(config, "rope_parameters", None) or config_value(config, "rope_scaling", None) or {}
         rope = dict(_mapping("rope_parameters", rope))
         base = rope.pop("rope_theta", None) or config_value(config, "rope_theta", 10000.0)
@@ -86,30 +91,34 @@ class Rotary(nn.Module):
             dim = int(config_head_dim(config) * number("config has partial_rotary_factor", part))
         return cls(dim, base=base, interleaved=interleaved, scaling=_checked_scaling(rope or None, positions))
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 (..., N, dim / 2), of positions (..., N), int64."""
+    def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """cos and sin (..., N, dim / 2) of positions (..., N), int64; fp32, or fp64 for a layer of that dtype."""
         if positions.dtype != torch.int64:
             raise ValueError(f"positions is {positions.dtype}, must be int64")
         self._check_values(positions)
-        angles = positions[..., None].float() * self._frequencies_on(positions.device)
+        frequencies = self.frequencies(positions.device, dtype)
+        angles = positions[..., None].to(frequencies.dtype) * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.table_factor != 1.0:
             cos, sin = cos * self.table_factor, sin * self.table_factor
         return cos, sin
 
-    def span(self, start: int, N: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def span(
+        self, start: int, N: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """cos and sin (N, dim / 2) of the positions from `start` on; slices of a table that is kept."""
         end = start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
         if torch.compiler.is_compiling() or device.type == "meta" or not is_plain_eager():
-            return self.forward(torch.arange(start, end, device=device))
-        table = self._tables.get(device)
+            return self.forward(torch.arange(start, end, device=device), dtype)
+        key = (device, _table_dtype(dtype))
+        table = self._tables.get(key)
         if table is None or table[0].shape[0] < end:
             size = max(FIRST_TABLE, 1 << (end - 1).bit_length())
             size = size if self.max_positions is None else min(size, self.max_positions)
             with torch.inference_mode(False), torch.no_grad():
-                table = self._tables[device] = self.forward(torch.arange(size, device=device))
+                table = self._tables[key] = self.forward(torch.arange(size, device=device), dtype)
         return table[0][start:end], table[1][start:end]
 
     def _check_values(self, positions: Tensor) -> None:
@@ -120,21 +129,23 @@ class Rotary(nn.Module):
             limit = "" if self.max_positions is None else f" and below max_positions={self.max_positions}"
             raise ValueError(f"positions {low} to {high} are out of range: they must be at least 0{limit}")
 
-    def _frequencies_on(self, device: torch.device) -> Tensor:
-        found = self._on.get(device)
+    def frequencies(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(dim / 2,) for a layer of this dtype on this device; kept there after the first eager call."""
+        key = (device, _table_dtype(dtype))
+        found = self._frequencies.get(key)
         if found is None:
             with torch.no_grad():
-                found = self._frequencies.to(device)
+                found = self._frequencies[torch.device("cpu"), key[1]].to(device)
             if not torch.compiler.is_compiling() and is_plain_eager() and not found.is_inference():
-                self._on[device] = found
+                self._frequencies[key] = found
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """`.to(device)` brings the frequencies along ahead of the first call: a compiled one could not keep them."""
+        """`.to(device)` moves the frequencies, too: a compiled first call could not keep them."""
         super()._apply(fn, recurse)
-        device = fn(torch.empty(0, device="cpu")).device
-        if device.type != "meta" and not torch.is_inference_mode_enabled():
-            self._frequencies_on(device)
+        like = fn(torch.empty(0, device="cpu"))
+        if like.device.type != "meta" and not torch.is_inference_mode_enabled():
+            self.frequencies(like.device, like.dtype)
         return self
 
     def extra_repr(self) -> str:
@@ -145,33 +156,37 @@ class Rotary(nn.Module):
         return ", ".join(parts)
 
 
-def kernels_for(module: str, *tensors: Tensor) -> Any:
-    """`fulmen.layers.<module>`, whose kernels take these tensors, or None: then torch's own operations do."""
-    if not tensors[0].is_cuda:
-        return None
-    try:
-        from fulmen.layers import rotary_triton
-    except ImportError:  # no Triton
-        return None
-    return importlib.import_module(f"fulmen.layers.{module}") if rotary_triton.serves(*tensors) else None
+def _table_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
-def fused(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
+def rotary_of(rope: Rotary | Mapping[str, Any] | None, head_dim: int, **usual: Any) -> Rotary | None:
+    """A layer's argument `rope`: a Rotary, None, or a dict of a Rotary's arguments, to which `usual` is added."""
+    if isinstance(rope, Mapping):
+        rope = Rotary(**{"dim": head_dim, **usual, **rope})
+    if rope is not None and not isinstance(rope, Rotary):
+        raise ValueError(f"rope is a {type(rope).__name__}, must be None, a Rotary or a dict of its arguments")
+    if rope is not None and rope.dim > head_dim:
+        raise ValueError(f"rope turns dim={rope.dim} elements, and a head has head_dim={head_dim}")
+    return rope
+
+
+def rotary_kernels(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
     """The kernels that turn these tensors, or None."""
     if not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32):
         return None
-    return kernels_for("rotary_triton", *tensors)
+    return kernels_for("rotary", *tensors)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x (B, H, N, D) with the first 2 * cos.shape[-1] elements of each head turned, the rest as it was.
 
-    cos, sin  (N, dim / 2) or (B, N, dim / 2). The result lies as (B, N, H, D) in memory, as a projection's output does.
+    cos, sin  (N, dim / 2) or (B, N, dim / 2). The result is stored as (B, N, H, D), as a projection's output is.
     """
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
         raise ValueError(f"RoPE turns {dim} elements of a head, and x {tuple(x.shape)} has D={x.shape[-1]}")
-    kernels = fused(cos, sin, x)
+    kernels = rotary_kernels(cos, sin, x)
     if kernels is not None:
         return kernels.Rotated.apply(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
     x = x.transpose(1, 2)
@@ -249,25 +264,25 @@ def _checked_scaling(scaling: Mapping[str, Any] | None, max_positions: int | Non
     return None if kind == "default" else {"rope_type": kind, **given}
 
 
-def _frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -> tuple[Tensor, float, float]:
-    """fp32 (dim / 2,) on the CPU, the factor of the tables and that of the softmax's scale."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+def _frequencies(dim: int, base: float, scaling: dict[str, Any] | None, dtype: torch.dtype) -> Tensor:
+    """(dim / 2,) on the CPU, computed in `dtype`: in fp32 they are those models were trained with."""
+    exponents = torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim
     plain = 1.0 / base**exponents
     if scaling is None:
-        return plain, 1.0, 1.0
+        return plain
     factor = float(scaling["factor"])
     if scaling["rope_type"] == "linear":
-        return plain / factor, 1.0, 1.0
+        return plain / factor
     length = scaling["original_max_position_embeddings"]
     if scaling["rope_type"] == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = length * plain / (2 * math.pi)  # over the length that was trained
         kept = ((turns - low) / (high - low)).clamp(0, 1)  # few turns: slowed down; many: as they were
-        return plain * (kept + (1 - kept) / factor), 1.0, 1.0
-    return (plain * _yarn_kept(dim, base, scaling, factor), *_yarn_factors(scaling, factor))
+        return plain * (kept + (1 - kept) / factor)
+    return plain * _yarn_kept(dim, base, scaling, factor, dtype)
 
 
-def _yarn_kept(dim: int, base: float, scaling: dict[str, Any], factor: float) -> Tensor:
+def _yarn_kept(dim: int, base: float, scaling: dict[str, Any], factor: float, dtype: torch.dtype) -> Tensor:
     """What YaRN multiplies frequencies by: 1 for fast ones, 1 / factor for slow ones, a ramp between."""
     length = scaling["original_max_position_embeddings"]
     if base <= 1:
@@ -281,13 +296,16 @@ def _yarn_kept(dim: int, base: float, scaling: dict[str, Any], factor: float) ->
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
+    ramp = (torch.arange(dim // 2, dtype=dtype, device="cpu") - low) / (high - low or 0.001)
     slow = ramp.clamp(0, 1)
     return slow / factor + (1 - slow)
 
 
-def _yarn_factors(scaling: dict[str, Any], factor: float) -> tuple[float, float]:
-    """(of the tables, of the softmax's scale)."""
+def _factors(scaling: dict[str, Any] | None) -> tuple[float, float]:
+    """(of the tables, of the softmax's scale): 1, but for YaRN."""
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0, 1.0
+    factor = float(scaling["factor"])
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,31 +1,69 @@
-"""Weights in and out: names of Hugging Face's modules, of torch's MultiheadAttention, and nothing half-loaded.
+"""The base of all layers, and their weights: loaded whole or not at all, from Hugging Face's and torch's modules.
 
-Our layers' parameters have Hugging Face's names. A fused projection is one parameter, `qkv_proj.weight`, and three in a
+Layers' parameters have Hugging Face's names. A fused projection is one parameter, `qkv_proj.weight`, and three in a
 state_dict, `q_proj.weight`, `k_proj.weight` and `v_proj.weight`: views of it when saved, concatenated when loaded.
 
-`load_state_dict` of torch copies what fits and then complains about the rest. Our layers look first: if anything is
+`load_state_dict` of torch copies what fits and then complains about the rest. A layer here checks first: if anything is
 missing, unexpected or of another shape, nothing is copied. As part of a model a layer is not told whether the load is
-strict, so there it looks at shapes alone.
+strict, so there it checks shapes alone.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import is_tensor_like
 
-from fulmen.layers import parallel_plan
-from fulmen.layers.checks import whole
+from fulmen.layers.inputs import whole
 from fulmen.layers.rotary import Rotary, config_head_dim, config_size, config_value
+from fulmen.layers.tensor_parallel import join_rows, split_rows
 
 if TYPE_CHECKING:
     from fulmen.layers.attention import GroupedQueryAttention
+    from fulmen.layers.cache import StateCache, TokenCache
+    from fulmen.parallel.context import ContextParallel
 
 PARTS = ("q_proj", "k_proj", "v_proj")
 _numbers = itertools.count()
+
+
+class AttentionLayer(nn.Module):
+    """A layer that takes all weights it is given or, if any is wrong, none.
+
+    number  tells layers apart, for their caches; a copy has the same.
+    mesh    the ranks that share its heads, if they do.
+    cp      the ranks that share x's tokens, if they do.
+    """
+
+    cache_type: ClassVar[type[TokenCache] | type[StateCache]]
+    embed_dim: int
+    number: int | None = None
+    mesh: DeviceMesh | None = None
+    cp: ContextParallel | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(_numbers)
+        self.register_load_state_dict_pre_hook(_check_first)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, but if anything is wrong with the weights none is loaded."""
+        if isinstance(state_dict, Mapping):  # torch tells what else it is
+            refuse(self, state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises if its heads cannot be shared out to so many ranks."""
+        raise NotImplementedError
+
+    def take_heads(self, mesh: DeviceMesh) -> None:
+        """Called by its plan: from here on this rank computes its share of the heads."""
+        self.mesh = mesh
 
 
 # --------------------------------------------------------------------------------------- state_dict hooks
@@ -37,32 +75,12 @@ def save_separately(layer: GroupedQueryAttention) -> None:
     layer.register_load_state_dict_pre_hook(_join)
 
 
-class Whole(nn.Module):
-    """A layer that takes all weights it is given or, if any is wrong, none.
-
-    _number  tells layers apart, for their caches; a copy has the same.
-    """
-
-    _number: int | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._number = next(_numbers)
-        self.register_load_state_dict_pre_hook(_look_first)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, but if anything is wrong with the weights none is loaded."""
-        if isinstance(state_dict, Mapping):  # torch tells what else it is
-            refuse(self, state_dict, strict)
-        return super().load_state_dict(state_dict, strict, assign)
-
-
 def _split(layer: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
     for kind in ("weight", "bias"):
         fused = state_dict.pop(f"{prefix}qkv_proj.{kind}", None)
         if fused is not None:
-            for part, x in zip(PARTS, parallel_plan.split_rows(fused, sizes, _mesh(layer)), strict=True):
+            for part, x in zip(PARTS, split_rows(fused, sizes, layer.mesh), strict=True):
                 state_dict[f"{prefix}{part}.{kind}"] = x
 
 
@@ -70,7 +88,7 @@ def _join(
     layer: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
     unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
-    """What is missing of q, k and v is told by its name, and stays as it is."""
+    """What is missing of q, k and v is reported by its name, and stays as it is."""
     sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
     for kind, own in layer.qkv_proj.named_parameters(recurse=False):
         fused, names = f"{prefix}qkv_proj.{kind}", [f"{prefix}{part}.{kind}" for part in PARTS]
@@ -85,16 +103,11 @@ def _join(
         if not given:
             state_dict[fused] = own
             continue
-        parts = dict(zip(names, parallel_plan.split_rows(own.detach(), sizes, _mesh(layer)), strict=True)) | given
-        state_dict[fused] = parallel_plan.join_rows(list(parts.values()), own, _mesh(layer))
+        parts = dict(zip(names, split_rows(own.detach(), sizes, layer.mesh), strict=True)) | given
+        state_dict[fused] = join_rows(list(parts.values()), own, layer.mesh)
 
 
-def _mesh(layer: Any) -> Any:
-    """The ranks that share out a fused projection by heads, or None."""
-    return getattr(layer.qkv_proj, "heads_mesh", None)
-
-
-def _look_first(layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+def _check_first(layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
     given = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     refuse(layer, given, strict=False, where=prefix.removesuffix("."))
 
@@ -125,10 +138,30 @@ def differences(layer: nn.Module, given: Mapping[str, Tensor], strict: bool = Tr
     return wrong
 
 
-def check(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def loaded(
+    make: Callable[..., Layer],
+    tensors: Mapping[str, Tensor],
+    source: object,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    like: str = "o_proj.weight",
+) -> Layer:
+    """A layer with these weights, or one error and no layer; device and dtype are those of tensors[like] unless given.
+
+    source  what they are of: if it is a module in evaluation the layer is, too.
+    """
+    first = tensors.get(like)
+    device = (None if first is None else first.device) if device is None else device
+    layer = make(device="meta", dtype=first.dtype if dtype is None and first is not None else dtype)
     wrong = differences(layer, tensors)
     if wrong:
         raise ValueError(f"these weights are not those of {type(layer).__name__}: {'; '.join(wrong)}")
+    layer.to_empty(device=device or "cpu")
+    layer.load_state_dict(tensors)
+    return layer.train(getattr(source, "training", True))
 
 
 def tensors_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""Which keys of one rank's shard the queries of another see: the work of ring attention, as rectangles.
+"""Which keys of one rank's shard the queries of another see: the work of ring attention, as rectangular blocks.
 
-A shard is one piece of the sequence or two, and packed sequences cut it further. Between two different pieces there is
-at most one sequence, so what is visible is one rectangle, trimmed to the rows and columns that see anything, with the
-mask's limits counted from its corner. Within a piece it is the square of the mask itself, packed where it holds several
-sequences. Every rank can work out every other's blocks, which is how it knows what need not be sent.
+A shard is one piece of the sequence or two, and packed sequences cut it further. Two different pieces share at most one
+sequence, so what is visible is one rectangle. It is trimmed to the rows and columns that see anything, and the mask's
+limits are counted from its corner. Within a piece the block is the square of the mask itself, packed where the piece
+holds several sequences. Every rank can compute every other's blocks, so it knows what need not be sent.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _joined(found: list[Block]) -> list[Block]:
 
 @functools.lru_cache(maxsize=65_536)
 def reach(cut: Cut, mask: Mask, source: int) -> int:
-    """How many ranks a shard's keys travel on, from rank to rank: to the last that has any use for them."""
+    """How many ranks a shard's keys are passed on: to the last rank that sees any of them."""
     P = len(cut.lengths)
     return max((hop for hop in range(1, P) if blocks(cut, mask, (source + hop) % P, source)), default=0)
 

@@ -1,8 +1,7 @@
-"""Checkpoints of a model that is shared out: written on one mesh, read on any other, whole or not at all.
+"""Checkpoints of a parallel model: written on one mesh, read on any other, whole or not at all.
 
-`torch.distributed.checkpoint` writes what each rank holds and puts it together by the tensors' global shapes. A folder
-gets its name when everything in it is written: if a rank dies on the way there is no checkpoint, and what was there
-under another name is untouched.
+`torch.distributed.checkpoint` writes what each rank holds and joins it by the tensors' global shapes. A folder gets its
+name when everything in it is written: if a rank dies before, there is no checkpoint, and others are untouched.
 """
 
 from __future__ import annotations

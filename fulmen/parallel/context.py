@@ -1,4 +1,4 @@
-"""Context parallelism of a layer: what it calls instead when its tokens are cut over ranks."""
+"""Context parallelism of a layer: the operations it calls when its tokens are cut over ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fulmen.layers.inputs import packed_positions
 from fulmen.parallel.groups import Group, ranks_of
 from fulmen.parallel.lightning import lightning_attention
 from fulmen.parallel.ring import ring_attention
@@ -14,8 +15,9 @@ from fulmen.parallel.shards import Cut
 from fulmen.parallel.ulysses import ulysses_attention
 
 if TYPE_CHECKING:
-    from fulmen.layers.dropout import Options
+    from fulmen.layers.inputs import Rows
     from fulmen.layers.rotary import Rotary
+    from fulmen.layers.softmax import Options
 
 SOFTMAX = ("ring", "ulysses")
 
@@ -39,7 +41,7 @@ class ContextParallel(NamedTuple):
         return self
 
     def refuse(self, x: Tensor, mask: Any, cache: Any, cu_seqlens: Tensor | None) -> None:
-        """What a layer cannot do over ranks, in one clear error each."""
+        """Raises for arguments that a layer does not take over ranks."""
         if mask is not None:
             raise ValueError("mask is given to a layer whose tokens are cut over ranks: pack sequences with cu_seqlens")
         if cache is not None:
@@ -53,20 +55,16 @@ class ContextParallel(NamedTuple):
         ranks, N = ranks_of(self.group), x.shape[1]
         cut = Cut(self.shards, (N,) * ranks.size)
         if cu_seqlens is None and self.shards == "contiguous":
-            return rope.span(cut.begin(ranks.rank), N, x.device)
+            return rope.span(cut.begin(ranks.rank), N, x.device, x.dtype)
         places = cut.positions(ranks.rank, x.device)
-        if cu_seqlens is not None:
-            sequence = torch.searchsorted(cu_seqlens.contiguous(), places, right=True) - 1
-            places = places - cu_seqlens[sequence]
-        return rope(places)
+        return rope(places if cu_seqlens is None else packed_positions(places, cu_seqlens), x.dtype)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, sinks: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, sinks: Tensor | None, rows: Rows | None
     ) -> Tensor:
-        """Softmax attention (B, H, N, E)."""
-        causal, window, softcap, scale, backend = options
-        given: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-        given |= {"sinks": sinks, "cu_seqlens": cu_seqlens, "backend": backend, "group": self.group}
+        """Softmax attention (B, H, N, E); `rows` are packed sequences, if any."""
+        cu_seqlens = None if rows is None else rows.offsets(q.shape[2], k.shape[2])[0]
+        given: dict[str, Any] = {**options._asdict(), "sinks": sinks, "cu_seqlens": cu_seqlens, "group": self.group}
         if self.softmax == "ring":
             return ring_attention(q, k, v, shards=self.shards, **given)
         return ulysses_attention(q, k, v, **given)

@@ -1,8 +1,8 @@
-"""Ranks that work on one sequence: who they are, whether they call alike, and errors that say which rank is missing.
+"""Ranks that work on one sequence: their group, checks that they call alike, and transport with clear errors.
 
-A rank that calls with other shapes than the rest would be waited for, or would read numbers that are not meant for it.
-So shapes and options that are new are compared once, through the store the group was made with, which is no collective
-and sees none of the data; every rank raises the same error. Calls whose like came before cost nothing.
+If one rank called with other shapes than the rest, the others would hang or read wrong data. So each new combination of
+shapes and options is compared once, through the group's store: no collective, and none of the data. Every rank raises
+the same error. Repeated calls skip the comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: Group) -> Ranks:
-    """One clear error for what is no group of ranks that this process is in."""
+    """The ranks of a process group or one-dimensional mesh that holds this process; raises for anything else."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -48,7 +48,7 @@ def ranks_of(group: Group) -> Ranks:
 
 
 class _History:
-    """What the ranks of a group have agreed on, and how often they have compared."""
+    """What the ranks of a group have agreed on, and how many comparisons they have made."""
 
     def __init__(self) -> None:
         self.agreed: set[Any] = set()
@@ -115,7 +115,7 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 @contextlib.contextmanager
 def communicating(what: str, ranks: Ranks) -> Iterator[None]:
-    """What the transport reports, as one error that says where and why."""
+    """Turns an error of the transport into one that says where and why."""
     try:
         yield
     except RuntimeError as error:
@@ -133,12 +133,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def through_host(ranks: Ranks, device: torch.device) -> bool:
-    """gloo moves host memory: what lies on a GPU is copied there and back."""
+    """Whether tensors of this device go through host memory: gloo moves nothing else."""
     return device.type != "cpu" and ranks.group._get_backend(device).name() == "gloo"
 
 
 class Pending:
-    """Tensors that are on their way: `wait` returns those that come in."""
+    """Messages in flight: `wait` returns the tensors received."""
 
     def __init__(self, what: str, ranks: Ranks, works: list[Any], coming: list[Tensor], keep: list[Tensor]) -> None:
         self.what, self.ranks, self.works, self.coming = what, ranks, works, coming

@@ -1,16 +1,16 @@
 """Lightning attention of a sequence that is cut over ranks: one all-gather of states forward, one backward.
 
-Each rank has some consecutive tokens. What all tokens before them come down to is one state, so that is all that
-travels (LASP-2, with decay): with M_j what rank j's tokens add to the state,
+Each rank has some consecutive tokens. One state sums up all tokens before them, so only states are communicated
+(LASP-2, with decay). With M_j what rank j's tokens add to the state,
 
     S_r = sum_{j<r} lambda^(tokens between j and r) M_j      o = local attention + scale lambda^(t+1) q S_r
     G_r = sum_{j>r} lambda^(tokens between r and j) dS_j     dk, dv = local gradients + those of the leaving state
 
-A rank computes M (dS) and starts the all-gather. Then it computes all that is local, by any backend, while the states
-travel, and adds what came from others; or, where that addition would take longer than they travel, it waits for them
-and computes everything at once, from a state like any other: see `waits`. Every rank knows from `lengths` and
-`cu_seqlens` which of the ranks' states are of its first, or last, sequence and how far away they are; nothing else is
-communicated.
+A rank computes M (dS) and starts the all-gather. It then computes its local attention, by any backend, while the states
+are in flight, and adds what came from other ranks. Where that addition would take longer than the all-gather, it waits
+first and starts its local attention from the received state: see `waits`. Every rank knows from `lengths` and
+`cu_seqlens` which of the received states belong to its first, or last, sequence and how far away they are; nothing else
+is communicated.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def lightning_attention(
 
     q, k, v        this rank's tokens, consecutive ones; the first rank has the first.
     group          a process group, or a DeviceMesh of one dimension.
-    lengths        tokens on each rank; None: as many on every rank as here. That is compared once for every N that is
-                   new: if ranks have different lengths, or lengths that change from call to call, give them.
+    lengths        tokens on each rank; None: as many on every rank as here, which is compared once for each new N. Give
+                   them if they differ between ranks, or change from call to call.
     initial_state  of the whole, (B or sequences, H, D, E), the same on every rank or None on all. It is read, and has
                    a gradient, on the rank where its sequence begins; elsewhere its gradient is zero.
     cu_seqlens     of the whole, the same on every rank: sequences may cross ranks. Its values are needed on the host.
@@ -90,7 +90,7 @@ def lightning_attention_with_state(
 
 
 class Part(NamedTuple):
-    """What a rank has of the sequences; all of it follows from `lengths` and `cu_seqlens`.
+    """The sequences on a rank; all of it follows from `lengths` and `cu_seqlens`.
 
     bounds   of the sequences here, in local tokens
     own      their numbers
@@ -190,7 +190,7 @@ def _facts(x: Residuals, cut: Cut, call: Call) -> dict[str, Any]:
 
 
 def _check_backend(x: Residuals, call: Call) -> None:
-    """A backend that cannot serve the local work is told before anybody waits."""
+    """Raises before any communication if the backend cannot serve the local work."""
     if dispatch.differentiable_as_it_is("lightning", call.backend):
         raise ValueError(
             f"backend={call.backend!r} has no backward of its own, which ranks need: use another or 'auto'"
@@ -250,7 +250,7 @@ def _of_whole(
 
 
 def _leaving(x: Residuals, own: Tensor | None, decay: states.Decay, call: Call) -> Tensor:
-    """What this rank's last sequence adds to the state, if any rank behind goes on with it."""
+    """What this rank's last sequence adds to the state, if a later rank continues it."""
     if not call.part.behind:
         return states.zero_states(x.q.shape[0], x.q, x.v.shape[3])
     begin, N = call.part.bounds[-2], x.q.shape[2]
@@ -265,7 +265,7 @@ BANDWIDTH = 3e12  # bytes a second, about, of a GPU's memory
 
 
 def waits(q: Tensor) -> bool:
-    """Whether to add what came from others (3u of memory traffic forward, 6u backward) takes longer than it travels."""
+    """Whether adding received states (3u of memory traffic forward, 6u backward) takes longer than the all-gather."""
     return q.device.type == "cuda" and 3 * q.numel() * q.element_size() > TRAVEL * BANDWIDTH
 
 
@@ -358,7 +358,7 @@ class _Lightning(torch.autograd.Function):
 
 
 def _entering_gradient(x: Residuals, do: Tensor, dleft: Tensor | None, decay: states.Decay, call: Call) -> Tensor:
-    """The gradient of the state that entered, if any rank before had a part in it."""
+    """The gradient of the state that entered, if it came from earlier ranks."""
     if not call.part.before:
         return states.zero_states(x.q.shape[0], x.q, x.v.shape[3])
     n = call.part.bounds[1]

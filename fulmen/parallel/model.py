@@ -1,8 +1,8 @@
 """`apply_parallel`: heads and tokens of a model's attention layers shared out to the ranks of a mesh.
 
-Tensor parallelism follows each module's own `tp_plan()` (torch's parallel styles); modules without one that hold
-parameters keep all of them on every rank. Context parallelism gives each attention layer its group of ranks. Nothing of
-the model is changed before every layer has been asked whether it can be shared out, and asking communicates nothing.
+Tensor parallelism follows each module's own `tp_plan()` (torch's parallel styles); modules without one keep all their
+parameters on every rank. Context parallelism gives each attention layer its group of ranks. Every layer is checked,
+without communication, before anything of the model is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fulmen.layers.attention import GroupedQueryAttention
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
-from fulmen.layers.ranks import Replicated
+from fulmen.layers.tensor_parallel import Replicated
 from fulmen.parallel.context import SOFTMAX, ContextParallel
 from fulmen.parallel.shards import _check_kind
 

@@ -1,15 +1,14 @@
-"""Softmax attention of a sequence that is cut over ranks, keys and values passed on from rank to rank.
+"""Ring attention: softmax attention of a sequence cut over ranks, keys and values passed from rank to rank.
 
-Each rank keeps its queries. k and v of every shard go around the ring, heads as they are (grouped heads unexpanded);
-a rank computes with what it has while the next shard comes in, and merges in fp32:
+Each rank keeps its queries. k and v of every shard go around the ring, grouped heads unexpanded. A rank computes with
+the shard it holds while the next one comes in, and merges the results in fp32:
 
     lse = log(exp(lse) + exp(lse_i)),   o = o exp(lse_old - lse) + o_i exp(lse_i - lse)
 
 In the backward k and v go around once more. A block's gradients follow from the whole o and lse, as they do in one
-call: p = exp(s - lse), delta = rowsum(do * o). dk and dv of a shard are summed in fp32 along its way and sent home from
-its last stop. A shard travels only as far as somebody sees its keys: under a causal mask contiguous shards do not pass
-the end, and under a window they go to the nearest ranks. Memory is that of a rank's own tokens, twice k and v of one
-shard, and their fp32 gradients.
+call: p = exp(s - lse), delta = rowsum(do * o). dk and dv of a shard are summed in fp32 along its way and sent back from
+the last rank it reaches. A shard goes only as far as its keys are seen: to later ranks under a causal mask, to the
+nearest ones under a window. Memory is that of a rank's own tokens, two shards of k and v, and one of fp32 gradients.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def _facts(x: Residuals, call: Call, grads: bool) -> dict[str, Any]:
 
 
 def _check_backend(x: Residuals, call: Call, grads: bool) -> None:
-    """A backend that cannot serve a block of any rank is told on all of them, before anybody waits."""
+    """Raises on every rank, before any communication, if the backend cannot serve a block of any of them."""
     if dispatch.differentiable_as_it_is("flash", call.backend):
         raise ValueError(
             f"backend={call.backend!r} has no backward of its own, which ranks need: use another or 'auto'"

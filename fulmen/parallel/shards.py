@@ -53,7 +53,7 @@ class Cut(NamedTuple):
 
 
 def cut_of_shards(N: int, ranks: Ranks, kind: str, lengths: Sequence[int] | None) -> Cut:
-    """The cut of which this rank has a shard of N tokens; one clear error where there is none."""
+    """The cut of which this rank has a shard of N tokens; raises if there is none."""
     _check_kind(kind)
     if lengths is None:
         if kind == "zigzag" and N % 2:

@@ -1,4 +1,4 @@
-"""What leaves a rank's tokens and what reaches them: the four products that carry lightning attention over ranks.
+"""States that leave a rank's tokens and reach them: the four products of lightning attention over ranks.
 
 With lambda = exp(-s), N tokens on the rank, S the state that enters it and G the gradient of the state that leaves it,
 
@@ -7,10 +7,10 @@ With lambda = exp(-s), N tokens on the rank, S the state that enters it and G th
     entering_gradient    dS = sum_t scale lambda^(t+1) q_t^T do_t
     add_leaving_gradient dk_t += lambda^(N-1-t) v_t G^T,  dv_t += lambda^(N-1-t) k_t G
 
-each in pieces of the sequence, in fp32 (fp64 for fp64); of 16-bit tensors on a GPU by kernels (`triton.py`), M and dS
-by those of lightning attention itself, with their roundings. Where lambda^t has fallen below `NOTHING` a weight is
-zero, and heads all of whose weights are zero in a piece are not computed there: with the usual slopes that leaves a
-third of the work. (It also keeps CPUs from denormal numbers, which are ten times as slow.)
+PyTorch computes them in segments of the sequence, in fp32 (fp64 for fp64). For 16-bit tensors on a GPU kernels do
+(`triton.py`); M and dS are lightning attention's own, with their roundings. Weights lambda^t below `NOTHING` are zero,
+and heads whose weights are all zero in a segment are skipped, which leaves a third of the work with the usual slopes.
+It also avoids denormal numbers, which are ten times as slow on CPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GPU_PIECE = 32_768
 
 
 class Decay(NamedTuple):
-    """The slopes of H heads, on the device in high precision and, to decide what need not be computed, on the host."""
+    """The slopes of H heads: on the device in high precision, and on the host to decide what to skip."""
 
     slopes: Tensor  # (H,), zeros without decay
     known: tuple[float, ...]
@@ -59,9 +59,9 @@ class Decay(NamedTuple):
         return self.powers(torch.tensor([t], device=like.device), like)[:, :, None]
 
     def alive(self, t: int, heads: int, dtype: torch.dtype) -> tuple[slice, slice] | None:
-        """Which of the `heads` of k and v, and of the query heads that read them, lambda^t is not nothing for.
+        """The heads of k and v, of `heads`, and their query heads for which lambda^t is at least NOTHING.
 
-        One range each, of all between the first and the last: slopes are usually in order. None: there are none.
+        One range each, from the first such head to the last: slopes are usually in order. None if there are none.
         """
         limit, group = -math.log(NOTHING[dtype]), len(self.known) // max(heads, 1)
         left = [h // group for h, s in enumerate(self.known) if s * t <= limit]

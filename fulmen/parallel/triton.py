@@ -1,4 +1,4 @@
-"""What ranks add to the single-device kernels, on a GPU: each reads its operands once.
+"""Kernels that carry attention over ranks on a GPU; each reads its operands once.
 
 leaving, entering_gradient           the state of a rank's tokens: lightning attention's own sweep and scan
 add_entering, add_leaving_gradient   what a state from other ranks adds to o, to dk and dv

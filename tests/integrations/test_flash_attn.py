@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,3 +159,47 @@ def test_wrong_shapes_name_the_argument():
         flash_attn.flash_attn_kvpacked_func(q[None], q[None])
     with pytest.raises(ValueError, match="window_size"):
         flash_attn.flash_attn_func(q[None], q[None], q[None], window_size=(1,))
+    for wrong in (None, 3, (1, 2, 3), ("a", 1), (1.5, 0), (None, 1)):
+        with pytest.raises(ValueError, match="window_size"):
+            flash_attn.flash_attn_func(q[None], q[None], q[None], window_size=wrong)
+    with pytest.raises(ValueError, match=r"softcap=.*must be a number"):
+        flash_attn.flash_attn_func(q[None], q[None], q[None], softcap=[1.0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout):
+    q = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(4, 2, 8)], layout=layout)
+    with pytest.raises(ValueError, match="q is a nested tensor: use flash_attn_varlen_func"):
+        flash_attn.flash_attn_func(q, q, q)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": (np.int64(2), np.int32(-1))},
+        {"window_size": (torch.tensor(2), torch.tensor(-1))},
+        {"window_size": [2, -1]},
+        {"window_size": torch.tensor([2, -1])},
+        {"window_size": (2, -1), "softmax_scale": np.float32(0.5), "softcap": np.float64(1.5)},
+        {"window_size": (2, -1), "softmax_scale": torch.tensor(0.5), "softcap": torch.tensor(1.5)},
+    ],
+    ids=str,
+)
+def test_numbers_of_numpy_and_of_cpu_tensors(options):
+    q = make(1, 5, 4, 8)
+    same = {"window_size": (2, -1)}
+    if "softcap" in options:
+        same |= {"softmax_scale": 0.5, "softcap": 1.5}
+    got, want = (flash_attn.flash_attn_func(q, q, q, **given) for given in (options, same))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"window_size": (1, 0)}, {"softcap": 1.0}, {"softmax_scale": 1.0}], ids=str)
+def test_numbers_on_another_device_are_refused(options):
+    """On a GPU reading them would synchronise; the meta device stands for it."""
+    q, (name, value) = make(1, 5, 4, 8), *options.items()
+    there = torch.tensor(value, device="meta")
+    for given in (there, tuple(there)) if name == "window_size" else (there,):
+        with pytest.raises(ValueError, match=rf"{name}.* is a tensor on meta, which the host would wait for"):
+            flash_attn.flash_attn_func(q, q, q, **{name: given})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,6 +205,73 @@ def test_generation(kind, cache):
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), **TOLERANCE)
 
 
+def minimax(layer_types, sliding_window=None):
+    """Its cache tells mask functions the length of the first layer, which is 0 for ever if that is a linear one."""
+    config = transformers.MiniMaxConfig(
+        **TINY, layer_types=layer_types, sliding_window=sliding_window, num_local_experts=2, num_experts_per_tok=1,
+        block_size=8,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="fulmen").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("first", ["linear_attention", "full_attention"])
+def test_a_hybrid_models_padded_rows_are_those_of_rows_alone(first, sliding_window):
+    model = minimax([first, "full_attention"], sliding_window)
+    ids, mask = tokens("left")
+
+    def steps(ids, mask, positions):
+        past = None
+        for end in range(11, 15):
+            now = slice(0 if end == 11 else end - 1, end)
+            out = model(
+                ids[:, now], attention_mask=mask[:, :end], position_ids=positions[:, now], past_key_values=past,
+                use_cache=True,
+            )  # fmt: skip
+            past = out.past_key_values
+            yield out.logits
+
+    ids, mask = torch.cat([ids, ids[:, :3]], 1), torch.nn.functional.pad(mask, (0, 3), value=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        got = torch.cat(list(steps(ids, mask, positions)), 1)
+        for row in range(3):
+            alone = ids[row, mask[row].bool()][None]
+            model.set_attn_implementation("eager")
+            want = model(alone, use_cache=False).logits[0]
+            model.set_attn_implementation("fulmen")
+            torch.testing.assert_close(got[row][mask[row].bool()], want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [name for name in ROWS if name != "no mask"])
+@pytest.mark.parametrize("pattern", ["causal", "window", "wide window"])
+def test_a_mask_measured_on_a_layer_without_keys_is_made_again(pattern, rows):
+    padding = torch.tensor(ROWS[rows], dtype=torch.bool)[:, :9]
+    q, k, v = (torch.randn(3, h, n, 8, dtype=torch.float64) for h, n in ((4, 1), (2, 9), (2, 9)))
+    measured, there = (
+        ours.make_mask(3, 1, N_KV, N_KV - 1, 0, PATTERNS[pattern](), padding, device="cpu") for N_KV in (1, 9)
+    )
+    torch.testing.assert_close(attended(measured, q, k, v), attended(there, q, k, v), rtol=0, atol=0)
+
+
+def test_a_mask_made_for_other_keys_is_refused():
+    padding = torch.tensor(ROWS["left"], dtype=torch.bool)[:, :9]
+    q, k, v = (torch.randn(3, h, n, 8) for h, n in ((4, 1), (2, 12), (2, 12)))
+    for arguments in ((1, 9, 8, 0), (1, 1, 0, 0)):
+        mask = ours.make_mask(3, *arguments, masking_utils.causal_mask_function, padding)
+        with pytest.raises(NotImplementedError, match=r"made for .*, and this layer has \(3, 1, 12\)"):
+            attended(mask, q, k, v)
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    with pytest.raises(NotImplementedError, match="this layer has"):
+        attended(ours.make_mask(3, 1, 1, 0, 0, window, None), q, k, v)
+
+
 TOKEN_BY_TOKEN = [(0, 11), *((i, i + 1) for i in range(11, 17))]
 IN_PARTS = [(0, 6), (6, 11), (11, 12), (12, 15), (15, 16), (16, 17)]
 
@@ -262,6 +330,18 @@ def test_transformers_offsets_of_packed_sequences():
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="B must be 1"):
         attended(None, *(x.repeat(2, 1, 1, 1) for x in (q, k, v)), cu_seq_lens_q=offsets)
+
+
+def test_numbers_of_numpy():
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    window = masking_utils.sliding_window_causal_mask_function
+    for kind in (lambda n: n, np.int64):
+        mask = ours.make_mask(1, 9, 9, 0, 0, window(kind(3)), torch.ones(1, 9))
+        o = attended(mask, q, k, v, scaling=np.float32(0.5), softcap=np.float64(2.0))
+        torch.testing.assert_close(o, attended(mask, q, k, v, scaling=0.5, softcap=2.0), rtol=0, atol=0)
+        torch.testing.assert_close(
+            attended(None, q, k, v, is_causal=True, sliding_window=kind(3)), attended(mask, q, k, v), rtol=0, atol=0
+        )
 
 
 def test_an_encoder_with_padding():

@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fulmen.layers import latent, rotary_triton
+from fulmen.layers import latent
 from fulmen.layers.cache import LatentCache, StateCache
+from fulmen.layers.fused import rotary as kernels
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
 
@@ -89,9 +90,9 @@ def main(rank: int, world_size: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
-    usual = latent.fused
+    usual = latent.rotary_kernels
     for name in CASES:
-        latent.fused = (lambda *tensors: rotary_triton) if name == INTERPRETED else usual  # as if on a GPU
+        latent.rotary_kernels = (lambda *tensors: kernels) if name == INTERPRETED else usual  # as if on a GPU
         compare(name, mesh)
     refusals(mesh)
     dist.destroy_process_group()

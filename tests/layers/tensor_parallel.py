@@ -80,7 +80,7 @@ def check(name: str, mesh) -> None:
 
 
 def as_whole(layer: MultiHeadSelfAttention, kind: str) -> torch.Tensor:
-    from fulmen.layers.parallel_plan import split_rows
+    from fulmen.layers.tensor_parallel import split_rows
 
     grad = getattr(layer.qkv_proj, kind).grad
     sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]

@@ -66,8 +66,11 @@ def written_out(layer: GroupedQueryAttention, x: torch.Tensor, context: torch.Te
     if layer.qk_norm == "before":
         q, k = norm("q", q), norm("k", k)
     if layer.rope is not None:
-        tables = layer.rope(torch.arange(N))
-        q, k = (apply_rotary(y, *tables, layer.rope.interleaved) for y in (q, k))
+        dim = layer.rope.dim
+        frequencies = layer.rope.base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angles = torch.arange(N, dtype=torch.float64)[:, None] * frequencies
+        cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (angles.cos(), angles.sin()))
+        q, k = (apply_rotary(y, cos, sin, layer.rope.interleaved) for y in (q, k))
     if layer.qk_norm == "after":
         q, k = norm("q", q), norm("k", k)
     k, v = (y.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for y in (k, v))

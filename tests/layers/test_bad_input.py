@@ -352,6 +352,34 @@ def test_a_backend_that_cannot_be_imported(make, monkeypatch):
         make(backend="other")
 
 
+RAGGED = {
+    "softmax": (lambda: GroupedQueryAttention(24, 4, 2, causal=True, rope={}), KVCache),
+    "latent": (lambda: MultiHeadLatentAttention(24, 4, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8), LatentCache),
+    "lightning": (lambda: LightningAttention(32, 4, preset="ring"), StateCache),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", RAGGED)
+@torch.no_grad()
+def test_another_batch_on_a_cache_of_rows_of_different_lengths(kind, rows):
+    make, cache = RAGGED[kind][0], RAGGED[kind][1]()
+    layer = make()
+    size = layer.embed_dim
+    layer(torch.randn(2, 3, size), cache=cache, mask=torch.tensor([[True] * 3, [True, False, False]]))
+    with pytest.raises(ValueError, match=rf"cache holds 2 rows, and x has B={rows}: call reset\(\)"):
+        layer(torch.randn(rows, 1, size), cache=cache)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_nested_tensors_are_refused(layer, layout):
+    x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(4, 16)], layout=layout)
+    with pytest.raises(ValueError, match="x is a nested tensor: pack its sequences along N and give cu_seqlens"):
+        LAYERS[layer]()(x)
+
+
 def test_numbers_of_numpy_are_numbers():
     layer = GroupedQueryAttention(np.int64(24), np.int32(4), np.int64(2), norm_eps=np.float32(1e-6), qk_norm="before")
     assert [type(n) for n in (layer.embed_dim, layer.num_heads, layer.q_norm.eps)] == [int, int, float]

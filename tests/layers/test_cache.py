@@ -107,6 +107,27 @@ def test_reorder_takes_rows(indices, padded, max_length):
 
 
 @pytest.mark.parametrize("max_length", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_copies_made_in_inference_mode_are_reordered_and_written(padded, max_length):
+    f, x, z = layer(rope={}), tokens(3, 4), tokens(3, 2)
+    mask = make_mask([3, 4, 1], "left") if padded else None
+    cache, index = KVCache(max_length), torch.tensor([2, 0, 0])
+    with torch.inference_mode():
+        f(x, cache=cache, mask=mask)
+        inside = copy.deepcopy(cache)
+        outside = copy.deepcopy(inside)
+        inside.reorder(index)
+        got = f(z, cache=inside)
+    other = KVCache()
+    with torch.no_grad():
+        f(x[index], cache=other, mask=None if mask is None else mask[index])
+        want = f(z, cache=other)
+        outside.reorder(index)
+        torch.testing.assert_close(f(z, cache=outside), want, **EXACT)
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("max_length", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("crop", "left"), [(4, 4), (-2, 4), (6, 6), (0, 0), (-6, 0)])
 @torch.no_grad()
 def test_crop_forgets_the_last_tokens(crop, left, max_length):

@@ -125,7 +125,9 @@ def definition(layer: LightningAttention, x: torch.Tensor) -> torch.Tensor:
         return t * torch.rsqrt(t.square().mean(-1, keepdim=True) + eps) * weight
 
     def turned(t):
-        return apply_rotary(t.transpose(1, 2), *layer.rope(torch.arange(N)), layer.rope.interleaved).transpose(1, 2)
+        return apply_rotary(t.transpose(1, 2), *layer.rope(torch.arange(N), x.dtype), layer.rope.interleaved).transpose(
+            1, 2
+        )
 
     if layer.qk_norm == "before":
         q, k = normed(q, layer.q_norm.weight), normed(k, layer.k_norm.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -43,6 +44,26 @@ def test_tables_are_those_of_hugging_face(scaling):
         torch.testing.assert_close(got, theirs[..., :16], atol=3e-5, rtol=0)  # an ulp of a frequency, 500 positions on
     from_config = Rotary.from_config(config(scaling))
     assert torch.equal(from_config(positions)[0], ours(positions)[0])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_tables_of_fp64_layers_are_exact(scaling):
+    """Against the formula in Python's floats, whose frequencies are found from the angle of position 1."""
+    rope, positions = Rotary(32, base=5000.0, scaling=scaling), torch.tensor([0, 1, 2, 300, 511])
+    low, high = rope(positions), rope(positions, torch.float64)
+    for fp32, fp64 in zip(low, high, strict=True):
+        assert fp64.dtype == torch.float64
+        torch.testing.assert_close(fp32.double(), fp64, atol=3e-5, rtol=0)
+    angles = torch.atan2(high[1][1], high[0][1])
+    if scaling is None:
+        want = torch.tensor([5000.0 ** (-2 * i / 32) for i in range(16)], dtype=torch.float64)
+        torch.testing.assert_close(angles, want, atol=1e-15, rtol=1e-14)
+    for n, position in enumerate(positions.tolist()):
+        for table, function in zip(high, (math.cos, math.sin), strict=True):
+            want = [rope.table_factor * function(position * angle) for angle in angles.tolist()]
+            torch.testing.assert_close(table[n], torch.tensor(want, dtype=torch.float64), atol=1e-12, rtol=0)
+    for got, want in zip(rope.span(0, 3, torch.device("cpu"), torch.float64), high, strict=True):
+        assert torch.equal(got, want[:3])
 
 
 def test_softmax_factor_is_deepseeks():

@@ -65,12 +65,15 @@ class Theirs:
         for name, p in self.module.named_parameters():
             nn.init.normal_(p, mean=float("norm" in name), std=0.3)
         self.cache = DynamicCache()
+        self.rope = GroupedQueryAttention.from_hf(self.module, config).rope
 
     def __call__(self, x: torch.Tensor, cached: bool = False) -> torch.Tensor:
         B, N = x.shape[:2]
         start = self.cache.get_seq_length() if cached else 0
         positions = torch.arange(start, start + N).expand(B, N)
-        cos, sin = self.rotary(x.float(), positions)
+        cos, sin = (torch.cat([t, t], -1) for t in self.rope(positions, torch.float64))
+        for ours, theirs in zip((cos, sin), self.rotary(x.float(), positions), strict=True):  # theirs are fp32 at best
+            torch.testing.assert_close(ours.float(), theirs, atol=3e-6, rtol=0)
         i, j = positions[0, :, None], torch.arange(start + N)
         hidden = j > i
         if getattr(self.module, "sliding_window", None):

@@ -1,21 +1,21 @@
-"""Latent attention on a GPU: what lies between its products, and those products that its layout would make copy.
+"""Latent attention on a GPU: norms and RoPE between its products, and products that read and write k and v in place.
 
 Norms. Both latents in one launch each way, of the first columns of a projection's output:
 
     y = x[:, :R] / sqrt(mean(x[:, :R]^2) + eps) * weight
 
-The other columns, which RoPE turns, stay where they are. torch's norm would copy the first ones together, and its
-backward be followed by another copy that puts the gradients of both parts side by side. A program of the backward takes
-every PROGRAMS-th tile of rows and keeps its own sum of the weight's gradient; the sums are added in a fixed order.
+The other columns, which RoPE turns, stay where they are. (torch's norm copies its columns first, and its backward needs
+another copy that joins the gradients of both parts.) A program of the backward takes every PROGRAMS-th tile of rows and
+keeps its own sum of the weight's gradient; the sums are added in a fixed order.
 
 Keys and values. [k_nope | v] = latent W^T has its heads' rows mixed, and k is [k_nope | rope]. A product for each head
 (one batched call) writes k_nope where it belongs in k and v by itself, and another forms the gradient of W from dk and
-dv where they lie. RoPE then turns q in place and fills the rest of k. Left is the gradient of the latent,
+dv in place. RoPE then turns q in place and fills the rest of k. The gradient of the latent is
 
     dlatent = sum over heads of dk_nope_h W_k,h + dv_h W_v,h
 
-one product over all heads, whose operands no BLAS can read: their columns are not evenly spaced. `gather_kernel` reads
-them 64 at a time by TMA; where it does not serve, dk_nope and dv are copied side by side first.
+one product over all heads, whose operands no BLAS can read: their columns are not evenly spaced. `gather_kernel` loads
+them by TMA, 64 columns at a time. Where it does not apply, dk_nope and dv are copied side by side first.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import hardware
 from fulmen.launch import Launch, describable
-from fulmen.layers.projections import unseen
-from fulmen.layers.ranks import RMSNorm
-from fulmen.layers.rotary_triton import angles, p2, pairs, per_row, run, turned
+from fulmen.layers.fused.projections import has_no_hooks
+from fulmen.layers.fused.rotary import angles, p2, pairs, per_row, run, turned
+from fulmen.layers.tensor_parallel import RMSNorm
 
 PROGRAMS = 528  # of a norm's backward: 4 on each SM of an H200, where it takes 18 us; with 264 and 4096 33 us
 TILE = 2048  # elements of a row, or of several, that it takes at a time
@@ -170,9 +170,9 @@ def sum_launch(sums: Tensor, dweight: Tensor, dweight2: Tensor) -> Launch:
 
 
 def serves(x: Tensor, norm: RMSNorm) -> bool:
-    """Beside what `rotary_triton.serves` asks: whole rows, short enough to hold; a norm nobody looks at or shares."""
+    """Beside what `fused.serves` asks: contiguous rows that a program can hold, and a norm without hooks or ranks."""
     return (
-        unseen(norm, kind=RMSNorm)
+        has_no_hooks(norm, kind=RMSNorm)
         and norm.mesh is None
         and norm.eps is not None
         and norm.weight.shape[0] <= MAX_WIDTH
@@ -295,7 +295,7 @@ def rope_backward_launch(dq: Tensor, dk: Tensor, drope: Tensor, cos: Tensor, sin
 # ------------------------------------------------------------------------------- the gradient of the latent
 
 ROWS, WIDTHS, DEPTH = 128, (256, 128), 64  # of a tile of it, and what is multiplied at a time
-LEAST_FULL = 0.75  # of the SMs while the tiles take turns; below that cuBLAS is asked, which can split a sum
+LEAST_FULL = 0.75  # of the SMs, over all waves of tiles; below that cuBLAS serves, which can split a sum
 
 
 @triton.jit
@@ -345,7 +345,7 @@ def gather_launch(dk: Tensor, dv: Tensor, weight: Tensor, out: Tensor, H: int, n
 
 
 def gather_width(T: int, R: int, hw: hardware.Hardware) -> int | None:
-    """The width of tiles that keep this GPU busy; None: none does, or it is no Hopper, which this is written for."""
+    """The tile width that keeps this GPU busy; None if none does, or if it is no Hopper."""
     if hw.arch != 90:
         return None
     for width in WIDTHS:

@@ -1,7 +1,7 @@
 """Several projections of one x, whose gradients of x are added up inside the products.
 
-Left to autograd, each product writes a gradient of x of its own, and separate passes over memory add them. Here the
-second product and those after it add to what the first one wrote, which costs it next to nothing.
+Autograd lets each product write its own gradient of x and adds them in separate passes over memory. Here every product
+after the first adds to what is there, which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from fulmen.boundary import is_plain_eager
 _global = torch.nn.modules.module
 
 
-def unseen(*modules: nn.Module | None, kind: type[nn.Module], hooks: int = 0) -> bool:
-    """Whether each is of this kind and nothing more, so that nobody sees, keeps or changes what it takes and returns;
-    but for as many hooks on either side."""
+def has_no_hooks(*modules: nn.Module | None, kind: type[nn.Module], allowed: int = 0) -> bool:
+    """Whether each is exactly of this kind and nothing keeps or changes what it takes and returns.
+
+    allowed  how many forward hooks it may have on either side all the same
+    """
     for module in modules:
         if (
             type(module) is not kind
-            or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > hooks
+            or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > allowed
             or module._backward_hooks
             or module._backward_pre_hooks
         ):
@@ -35,15 +37,14 @@ def unseen(*modules: nn.Module | None, kind: type[nn.Module], hooks: int = 0) ->
     )  # fmt: skip
 
 
-def plain(*linears: nn.Module | None, planned: bool = False) -> bool:
-    """Whether each is an unseen Linear. planned: under a tensor-parallel plan, whose one hook on either side is no more
-    than that."""
-    return unseen(*linears, kind=nn.Linear, hooks=int(planned))
+def is_plain(*linears: nn.Module | None, planned: bool = False) -> bool:
+    """Whether each is a Linear without hooks; one that is `planned` has the hooks of a tensor-parallel plan."""
+    return has_no_hooks(*linears, kind=nn.Linear, allowed=int(planned))
 
 
 def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     """linear(x) of each."""
-    if x.requires_grad and torch.is_grad_enabled() and len(linears) > 1 and x.is_cuda and plain(*linears):
+    if x.requires_grad and torch.is_grad_enabled() and len(linears) > 1 and x.is_cuda and is_plain(*linears):
         parameters: list[Any] = [p for linear in linears for p in (linear.weight, linear.bias)]
         if (
             is_plain_eager(x, *parameters)

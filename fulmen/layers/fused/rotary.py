@@ -1,6 +1,4 @@
-"""RoPE on a GPU in one pass over memory; `latent_triton.py` has latent attention's, made of the same pieces.
-
-Written with torch's own operations RoPE takes half a dozen passes, some in fp32.
+"""RoPE on a GPU in one pass over memory, where PyTorch's operations take half a dozen, some in fp32.
 
 A program takes the heads of a token, HEADS at a time. Elements are turned in pairs,
 
@@ -20,26 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fulmen import hardware
-from fulmen.boundary import is_plain_eager
 from fulmen.launch import Launch, repeat
 
 HEADS = 16  # at a time
 WARPS = {"num_warps": 4}
-
-
-def serves(*tensors: Tensor) -> bool:
-    """Whether these kernels may be taken: a GPU, and nobody but eager PyTorch looking on."""
-    first = tensors[0]
-    return (
-        first.is_cuda
-        and first.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and all(x.dtype == first.dtype and x.stride(-1) == 1 and x.numel() > 0 for x in tensors)
-        and is_plain_eager(*tensors)
-        and torch.autograd.forward_ad._current_level < 0
-        and not any(x.is_neg() for x in tensors)
-        and hardware.of(first.device).arch >= 80
-    )
 
 
 # ------------------------------------------------------------------------------------------------- kernels

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from fulmen import launch
 from fulmen.boundary import is_plain_eager
 from fulmen.hardware import TARGETS
-from fulmen.layers import GroupedQueryAttention, LatentCache, MultiHeadLatentAttention, latent, latent_triton, rotary
-from fulmen.layers import rotary_triton as kernels
-from fulmen.layers.projections import Projected, plain
+from fulmen.layers import GroupedQueryAttention, LatentCache, MultiHeadLatentAttention, fused, latent, rotary
+from fulmen.layers.fused import latent as latent_kernels
+from fulmen.layers.fused import rotary as kernels
+from fulmen.layers.fused.projections import Projected, is_plain
 from fulmen.layers.rotary import Rotary, apply_rotary
 from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, assert_close
 from tests.aot import Compiler, RotaryCase
@@ -85,7 +86,7 @@ def launched(monkeypatch):
         kernels_run(make, tensors, *options)
 
     kernels_run = kernels.run
-    monkeypatch.setattr(latent_triton, "run", run)
+    monkeypatch.setattr(latent_kernels, "run", run)
     return made
 
 
@@ -109,7 +110,7 @@ def test_latent_q_k_v(H, nope, dim, E, by_row, interleaved, dtype, launched) -> 
 
     def fast(q, latent, row, weight):
         q = 1.0 * q  # not a leaf, as a projection's output
-        q, k, v = latent_triton.Expanded.apply(q, latent, row[..., 3:], weight, cos, sin, nope, interleaved)
+        q, k, v = latent_kernels.Expanded.apply(q, latent, row[..., 3:], weight, cos, sin, nope, interleaved)
         return q.unflatten(2, (H, -1)), k, v
 
     def plain(q, latent, row, weight):
@@ -131,7 +132,7 @@ def test_latent_q_k_v_of_what_is_frozen(frozen, launched) -> None:
 
     def gradients(without):
         leaves = [drawn(*size, seed=i).requires_grad_(i != without) for i, size in enumerate(sizes)]
-        outs = latent_triton.Expanded.apply(1.0 * leaves[0], *leaves[1:], cos, sin, nope, True)
+        outs = latent_kernels.Expanded.apply(1.0 * leaves[0], *leaves[1:], cos, sin, nope, True)
         torch.autograd.backward(outs, [d.clone() for d in douts])
         return [leaf.grad for leaf in leaves]
 
@@ -150,44 +151,44 @@ def test_gathered_gradient(T, H, nope, dim, E, R, width) -> None:
     out = torch.full((T, R), torch.nan, dtype=torch.float16, device=DEVICE)
     flat = dk.view(T, -1), dv.view(T, -1), weight, out
     assert launch.describable(*(t[None, None] for t in flat))
-    launch.run(latent_triton.gather_launch(*flat, H, nope, width))
+    launch.run(latent_kernels.gather_launch(*flat, H, nope, width))
 
     def side_by_side(kind):
         return torch.cat([dk[..., :nope], dv], 2).view(T, -1).to(kind) @ weight.to(kind)
 
     assert_close("dlatent", out, side_by_side(torch.float16), side_by_side(torch.float64), GRADIENT_FACTOR)
     if DEVICE == "cpu":  # which copies
-        assert torch.equal(latent_triton.latent_gradient(dk, dv, weight, nope), side_by_side(torch.float16))
+        assert torch.equal(latent_kernels.latent_gradient(dk, dv, weight, nope), side_by_side(torch.float16))
 
 
 def test_which_tiles_gather() -> None:
     hopper = TARGETS[90]
-    assert latent_triton.gather_width(4096, 1024, hopper) == 256  # 128 tiles for 132 SMs
-    assert latent_triton.gather_width(4096, 512, hopper) == 128
-    assert latent_triton.gather_width(2048, 512, hopper) is None  # half of the SMs would be idle
-    assert latent_triton.gather_width(32768, 640, hopper) == 128  # no multiple of 256
-    assert latent_triton.gather_width(32768, 512 + 64, hopper) is None
-    assert latent_triton.gather_width(4096, 1024, TARGETS[80]) is None
+    assert latent_kernels.gather_width(4096, 1024, hopper) == 256  # 128 tiles for 132 SMs
+    assert latent_kernels.gather_width(4096, 512, hopper) == 128
+    assert latent_kernels.gather_width(2048, 512, hopper) is None  # half of the SMs would be idle
+    assert latent_kernels.gather_width(32768, 640, hopper) == 128  # no multiple of 256
+    assert latent_kernels.gather_width(32768, 512 + 64, hopper) is None
+    assert latent_kernels.gather_width(4096, 1024, TARGETS[80]) is None
 
 
 def test_a_cpu_takes_torchs_operations() -> None:
     cos, sin = Rotary(8)(torch.arange(3))
-    assert rotary.fused(cos, sin, torch.ones(1, 2, 3, 8)) is None
+    assert rotary.rotary_kernels(cos, sin, torch.ones(1, 2, 3, 8)) is None
 
 
 def test_which_projections_are_plain() -> None:
     linear = torch.nn.Linear(2, 2)
-    assert plain(linear)
+    assert is_plain(linear)
     for hook in (linear.register_forward_hook, linear.register_forward_pre_hook, linear.register_full_backward_hook):
         handle = hook(lambda *arguments: None)
-        assert not plain(linear)
+        assert not is_plain(linear)
         handle.remove()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *arguments: None)
-    assert not plain(linear)
+    assert not is_plain(linear)
     handle.remove()
-    assert plain(linear, linear)
-    assert not plain(torch.nn.Sequential(linear))
-    assert not plain(None)
+    assert is_plain(linear, linear)
+    assert not is_plain(torch.nn.Sequential(linear))
+    assert not is_plain(None)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -222,8 +223,8 @@ def test_a_projection_nothing_comes_back_to() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [((16, 6),), ((24, 0),), ((5, 3),), ((24, 0), (16, 6)), ((5, 3), (40, 1))], ids=str)
 def test_normed(sizes, dtype, monkeypatch, launched) -> None:
-    monkeypatch.setattr(latent_triton, "PROGRAMS", 3)  # so that one takes several tiles
-    monkeypatch.setattr(latent_triton, "TILE", 64)  # of one row or several
+    monkeypatch.setattr(latent_kernels, "PROGRAMS", 3)  # so that one takes several tiles
+    monkeypatch.setattr(latent_kernels, "TILE", 64)  # of one row or several
 
     def plain(*given):
         pairs = zip(given[::2], given[1::2], sizes, strict=True)
@@ -234,13 +235,13 @@ def test_normed(sizes, dtype, monkeypatch, launched) -> None:
     for i, (R, rest) in enumerate(sizes):
         leaves += [drawn(2, 7, R + rest, seed=i).to(dtype), (1 + drawn(R, seed=5 + i) / 4).to(dtype)]
         douts += [(2, 7, R), (2, 7, rest)]
-    compare(lambda *given: latent_triton.Normed.apply((1e-6,) * len(sizes), *given), plain, leaves, *douts)
+    compare(lambda *given: latent_kernels.Normed.apply((1e-6,) * len(sizes), *given), plain, leaves, *douts)
     assert len(launched) == 3
 
 
 def test_norms_of_which_one_gets_no_gradient() -> None:
     leaves = [drawn(2, 7, 8).requires_grad_(), drawn(8), drawn(2, 7, 9).requires_grad_(), drawn(6).requires_grad_()]
-    _, _, second, _ = latent_triton.Normed.apply((1e-6, 1e-5), *leaves)
+    _, _, second, _ = latent_kernels.Normed.apply((1e-6, 1e-5), *leaves)
     second.sum().backward()
     assert not leaves[0].grad.any()
     assert leaves[1].grad is None
@@ -262,8 +263,8 @@ def forced(monkeypatch, launched):
 
         return choose
 
-    monkeypatch.setattr(latent, "fused", lambda cos, sin, *tensors: taken(kernels)(*tensors))
-    monkeypatch.setattr(latent, "kernels_for", lambda name, *tensors: taken(latent_triton)(*tensors))
+    monkeypatch.setattr(latent, "rotary_kernels", lambda cos, sin, *tensors: taken(kernels)(*tensors))
+    monkeypatch.setattr(latent, "kernels_for", lambda name, *tensors: taken(latent_kernels)(*tensors))
     return launched
 
 
@@ -309,7 +310,7 @@ def unforced(function):
 
     def results(*given):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(latent, "fused", lambda *tensors: None)
+            patch.setattr(latent, "rotary_kernels", lambda *tensors: None)
             patch.setattr(latent, "kernels_for", lambda *tensors: None)
             return function(*given)
 
@@ -405,14 +406,14 @@ def test_layers_with_the_kernels_err_no_more_than_without(which, dtype, monkeypa
     for options in ({}, {"positions": torch.arange(3, 40, device="cuda")}):
 
         def results(module, kind, allowed, options=options):
-            used, real = [], kernels.serves
+            used, real = [], fused.serves
 
             def serves(*tensors):
                 used.append(allowed and real(*tensors))
                 return used[-1]
 
             with monkeypatch.context() as patch:
-                patch.setattr(kernels, "serves", serves)
+                patch.setattr(fused, "serves", serves)
                 at = x.to(kind).requires_grad_()
                 y = module(at, **options)
                 found = [y, *torch.autograd.grad(y, [at, *module.parameters()], dy.to(kind))]
@@ -465,7 +466,7 @@ def test_hopper_gathers(launched) -> None:
     T, H, nope, dim, E, R = 4000, 2, 128, 64, 128, 1024
     dk, dv = drawn(T, H, nope + dim).bfloat16(), drawn(T, H, E, seed=1).bfloat16()
     weight = (drawn(H * (nope + E), R, seed=2) * 0.05).bfloat16()
-    first, second = (latent_triton.latent_gradient(dk, dv, weight, nope) for _ in range(2))
+    first, second = (latent_kernels.latent_gradient(dk, dv, weight, nope) for _ in range(2))
     both = torch.cat([dk[..., :nope], dv], 2).view(T, -1)
     assert len(launched) == 2 * (torch.cuda.get_device_capability() == (9, 0))
     assert torch.equal(first, second)
