@@ -93,8 +93,8 @@ class Plan:
         if not is_plain_eager(*there):
             return None
         new = self.backward()
-        if (guard := _guard(there)) is not None:
-            self.backwards = ((which, guard, new), *self.backwards)[:MAX_RECENT]
+        if (made := _guard(there)) is not None:
+            self.backwards = ((which, made, new), *self.backwards)[:MAX_RECENT]
         return new.run if _aligned(there) else new.general
 
 
@@ -127,10 +127,10 @@ def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
                 return plan
     if not _plannable(tensors):
         return None
-    plan = _plans.get(_key(options, tensors))
-    if plan is not None:
-        _remember(options, tensors, plan)
-    return plan
+    known = _plans.get(_key(options, tensors))
+    if known is not None:
+        _remember(options, tensors, known)
+    return known
 
 
 def keep(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> Plan:

@@ -447,7 +447,7 @@ def _needs_grad(x: Residuals) -> bool:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Any]:  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     plain = _plain_options(causal, window, softcap, scale, backend)
     plan = None

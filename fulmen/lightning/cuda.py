@@ -315,7 +315,8 @@ def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Te
 
         def cut(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
             saved = None if new_saved is None else new_saved()
-            return *forward(spec, Residuals(*tensors, saved), launches), saved  # type: ignore[arg-type]
+            x = Residuals(*tensors)._replace(saved=saved)  # type: ignore[arg-type]
+            return *forward(spec, x, launches), saved
 
         return cut
     launch = launches[("o",)]

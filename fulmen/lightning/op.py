@@ -469,13 +469,14 @@ class LightningFunction(torch.autograd.Function):
 _apply = plans.function_call(LightningFunction)
 
 
-def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str) -> tuple[Tensor, Tensor | None]:
+def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str) -> tuple[Tensor, Any]:
     plan = None
     if type(scale) is float and type(backend) is str:
         which, given = plans.given(tensors)
         plan = plans.find((which, "lightning", scale, with_state, backend), given)
     if plan is None:
-        tensors = x = check_inputs(*tensors[:4], scale, *tensors[4:], decay_gradient=True)
+        q, k, v, decay, initial_state, cu_seqlens = tensors
+        x = check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens, decay_gradient=True)
         scale = float(scale)
         if dispatch.differentiable_as_it_is("lightning", backend):  # plain PyTorch: no boundary to cross
             check_values(x.decay, x.cu_seqlens, x.q.shape[2])
