@@ -147,7 +147,7 @@ class Published:
 class Map:
     options: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     where: list[dict[str, Any]] = field(default_factory=list)
 
     def under(self, heading: str, what: str, competitor: str = "") -> dict[str, Any]:
@@ -176,7 +176,7 @@ def read_map(path: Path) -> Map:
         if not right:
             raise BadResults(f"{path}: {what}")
 
-    sections = {"options": dict, "facts": dict, "columns": dict, "where": list}
+    sections: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
     for name, value in values.items():
         demand(name in sections, f"unknown section {name}; there are {', '.join(sections)}")
         wanted = "table" if sections[name] is dict else "list of tables"
