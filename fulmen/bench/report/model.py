@@ -260,7 +260,10 @@ def speedup(row: Row, base: Row | None) -> float | None:
 
 
 def headlines(report: Report) -> list[Headline]:
-    """`fulmen auto`, or else the one of ours that was timed most often, against the baseline of each suite."""
+    """`fulmen auto`, or else the one of ours that was timed most often, against the baseline of each suite.
+
+    Cases where both compute the same function, if there are any.
+    """
     found = []
     for suite in report.suites:
         rows = [row for row in report.of(suite) if row.timed]
@@ -272,11 +275,11 @@ def headlines(report: Report) -> list[Headline]:
         best = "fulmen auto" if "fulmen auto" in ours else max(ours, key=lambda x: names[x])
         bases = {row.place: row for row in rows if row.cell.competitor == base}
         pairs = [(row, bases[row.place]) for row in rows if row.cell.competitor == best and row.place in bases]
-        for pass_, some in grouped(pairs, lambda pair: pair[0].cell.pass_).items():
+        alike = [(a, b) for a, b in pairs if a.cell.function == b.cell.function]
+        for pass_, some in grouped(alike or pairs, lambda pair: pair[0].cell.pass_).items():
             gains = [gain for pair in some if (gain := speedup(*pair)) is not None]
-            other = any(a.cell.function != b.cell.function for a, b in some)
             mean = statistics.geometric_mean(gains)
-            found.append(Headline(suite, pass_, best, base, mean, min(gains), max(gains), len(gains), other))
+            found.append(Headline(suite, pass_, best, base, mean, min(gains), max(gains), len(gains), not alike))
     return found
 
 
