@@ -176,36 +176,51 @@ def judge(cell: schema.Cell, run: schema.Run) -> None:
 def _floor_flags(cell: schema.Cell, work: floors.Work, median: float, bounds: Limits) -> None:
     floor = bounds.floor_ms(work.flops, work.bytes)
     usual = bounds.floor_ms(work.usual_flops, work.usual_bytes, reached=True)
-    cell.audit["arithmetic"] = words = _arithmetic(work, median, bounds)
+    cell.audit["arithmetic"] = arithmetic(work, median, bounds)
     if usual is not None:
         cell.audit["efficiency"] = usual / median
         cell.audit["ceiling"] = "measured" if bounds.measured else "data sheet"
-    if floor is None:
-        flag(cell, "UNAUDITED", "no hard ceiling of this machine is known, so the time was not checked against one")
-        products = 1e3 * work.usual_flops / bounds.flops_reached if bounds.flops_reached else 0.0
-        if products / median > CPU_SHARE:
-            flag(cell, "SUSPECT", f"{products / median:.2f} times the FLOP/s of a matrix product on this machine")
+    if floor is not None:
+        cell.audit["floor_ms"] = floor
+        name, why = check_time(work, median, bounds, cold=cell.cache != "hot")
+        if name == "IMPOSSIBLE":
+            withhold(cell, why)
+        elif name:
+            flag(cell, name, why)
         return
-    cell.audit["floor_ms"] = floor
-    dram = work.on_dram(bounds.l2_bytes, cold=cell.cache != "hot")
+    flag(cell, "UNAUDITED", "no hard ceiling of this machine is known, so the time was not checked against one")
+    products = 1e3 * work.usual_flops / bounds.flops_reached if bounds.flops_reached else 0.0
+    if products / median > CPU_SHARE:
+        flag(cell, "SUSPECT", f"{products / median:.2f} times the FLOP/s of a matrix product on this machine")
+
+
+def check_time(work: floors.Work, t: float, bounds: Limits, cold: bool, said: float | None = None) -> tuple[str, str]:
+    """IMPOSSIBLE, SUSPECT or WARM-L2 and why, or two empty words. `said`: as printed; `t`: the most it can be."""
+    said, rate = said or t, 1e3 / (said or t)
+    dram = work.on_dram(bounds.l2_bytes, cold)
     strict = bounds.floor_ms(work.flops, dram) or 0.0
-    if median < strict:
-        withhold(cell, f"{strict / median:.2f} times as fast as possible: {words}")
-        return
+    if t < strict:
+        return "IMPOSSIBLE", f"{strict / said:.2f} times as fast as possible: {arithmetic(work, said, bounds)}"
     dram += max(0.0, work.usual_bytes - work.bytes - bounds.l2_bytes)
     reachable = bounds.floor_ms(work.usual_flops, dram, reached=True) or 0.0
-    if reachable / median > SUSPECT_SHARE:
-        whose = "measured on this machine" if bounds.measured else "of the data sheet"
-        why = f"{reachable / median:.2f} times as fast as the ceilings {whose} allow; possible only at a higher clock"
-        flag(cell, "SUSPECT", why)
-    elif usual is not None and usual / median > SUSPECT_SHARE:
-        _warm_flag(cell, work.usual_bytes, median, bounds.bytes_reached or bounds.bytes_hard or 0.0, bounds.l2_bytes)
+    if reachable / t > SUSPECT_SHARE:
+        whose = "measured on this machine" if bounds.measured else "of the data sheet, at the rated clock,"
+        tops = [(bounds.flops_reached, "FLOP/s"), (bounds.bytes_reached, "B/s")]
+        speed = f"{si(rate * work.usual_flops, 'FLOP/s')} and {si(rate * dram, 'B/s')}"
+        allowed = " and ".join(si(top, unit) for top, unit in tops if top)
+        why = f"{speed}; the ceilings {whose} are {allowed}: {reachable / said:.2f} times as fast as they allow"
+        return "SUSPECT", f"{why}; possible only at a higher clock"
+    usual = bounds.floor_ms(work.usual_flops, work.usual_bytes, reached=True) or 0.0
+    if usual / t > SUSPECT_SHARE:
+        memory = bounds.bytes_reached or bounds.bytes_hard or 0.0
+        return "WARM-L2", _warm(work.usual_bytes, said, memory, bounds.l2_bytes)
+    return "", ""
 
 
-def _warm_flag(cell: schema.Cell, size: float, median: float, memory: float, l2: float) -> None:
-    speed = f"{si(size, 'B')} in {ms(median)} is {si(1e3 * size / median, 'B/s')}"
-    cache = f"the cache of {si(l2, 'B')}" if l2 else "a cache"
-    flag(cell, "WARM-L2", f"{speed}, more than the memory's {si(memory, 'B/s')}: part stayed in {cache}")
+def _warm(size: float, t: float, memory: float, l2: float) -> str:
+    speed = f"{si(size, 'B')} in {ms(t)} is {si(1e3 * size / t, 'B/s')}"
+    cache = f"the cache of {si(l2, 'B')}" if 0 < l2 < math.inf else "a cache"
+    return f"{speed}, more than the memory's {si(memory, 'B/s')}: part stayed in {cache}"
 
 
 def check_roof(cell: schema.Cell, run: schema.Run) -> None:
@@ -214,21 +229,16 @@ def check_roof(cell: schema.Cell, run: schema.Run) -> None:
     if cell.status != "ok" or median is None or {"SUSPECT", "WARM-L2"} & set(cell.flags()):
         return
     bounds = limits(run, cell.case.get("dtype"))
-    for what, top in (
-        ("flops", bounds.flops_hard or bounds.flops_reached),
-        ("bytes", bounds.bytes_hard or bounds.bytes_reached),
-    ):
-        work = number(cell.audit.get(what))
-        if not work or not top or 1e3 * work / median <= ROOF_SHARE * top:
-            continue
-        if what == "bytes":
-            _warm_flag(cell, work, median, top, bounds.l2_bytes)
-        else:
-            speed = f"{si(1e3 * work / median, 'FLOP/s')} in {ms(median)}"
-            flag(cell, "SUSPECT", f"{speed}, above the roof of {si(top, 'FLOP/s')}: the roof or the time is wrong")
+    flops, size = (number(cell.audit.get(name)) or 0.0 for name in ("flops", "bytes"))
+    top, memory = bounds.flops_hard or bounds.flops_reached, bounds.bytes_hard or bounds.bytes_reached
+    if top and 1e3 * flops / median > ROOF_SHARE * top:
+        speed = f"{si(1e3 * flops / median, 'FLOP/s')} in {ms(median)}"
+        flag(cell, "SUSPECT", f"{speed}, above the roof of {si(top, 'FLOP/s')}: the roof or the time is wrong")
+    elif memory and 1e3 * size / median > ROOF_SHARE * memory:
+        flag(cell, "WARM-L2", _warm(size, median, memory, bounds.l2_bytes))
 
 
-def _arithmetic(work: floors.Work, median: float, bounds: Limits) -> str:
+def arithmetic(work: floors.Work, t: float, bounds: Limits) -> str:
     """One sentence that can be checked with a calculator."""
     parts = []
     for amount, unit, ceiling in ((work.flops, "FLOP", bounds.flops_hard), (work.bytes, "B", bounds.bytes_hard)):
@@ -236,8 +246,8 @@ def _arithmetic(work: floors.Work, median: float, bounds: Limits) -> str:
             parts.append(f"{si(amount, unit)} / {si(ceiling, unit + '/s')} = {ms(1e3 * amount / ceiling)}")
         else:
             parts.append(f"{si(amount, unit)} at a ceiling that is not known")
-    reached = f"{si(1e3 * work.usual_flops / median, 'FLOP/s')} and {si(1e3 * work.usual_bytes / median, 'B/s')}"
-    return f"at least {' and '.join(parts)}; measured {ms(median)}, which is {reached}"
+    reached = f"{si(1e3 * work.usual_flops / t, 'FLOP/s')} and {si(1e3 * work.usual_bytes / t, 'B/s')}"
+    return f"at least {' and '.join(parts)}; measured {ms(t)}, which is {reached}"
 
 
 def withhold(cell: schema.Cell, why: str) -> None:

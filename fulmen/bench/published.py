@@ -93,12 +93,15 @@ def work_of(facts: dict[str, Any], pass_: str | None) -> floors.Work | None:
     return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_)
 
 
-def ceilings_of(facts: dict[str, Any]) -> floors.Ceilings | None:
-    sheet = floors.gpu(facts.get("gpu", ""))
-    if sheet is not None:
-        return floors.of_gpu(sheet, str(facts["dtype"]))
-    bandwidth = audit.number(facts.get("bandwidth"))
-    return floors.Ceilings(bytes_hard=bandwidth, l2_bytes=math.inf) if bandwidth else None
+def limits_of(facts: dict[str, Any]) -> audit.Limits | None:
+    """The data sheet's ceilings, or the bandwidth that the page tells of an unknown GPU."""
+    sheet, bandwidth = floors.gpu(facts.get("gpu", "")), audit.number(facts.get("bandwidth"))
+    if sheet is None:
+        return audit.Limits(None, bandwidth, None, bandwidth, math.inf, False, True) if bandwidth else None
+    top = floors.of_gpu(sheet, str(facts["dtype"]))
+    return audit.Limits(
+        top.flops_hard, top.bytes_hard, top.flops_rated, top.bytes_hard, top.l2_bytes or 0.0, measured=False, gpu=True
+    )
 
 
 def describe(row: Row) -> str:
@@ -112,40 +115,17 @@ def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
     if row.number.value <= 0:
         yield Finding("IMPOSSIBLE", row.where, describe(row), f"{row.number.value:g} ms: a time is above 0")
         return
-    work, tops = work_of(facts, row.pass_), ceilings_of(facts)
-    if work is None or tops is None:
+    work, limits = work_of(facts, row.pass_), limits_of(facts)
+    if work is None or limits is None:
         lacking = [n for n in ("gpu", "op", "pass", "B", "H", "D") if facts.get(n) is None]
         if not any(n in facts for n in ("N", "N_Q")):
             lacking.append("N")
         why = f"not said: {', '.join(lacking)}" if lacking else f"no data sheet of {facts.get('gpu')!r} here"
         yield Finding("UNAUDITED", row.where, describe(row), why)
         return
-    t, l2 = row.number, tops.l2_bytes or 0.0
-    for amount, ceiling, unit, least in (
-        (work.flops, tops.flops_hard, "FLOP", work.flops),
-        (work.bytes, tops.bytes_hard, "B", work.on_dram(l2, cold=False)),
-    ):
-        if ceiling and least / ceiling * 1e3 > t.high:
-            arithmetic = (
-                f"{si(amount, unit)} at least; at {si(ceiling, unit + '/s')} that takes {ms(1e3 * least / ceiling)}, "
-                f"published {ms(t.value)}: {1e3 * least / ceiling / t.value:.1f} times as fast as possible"
-            )
-            yield Finding("IMPOSSIBLE", row.where, describe(row), arithmetic)
-            return
-    speed = 1e3 * work.usual_flops / t.high
-    if tops.flops_rated and speed > audit.SUSPECT_SHARE * tops.flops_rated:
-        reached = si(1e3 * work.usual_flops / t.value, "FLOP/s")
-        peak = f"the dense peak of {si(tops.flops_rated, 'FLOP/s')} at the rated clock"
-        highest = si(tops.flops_hard or math.nan, "FLOP/s")
-        why = f"{si(work.usual_flops, 'FLOP')} in {ms(t.value)} is {reached}, above {peak}; the highest clock allows"
-        yield Finding("SUSPECT", row.where, describe(row), f"{why} {highest}")
-    if tops.bytes_hard and 1e3 * work.bytes / t.high > tops.bytes_hard:
-        cache = f"the cache of {si(l2, 'B')}" if math.isfinite(l2) else "a cache"
-        why = (
-            f"{si(work.bytes, 'B')} in {ms(t.value)} is {si(1e3 * work.bytes / t.value, 'B/s')}, the memory moves "
-            f"{si(tops.bytes_hard, 'B/s')}: {cache} held it"
-        )
-        yield Finding("WARM-L2", row.where, describe(row), why)
+    name, why = audit.check_time(work, row.number.high, limits, cold=False, said=row.number.value)
+    if name:
+        yield Finding(name, row.where, describe(row), why)
 
 
 def _as_time(row: Row, facts: dict[str, Any]) -> Row:
