@@ -160,14 +160,14 @@ function drawCompare() {
   put($("compare-result"), h("div", { class: "controls inline wide" }, side("Before", "before"), side("After", "after")),
     h("div", { class: "tiles", role: "group", "aria-label": "Show one verdict" }, Object.entries(DATA.words.verdict).map(tile)),
     h("p", { class: "lead" }, lines.length ? `${plural(lines.length, "cell")} in both, those that changed by the most milliseconds first.` : "No cell is in both runs.",
-      (gone || added) && ` ${plural(gone, "cell")} only before, ${commas(added)} only after.`, shown.length < some.length && ` The first ${shown.length} are shown.`),
+      gone + added > 0 && ` ${plural(gone, "cell")} only before, ${commas(added)} only after.`, shown.length < some.length && ` The first ${shown.length} are shown.`),
     lines.length > 0 && tableOf("cells diff", DIFF_COLUMNS, shown, "Comparison"));
 }
 const labelOf = ({ label, case: of }) => label || Object.entries(of).filter(([name]) => name !== "N").map(([name, value]) => `${name} ${plain(value)}`).join(" ");
 const DIFF_COLUMNS = [
   ["Verdict", ({ verdict }) => badge(`${DATA.words.verdict[verdict][0]} v-${verdict}`, DATA.words.verdict[verdict][1], DATA.words.verdict[verdict][2])],
   ["Implementation", ({ a, b }) => { const row = [b, a].find((one) => "id" in one); return row ? link(a.competitor, row) : a.competitor; }, "key"],
-  ["Case", ({ a }) => labelOf(a)],
+  ["Case", ({ a, b }) => labelOf("label" in b ? b : a)],
   ["N", ({ a }) => plain(a.case.N ?? ""), "number"],
   ["Pass", ({ a }) => a.pass + (a.cache === "hot" ? ", hot" : "")],
   ["Before ms", ({ a }) => digits(a.median), "number"],
