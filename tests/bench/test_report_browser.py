@@ -295,6 +295,10 @@ def test_compares_a_second_file(page, results, tmp_path):
     assert found == {name: verdicts.count(name) for name in comparing.VERDICTS}
     assert found["FASTER"] > 40
     assert found["SLOWER"] > 20
+    said = page.locator("#compare-result .lead").text_content()
+    assert said == f"{len(verdicts)} cells in both, those that changed by the most milliseconds first."
+    assert texts(page, "#compare-result tbody td:nth-child(3)")[0].startswith("B")
+    assert "·" in texts(page, "#compare-result tbody td:nth-child(3)")[0]  # a label, not the case's fields
     page.locator('[data-verdict="SLOWER"]').click()
     assert set(texts(page, "#compare-result tbody th")) == {"fla chunk"}
 

@@ -101,7 +101,9 @@ def logarithmic(axes: Axes, which: str) -> None:
 
     for name in which:
         axes.set(**{f"{name}scale": "log"})
-        getattr(axes, f"{name}axis").set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:,g}" if f"{x:e}"[0] in "25" else ""))
 
 
 def pass_of(rows: list[model.Row], *order: str) -> str:
