@@ -231,6 +231,7 @@ def test_drawer(page):
     expect(drawer.locator("h2")).not_to_have_text(name)
     page.keyboard.press("Escape")
     expect(drawer).not_to_be_visible()
+    assert page.locator("#table tbody button.link:focus").count() == 1
     expect(page).not_to_have_url(re.compile("#row="))
 
 

@@ -1,13 +1,10 @@
 // What is behind a number: the drawer of one row, the correctness table, the environment, and what the words mean.
 
 const drawer = $("drawer");
-let openRow = null, cameFrom = null;
+let openRow = null;
 
 function openDrawer(row) {
-  if (!drawer.open) {
-    cameFrom = document.activeElement;
-    drawer.showModal();
-  }
+  if (!drawer.open) drawer.showModal(); // closing it gives the focus back
   openRow = row;
   hideTip();
   const quiet = (label, text, click) => h("button", { type: "button", class: "quiet", "aria-label": label, click }, text);
@@ -79,7 +76,6 @@ fill(drawer, {
     hideTip();
     openRow = null;
     history.replaceState(null, "", location.pathname + location.search);
-    if (cameFrom && cameFrom.isConnected) cameFrom.focus({ preventScroll: true });
   },
   click(event) { if (event.target === drawer) drawer.close(); },
   keydown(event) {
