@@ -15,16 +15,6 @@ def fail(error: object) -> NoReturn:
     raise click.ClickException(str(error)) from None
 
 
-def read(*paths: Path) -> Any:
-    """The results of some files; says what was skipped in them."""
-    from fulmen.bench import schema
-
-    results = schema.read(paths)
-    for note in results.notes:
-        click.echo(f"Warning: {note}", err=True)
-    return results
-
-
 class Needy(click.Group):
     """Commands that say what to install instead of showing where it was missed."""
 
@@ -210,6 +200,16 @@ def scaling(
         fail(error)
     render(rows, Console())
     click.echo(f"results: {out}")
+
+
+def read(*paths: Path) -> Any:
+    """The results of some files; says what was skipped in them."""
+    from fulmen.bench import schema
+
+    results = schema.read(paths)
+    for note in results.notes:
+        click.echo(f"Warning: {note}", err=True)
+    return results
 
 
 @bench.command()

@@ -76,13 +76,8 @@ def test_a_last_line_that_was_cut_off_is_skipped_and_told_of(tmp_path: Path) -> 
         schema.read([written(tmp_path / "z.jsonl", RUN, schema.dumps(cell())[:40] + "\n", cell())])
 
 
-def test_errors_do_not_drive_the_terminal(tmp_path: Path) -> None:
-    with pytest.raises(schema.BadResults) as error:
-        schema.read(
-            [written(tmp_path / "x.jsonl", RUN, schema.dumps(cell()).replace('"seed"', '"\\u001b[31m"') + "\n")]
-        )
-    assert "\x1b" not in str(error.value)
-    assert schema.printable("a\x1b[2Jb\x07c\n") == "a\\x1b[2Jb\\x07c\\n"
+def test_errors_do_not_drive_the_terminal() -> None:
+    assert str(schema.BadResults("a\x1b[2Jb\x07c\n")) == "a\\x1b[2Jb\\x07c\\n"
 
 
 def test_a_cell_without_its_run(tmp_path: Path) -> None:
