@@ -1,14 +1,11 @@
-"""Each measured number against what is physically possible, and numbers against each other.
+"""Checks measured numbers against what the hardware can do, and against each other.
 
-`judge` looks at one cell, `judge_group` at the cells of a run together; both write what they find into `cell.audit`, in
-words, and can be called again. A time below the floor of its work is IMPOSSIBLE: the cell keeps the arithmetic and
-loses the time. Two floors are compared: of the least work at the hard ceilings (nothing passes them: that decides
-IMPOSSIBLE), and of the usual work at the ceilings measured on this machine (SUSPECT, and the efficiency).
+`judge` checks one cell, `judge_group` the cells of a run together. Both write their findings in words into `cell.audit`
+and can be called again. Two floors decide. The least work at the hard ceilings is a limit of physics: a shorter time is
+IMPOSSIBLE, and the cell loses it. The usual work at the ceilings measured on this machine gives the efficiency: a
+shorter time is SUSPECT, or WARM-L2 where a cache explains it. Without a known ceiling a cell is UNAUDITED.
 
-A cache can keep what a kernel wrote last and, when it is warm, its inputs: a time that only a cache explains is WARM-L2
-and no error. Where no ceiling is known, as on most CPUs, the cell is UNAUDITED.
-
-Scaling is the exponent b of t ~ N^b with its 95 % interval; "O(n)" needs the interval inside [0.9, 1.1].
+Growth is the exponent b of t ~ N^b with its 95 % interval; "O(n)" needs the interval inside [0.9, 1.1].
 """
 
 from __future__ import annotations
@@ -16,14 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fulmen.bench import floors, schema
 
 SUSPECT_SHARE = 1.05  # faster than the measured ceiling by this is more than noise
-CPU_SHARE = 2.0  # the same for a CPU, whose measured ceiling is another process's victim
+CPU_SHARE = 2.0  # the same for a CPU, whose ceiling is measured beside other processes
+ROOF_SHARE = 1.001  # above the highest known ceiling
 HOST_SHARE = 1.3
 THROTTLE_SHARE = 0.75
 MILD = ("SW power cap", "sync boost")
@@ -33,9 +31,16 @@ DISAGREE_SHARE, DISAGREE_SIGMAS = 0.10, 3.0
 LAUNCH_MS = 0.005  # about what an empty kernel takes: points below five of them say nothing of scaling
 LINEAR_RANGE = (0.9, 1.1)
 MIN_POINTS = 4
+SHORTEST_MS, LONGEST_MS = 1e-12, 1e12  # outside of it a number is no time
 
 OURS = ("IMPOSSIBLE", "SUSPECT", "WARM-L2", "HOST-BOUND", "THROTTLED", "NOISY", "UNAUDITED")
 GROUPS = ("INCONSISTENT", "ANOTHER-FUNCTION")
+
+T = TypeVar("T")
+Point = tuple[float, float]
+
+
+# ----------------------------------------------------------------------------------------- numbers and words
 
 
 def number(value: object) -> float | None:
@@ -48,25 +53,14 @@ def number(value: object) -> float | None:
         return None
 
 
-def flag(cell: schema.Cell, name: str, why: str) -> None:
-    """Adds a flag, or a reason to one that is there."""
-    flags = cell.audit.setdefault("flags", [])
-    if {"flag": name, "why": why} not in flags:
-        flags.append({"flag": name, "why": why})
-
-
-def _forget(cell: schema.Cell, names: Sequence[str]) -> None:
-    """Takes back what an earlier call said, but for memory: those numbers are gone and cannot be judged again."""
-    flags = cell.audit.get("flags")
-    kept = [f for f in flags if isinstance(f, dict)] if isinstance(flags, list) else []
-    cell.audit["flags"] = [f for f in kept if f.get("flag") not in names or str(f.get("why")).startswith("memory, ")]
-
-
-# -------------------------------------------------------------------------------------------------- words
+def time_ms(value: object) -> float | None:
+    """A number of milliseconds that can be a time: positive, and neither denormal nor longer than ages."""
+    t = number(value)
+    return t if t is not None and SHORTEST_MS <= t <= LONGEST_MS else None
 
 
 def si(value: float, unit: str) -> str:
-    """Four digits and a prefix that a person reads easily: 137.4 GFLOP, 4.800 TB/s."""
+    """Four digits and a prefix: 137.4 GFLOP, 4.8 TB/s."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.4g} {prefix}{unit}"
@@ -75,6 +69,28 @@ def si(value: float, unit: str) -> str:
 
 def ms(value: float) -> str:
     return f"{value:.4g} ms" if value >= 1e-4 else f"{1e6 * value:.3g} ns"
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
+    """Items by key, in the order in which they come."""
+    found: dict[Any, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def flag(cell: schema.Cell, name: str, why: str) -> None:
+    """Adds a flag, or a reason to one that is there."""
+    flags = cell.audit.setdefault("flags", [])
+    if {"flag": name, "why": why} not in flags:
+        flags.append({"flag": name, "why": why})
+
+
+def _forget(cell: schema.Cell, names: Sequence[str]) -> None:
+    """Removes earlier findings, except for memory: those numbers are gone and cannot be judged again."""
+    flags = cell.audit.get("flags")
+    kept = [f for f in flags if isinstance(f, dict)] if isinstance(flags, list) else []
+    cell.audit["flags"] = [f for f in kept if f.get("flag") not in names or str(f.get("why")).startswith("memory, ")]
 
 
 # ----------------------------------------------------------------------------------------------- one cell
@@ -95,8 +111,7 @@ class Limits:
     def floor_ms(self, flops: float, size: float, reached: bool = False) -> float | None:
         """Milliseconds for so much work at the hard ceilings, or at those reached; None where neither is known."""
         F, W = (self.flops_reached, self.bytes_reached) if reached else (self.flops_hard, self.bytes_hard)
-        times = [1e3 * amount / ceiling for amount, ceiling in ((flops, F), (size, W)) if ceiling]
-        return max(times) if times else None
+        return max((1e3 * amount / top for amount, top in ((flops, F), (size, W)) if top), default=None)
 
 
 def limits(run: schema.Run, dtype: object) -> Limits:
@@ -110,18 +125,18 @@ def limits(run: schema.Run, dtype: object) -> Limits:
     gpu = arch > 0
     plain = name in ("bf16", "fp16") if gpu else name == "fp32"
 
-    def ceiling(key: str, of_dtype: bool) -> float | None:
+    def ceiling(key: str, of_dtype: bool = True) -> float | None:
         value = number(run.ceilings.get(f"{key}_{name}"))
         if value is None and (plain or not of_dtype):
             value = number(run.ceilings.get(key))
         return value if value is not None and value > 0 else None
 
-    hard, clock = ceiling("flops_hard", True), number(run.ceilings.get("clock_max_mhz"))
+    hard, clock = ceiling("flops_hard"), number(run.ceilings.get("clock_max_mhz"))
     if gpu and clock and sms:  # also beside its own: fp16 sums may be faster than those of bf16
         known = floors.of_device(int(arch), int(sms), clock, str(environment.get("device", "")), name)
         hard = max(hard or 0.0, known or 0.0) or None
-    measured = ceiling("flops_measured", True)
-    reached = measured or ceiling("flops_nominal", True) or (hard if gpu else None)
+    measured = ceiling("flops_measured")
+    reached = measured or ceiling("flops_nominal") or (hard if gpu else None)
     W_measured, W_hard = ceiling("bytes_measured", False), ceiling("bytes_hard", False)
     return Limits(
         hard, W_hard, reached, W_measured or W_hard, number(environment.get("l2_bytes")) or 0.0,
@@ -139,11 +154,12 @@ def judge(cell: schema.Cell, run: schema.Run) -> None:
     if work is not None:
         cell.audit.update(flops=work.usual_flops, bytes=work.usual_bytes, flops_min=work.flops, bytes_min=work.bytes)
     _memory_floors(cell)
-    median = number(cell.stats.get("median"))
-    if cell.status != "ok" or median is None:
+    said = number(cell.stats.get("median"))
+    if cell.status != "ok" or said is None:
         return
-    if median <= 0:
-        _withhold(cell, f"a time of {median:g} ms is no time")
+    median = time_ms(said)
+    if median is None:
+        withhold(cell, f"a time of {said:g} ms is no time")
         return
     _clock_flags(cell, run)
     _noise_flag(cell, median)
@@ -154,42 +170,75 @@ def judge(cell: schema.Cell, run: schema.Run) -> None:
     if bounds.gpu:
         _host_flag(cell, work, median, bounds)
     _floor_flags(cell, work, median, bounds)
+    check_roof(cell, run)
 
 
 def _floor_flags(cell: schema.Cell, work: floors.Work, median: float, bounds: Limits) -> None:
     floor = bounds.floor_ms(work.flops, work.bytes)
     usual = bounds.floor_ms(work.usual_flops, work.usual_bytes, reached=True)
-    cell.audit["arithmetic"] = words = _arithmetic(work, median, bounds)
+    cell.audit["arithmetic"] = arithmetic(work, median, bounds)
     if usual is not None:
         cell.audit["efficiency"] = usual / median
         cell.audit["ceiling"] = "measured" if bounds.measured else "data sheet"
-    if floor is None:
-        flag(cell, "UNAUDITED", "no hard ceiling of this machine is known, so the time was not checked against one")
-        products = 1e3 * work.usual_flops / bounds.flops_reached if bounds.flops_reached else 0.0
-        if products / median > CPU_SHARE:
-            flag(cell, "SUSPECT", f"{products / median:.2f} times the FLOP/s of a matrix product on this machine")
+    if floor is not None:
+        cell.audit["floor_ms"] = floor
+        name, why = check_time(work, median, bounds, cold=cell.cache != "hot")
+        if name == "IMPOSSIBLE":
+            withhold(cell, why)
+        elif name:
+            flag(cell, name, why)
         return
-    cell.audit["floor_ms"] = floor
-    cold = cell.cache != "hot"
+    flag(cell, "UNAUDITED", "no hard ceiling of this machine is known, so the time was not checked against one")
+    products = 1e3 * work.usual_flops / bounds.flops_reached if bounds.flops_reached else 0.0
+    if products / median > CPU_SHARE:
+        flag(cell, "SUSPECT", f"{products / median:.2f} times the FLOP/s of a matrix product on this machine")
+
+
+def check_time(work: floors.Work, t: float, bounds: Limits, cold: bool, said: float | None = None) -> tuple[str, str]:
+    """IMPOSSIBLE, SUSPECT or WARM-L2 and why, or two empty words. `said`: as printed; `t`: the most it can be."""
+    said, rate = said or t, 1e3 / (said or t)
     dram = work.on_dram(bounds.l2_bytes, cold)
     strict = bounds.floor_ms(work.flops, dram) or 0.0
-    if median < strict:
-        _withhold(cell, f"{strict / median:.2f} times as fast as possible: {words}")
-        return
+    if t < strict:
+        return "IMPOSSIBLE", f"{strict / said:.2f} times as fast as possible: {arithmetic(work, said, bounds)}"
     dram += max(0.0, work.usual_bytes - work.bytes - bounds.l2_bytes)
     reachable = bounds.floor_ms(work.usual_flops, dram, reached=True) or 0.0
-    whose = "measured on this machine" if bounds.measured else "of the data sheet"
-    if reachable / median > SUSPECT_SHARE:
-        why = f"{reachable / median:.2f} times as fast as the ceilings {whose} allow; possible only at a higher clock"
-        flag(cell, "SUSPECT", why)
-    elif usual is not None and usual / median > SUSPECT_SHARE:
-        speed = f"{si(work.usual_bytes, 'B')} in {ms(median)} is {si(1e3 * work.usual_bytes / median, 'B/s')}"
-        memory = si(bounds.bytes_reached or bounds.bytes_hard or 0.0, "B/s")
-        cache = si(bounds.l2_bytes, "B")
-        flag(cell, "WARM-L2", f"{speed}, more than the memory's {memory}: part stayed in the cache of {cache}")
+    if reachable / t > SUSPECT_SHARE:
+        whose = "measured on this machine" if bounds.measured else "of the data sheet, at the rated clock,"
+        tops = [(bounds.flops_reached, "FLOP/s"), (bounds.bytes_reached, "B/s")]
+        speed = f"{si(rate * work.usual_flops, 'FLOP/s')} and {si(rate * dram, 'B/s')}"
+        allowed = " and ".join(si(top, unit) for top, unit in tops if top)
+        why = f"{speed}; the ceilings {whose} are {allowed}: {reachable / said:.2f} times as fast as they allow"
+        return "SUSPECT", f"{why}; possible only at a higher clock"
+    usual = bounds.floor_ms(work.usual_flops, work.usual_bytes, reached=True) or 0.0
+    if usual / t > SUSPECT_SHARE:
+        memory = bounds.bytes_reached or bounds.bytes_hard or 0.0
+        return "WARM-L2", _warm(work.usual_bytes, said, memory, bounds.l2_bytes)
+    return "", ""
 
 
-def _arithmetic(work: floors.Work, median: float, bounds: Limits) -> str:
+def _warm(size: float, t: float, memory: float, l2: float) -> str:
+    speed = f"{si(size, 'B')} in {ms(t)} is {si(1e3 * size / t, 'B/s')}"
+    cache = f"the cache of {si(l2, 'B')}" if 0 < l2 < math.inf else "a cache"
+    return f"{speed}, more than the memory's {si(memory, 'B/s')}: part stayed in {cache}"
+
+
+def check_roof(cell: schema.Cell, run: schema.Run) -> None:
+    """Flags a time above the roof: the highest known ceilings, whether hard or only measured."""
+    median = time_ms(cell.stats.get("median"))
+    if cell.status != "ok" or median is None or {"SUSPECT", "WARM-L2"} & set(cell.flags()):
+        return
+    bounds = limits(run, cell.case.get("dtype"))
+    flops, size = (number(cell.audit.get(name)) or 0.0 for name in ("flops", "bytes"))
+    top, memory = bounds.flops_hard or bounds.flops_reached, bounds.bytes_hard or bounds.bytes_reached
+    if top and 1e3 * flops / median > ROOF_SHARE * top:
+        speed = f"{si(1e3 * flops / median, 'FLOP/s')} in {ms(median)}"
+        flag(cell, "SUSPECT", f"{speed}, above the roof of {si(top, 'FLOP/s')}: the roof or the time is wrong")
+    elif memory and 1e3 * size / median > ROOF_SHARE * memory:
+        flag(cell, "WARM-L2", _warm(size, median, memory, bounds.l2_bytes))
+
+
+def arithmetic(work: floors.Work, t: float, bounds: Limits) -> str:
     """One sentence that can be checked with a calculator."""
     parts = []
     for amount, unit, ceiling in ((work.flops, "FLOP", bounds.flops_hard), (work.bytes, "B", bounds.bytes_hard)):
@@ -197,12 +246,12 @@ def _arithmetic(work: floors.Work, median: float, bounds: Limits) -> str:
             parts.append(f"{si(amount, unit)} / {si(ceiling, unit + '/s')} = {ms(1e3 * amount / ceiling)}")
         else:
             parts.append(f"{si(amount, unit)} at a ceiling that is not known")
-    reached = f"{si(1e3 * work.usual_flops / median, 'FLOP/s')} and {si(1e3 * work.usual_bytes / median, 'B/s')}"
-    return f"at least {' and '.join(parts)}; measured {ms(median)}, which is {reached}"
+    reached = f"{si(1e3 * work.usual_flops / t, 'FLOP/s')} and {si(1e3 * work.usual_bytes / t, 'B/s')}"
+    return f"at least {' and '.join(parts)}; measured {ms(t)}, which is {reached}"
 
 
-def _withhold(cell: schema.Cell, why: str) -> None:
-    """The number goes, the reason stays."""
+def withhold(cell: schema.Cell, why: str) -> None:
+    """Removes the time and keeps the reason."""
     flag(cell, "IMPOSSIBLE", why)
     cell.status, cell.reason = "withheld", f"impossible: {why}"
     cell.audit.setdefault("arithmetic", why)
@@ -232,12 +281,12 @@ def _clock_flags(cell: schema.Cell, run: schema.Run) -> None:
     reasons = [str(r) for r in said] if isinstance(said, list) else []
     clocks = sorted(c for c in map(number, cell.clocks_mhz) if c)
     top = number(run.ceilings.get("clock_max_mhz"))
-    low = clocks[len(clocks) // 10] if clocks else None  # a tenth of the samples may be off
-    if low is not None and top and low < THROTTLE_SHARE * top:
-        share = f"{low:.0f} MHz, {100 * low / top:.0f} % of the {top:.0f} that this GPU can run at"
-        flag(cell, "THROTTLED", f"the clock went down to {share}" + (f": {', '.join(reasons)}" if reasons else ""))
-        return
-    if low is not None and top:
+    if clocks and top:
+        low = clocks[len(clocks) // 10]  # a tenth of the samples may be off
+        if low < THROTTLE_SHARE * top:
+            share = f"{low:.0f} MHz, {100 * low / top:.0f} % of the {top:.0f} that this GPU can run at"
+            flag(cell, "THROTTLED", f"the clock went down to {share}" + (f": {', '.join(reasons)}" if reasons else ""))
+            return
         reasons = [r for r in reasons if r not in MILD]
     if reasons:
         flag(cell, "THROTTLED", f"the driver slowed the clock down: {', '.join(reasons)}")
@@ -255,7 +304,7 @@ def _noise_flag(cell: schema.Cell, median: float) -> None:
 
 
 def _memory_floors(cell: schema.Cell) -> None:
-    """A number of bytes below what the tensors themselves take is dropped, and said so; the time stands."""
+    """Drops a number of bytes below what the tensors themselves take, and says so; the time stands."""
     kind = floors.family(cell.op, cell.function)
     least = None if kind is None or cell.op.startswith("layer") else floors.memory(kind, cell.case, cell.pass_)
     for name, entry in list(cell.memory.items()):
@@ -287,34 +336,39 @@ class Fit:
     def words(self) -> str:
         return f"N^{self.exponent:.3f} (95 %: {self.low:.3f} to {self.high:.3f}, R2 {self.r2:.4f})"
 
+    @property
+    def growth(self) -> str:
+        """O(n), more or less than that, or open: the interval allows several."""
+        if self.low > LINEAR_RANGE[1]:
+            return "above O(n)"
+        if self.high < LINEAR_RANGE[0]:
+            return "sublinear"
+        return "O(n)" if LINEAR_RANGE[0] <= self.low and self.high <= LINEAR_RANGE[1] else "open"
+
 
 @dataclass(frozen=True)
 class Scaling:
     """How one competitor's time and memory grow with N."""
 
-    suite: str
-    competitor: str
-    pass_: str
-    cache: str
-    case: dict[str, Any]  # without N
+    cell: schema.Cell  # any of the curve
     time: Fit | None
     memory: Fit | None
-    points: list[tuple[float, float]]  # N, ms: those of the fit
+    points: list[Point]  # N, ms: those of the fit
     left_out: list[tuple[float, str]]
+    growth: str  # as `Fit.growth`, of time and memory together
     verdict: str
-    linear: bool | None  # O(n) in time and memory; None: cannot be told
+
+    @property
+    def linear(self) -> bool | None:
+        """O(n) in time and memory; None: cannot be told."""
+        return None if self.growth == "open" else self.growth == "O(n)"
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """The N from which `winner` is faster than `other`, with its interval; None: not among the lengths measured."""
+    """The N from which one competitor is faster than another; None: not among the lengths measured."""
 
-    suite: str
-    winner: str
-    other: str
-    pass_: str
-    cache: str
-    case: dict[str, Any]
+    cell: schema.Cell  # any of the faster one's
     N: float | None
     low: float | None
     high: float | None
@@ -327,52 +381,25 @@ class Relations:
     crossovers: list[Crossover] = field(default_factory=list)
 
 
-def fit(points: Iterable[tuple[float, float]]) -> Fit | None:
-    """A power through points, by least squares of logarithms. None for fewer than three."""
-    xy = sorted((x, y) for x, y in points if x > 0 and y > 0)
-    if len({x for x, _ in xy}) < 3:
-        return None
-    from scipy import stats  # here: reading a cell's audit does not need scipy
-
-    xs, ys = ([math.log(p[i]) for p in xy] for i in (0, 1))
-    local = [
-        (x0, x1, math.log(y1 / y0) / math.log(x1 / x0)) for (x0, y0), (x1, y1) in itertools.pairwise(xy) if x1 > x0
-    ]
-    if max(ys) - min(ys) < 1e-12:
-        return Fit(0.0, 0.0, 0.0, 1.0, local)
-    line = stats.linregress(xs, ys)
-    slope, half = float(line.slope), float(line.stderr) * float(stats.t.ppf(0.975, len(xy) - 2))
-    return Fit(slope, slope - half, slope + half, float(line.rvalue) ** 2, local)
-
-
 def judge_group(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run] | None = None) -> Relations:
-    """Relations between cells: flags those that contradict each other; returns scaling and crossovers.
+    """Flags cells that contradict each other; returns growth and crossovers.
 
     `runs` tells the size of the cache and the ceilings; without it nothing is allowed for them.
     """
     for cell in cells:
         _forget(cell, GROUPS)
     _mark_other_functions(cells)
-    _check_sums(cells, runs or {})
+    timed = [cell for cell in cells if cell.status == "ok" and time_ms(cell.stats.get("median"))]
+    _check_sums(timed, runs or {})
     found = Relations()
-    by_length: dict[tuple[str, ...], list[schema.Cell]] = {}
-    for cell in cells:
-        if number(cell.case.get("N")) and number(cell.stats.get("median")) and cell.status == "ok":
-            key = (cell.run_id, cell.suite, _key(_without_n(cell.case)), cell.pass_, cell.cache)
-            by_length.setdefault(key, []).append(cell)
-    for group in by_length.values():
-        series: dict[str, list[schema.Cell]] = {}
-        for cell in sorted(group, key=lambda c: c.case["N"]):
-            series.setdefault(cell.competitor, []).append(cell)
-        run = (runs or {}).get(group[0].run_id)
+    curves = grouped((cell for cell in timed if number(cell.case.get("N"))), _curve_key)
+    for curve in curves.values():
+        series = grouped(sorted(curve, key=lambda c: c.case["N"]), lambda c: c.competitor)
+        run = (runs or {}).get(curve[0].run_id)
         found.scaling += [s for line in series.values() if (s := scaling(line, run)) is not None]
         ours = [name for name in series if name.startswith("fulmen")] or list(series)[:1]
-        for winner in ours:
-            found.crossovers += [
-                c
-                for other in series
-                if other not in ours and (c := crossover(series[winner], series[other])) is not None
-            ]
+        pairs = [(series[a], series[b]) for a in ours for b in series if b not in ours]
+        found.crossovers += [c for a, b in pairs if (c := crossover(a, b)) is not None]
     return found
 
 
@@ -380,16 +407,14 @@ def _key(case: Mapping[str, Any]) -> str:
     return repr(sorted((str(k), repr(v)) for k, v in case.items()))
 
 
-def _without_n(case: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in case.items() if k not in ("N", "N_Q", "N_KV")}
+def _curve_key(cell: schema.Cell) -> Hashable:
+    rest = {k: v for k, v in cell.case.items() if k not in ("N", "N_Q", "N_KV")}
+    return cell.run_id, cell.suite, _key(rest), cell.pass_, cell.cache
 
 
 def _mark_other_functions(cells: Sequence[schema.Cell]) -> None:
     """Beside our own cell (or the first one), those that compute something else."""
-    groups: dict[tuple[str, ...], list[schema.Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.run_id, cell.suite, _key(cell.case)), []).append(cell)
-    for group in groups.values():
+    for group in grouped(cells, lambda c: (c.run_id, c.suite, _key(c.case))).values():
         first = next((c for c in group if c.competitor.startswith("fulmen")), group[0])
         for cell in group:
             if cell.function != first.function:
@@ -403,41 +428,58 @@ def _sigma(cell: schema.Cell) -> float:
     return (high - low) / 3.92 if low is not None and high is not None else 0.0
 
 
-def _check_sums(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run]) -> None:
+def _check_sums(timed: Sequence[schema.Cell], runs: Mapping[str, schema.Run]) -> None:
     """Forward and backward against both in one go; the backward may find in the cache what the forward left there."""
-    groups: dict[tuple[str, ...], dict[str, schema.Cell]] = {}
-    for cell in cells:
-        if cell.status == "ok" and number(cell.stats.get("median")):
-            key = (cell.run_id, cell.suite, cell.function, _key(cell.case), cell.competitor, cell.cache)
-            groups.setdefault(key, {})[cell.pass_] = cell
-    for group in groups.values():
-        if len(group) < 3:
+    for group in grouped(
+        timed, lambda c: (c.run_id, c.suite, c.function, _key(c.case), c.competitor, c.cache)
+    ).values():
+        passes = {cell.pass_: cell for cell in group}
+        if len(passes) < 3:
             continue
-        forward, backward, total = (float(group[p].stats["median"]) for p in schema.PASSES)
-        sigma = math.hypot(*(_sigma(c) for c in group.values()))
-        parts = forward + backward
-        run = runs.get(group["total"].run_id)
-        work = floors.of_case(group["total"].op, group["total"].function, group["total"].case, "forward")
+        forward, backward, total = (float(passes[p].stats["median"]) for p in schema.PASSES)
+        parts, first = forward + backward, passes["total"]
+        work, run = floors.of_case(first.op, first.function, first.case, "forward"), runs.get(first.run_id)
         cached = 0.0
         if run is not None and work is not None and total < parts:
-            bounds = limits(run, group["total"].case.get("dtype"))
+            bounds = limits(run, first.case.get("dtype"))
             if bounds.bytes_reached:
                 cached = 1e3 * min(bounds.l2_bytes, work.bytes) / bounds.bytes_reached
         gap = abs(total - parts) - cached
+        sigma = math.hypot(*map(_sigma, passes.values()))
         if gap > DISAGREE_SHARE * max(total, parts) and gap > DISAGREE_SIGMAS * sigma:
-            why = (
-                f"forward {ms(forward)} + backward {ms(backward)} = {ms(parts)}, but both in one go take {ms(total)}: "
-                f"{100 * (total / parts - 1):+.0f} %"
-            )
-            for cell in group.values():
+            sums = f"forward {ms(forward)} + backward {ms(backward)} = {ms(parts)}"
+            why = f"{sums}, but both in one go take {ms(total)}: {100 * (total / parts - 1):+.0f} %"
+            for cell in passes.values():
                 flag(cell, "INCONSISTENT", why)
+
+
+# -------------------------------------------------------------------------------------- growth with the length
+
+
+def fit(points: Iterable[Point]) -> Fit | None:
+    """A power through points, by least squares of logarithms. None for fewer than three."""
+    xy = sorted((x, y) for x, y in points if x > 0 and y > 0)
+    if len({x for x, _ in xy}) < 3:
+        return None
+    from scipy import stats  # here: reading a cell's audit does not need scipy
+
+    xs, ys = ([math.log(p[i]) for p in xy] for i in (0, 1))
+    local = [(a[0], b[0], _exponent(a, b)) for a, b in itertools.pairwise(xy) if b[0] > a[0]]
+    if max(ys) - min(ys) < 1e-12:
+        return Fit(0.0, 0.0, 0.0, 1.0, local)
+    line = stats.linregress(xs, ys)
+    slope, half = float(line.slope), float(line.stderr) * float(stats.t.ppf(0.975, len(xy) - 2))
+    return Fit(slope, slope - half, slope + half, float(line.rvalue) ** 2, local)
+
+
+def _exponent(a: Point, b: Point) -> float:
+    return math.log(b[1] / a[1]) / math.log(b[0] / a[0])
 
 
 def scaling(series: Sequence[schema.Cell], run: schema.Run | None = None) -> Scaling | None:
     """The growth of one competitor over N; None when there is only one length."""
     if len({c.case["N"] for c in series}) < 2:
         return None
-    first = series[0]
     l2 = number(run.environment.get("l2_bytes")) or 0.0 if run is not None else 0.0
     gpu = run is not None and bool(number(run.environment.get("arch")))
     points, left_out, sizes = [], [], []
@@ -455,54 +497,37 @@ def scaling(series: Sequence[schema.Cell], run: schema.Run | None = None) -> Sca
             points.append((n, t))
     time = fit(points) if len(points) >= MIN_POINTS else None
     memory = fit(sizes) if len(sizes) >= MIN_POINTS else None
-    verdict, linear = _verdict(time, memory, points)
-    return Scaling(
-        first.suite, first.competitor, first.pass_, first.cache, _without_n(first.case), time, memory, points, left_out,
-        verdict, linear,
-    )  # fmt: skip
+    return Scaling(series[0], time, memory, points, left_out, *_verdict(time, memory, points))
 
 
-def _within(f: Fit) -> bool:
-    return LINEAR_RANGE[0] <= f.low and f.high <= LINEAR_RANGE[1]
-
-
-def _last_exponent(points: Sequence[tuple[float, float]]) -> float:
-    """From the last length but one to the last."""
-    (n0, t0), (n1, t1) = sorted(points)[-2:]
-    return math.log(t1 / t0) / math.log(n1 / n0)
-
-
-def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[tuple[float, float]]) -> tuple[str, bool | None]:
+def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[Point]) -> tuple[str, str]:
+    """(growth of time and memory together, the sentence)"""
     if time is None:
-        return f"cannot be told: {len(points)} lengths are long enough, {MIN_POINTS} are needed", None
-    if time.high < 0.8:
-        return (
-            f"time grows as {time.words()}: too slowly; the host or empty SMs set the pace, or work is skipped",
-            False,
-        )
+        return "open", f"cannot be told: {len(points)} lengths are long enough, {MIN_POINTS} are needed"
     words = f"time grows as {time.words()}"
+    if time.high < 0.8:
+        return "sublinear", f"{words}: too slowly; the host or empty SMs set the pace, or work is skipped"
     if memory is not None:
         words += f", memory as {memory.words()}"
-    if _within(time) and (memory is None or _within(memory)):
-        return ("O(n): " if memory is not None else "O(n) in time: ") + words, True
-    last = _last_exponent(points)
-    if (
-        time.high <= LINEAR_RANGE[1]
-        and LINEAR_RANGE[0] <= last <= LINEAR_RANGE[1]
-        and (memory is None or _within(memory))
-    ):
-        return f"O(n): {words}, and at the end as n^{last:.2f}: beside a linear part there is a constant one", True
-    if time.low > LINEAR_RANGE[1] or time.high < LINEAR_RANGE[0]:
-        return "not O(n): " + words, False
-    if memory is not None and (memory.low > LINEAR_RANGE[1] or memory.high < LINEAR_RANGE[0]):
-        return "not O(n) in memory: " + words, False
-    return "O(n) neither shown nor excluded: " + words, None
+    last = _exponent(*sorted(points)[-2:])
+    settled = time.high <= LINEAR_RANGE[1] and LINEAR_RANGE[0] <= last <= LINEAR_RANGE[1]
+    in_time = "O(n)" if settled else time.growth
+    in_memory = "O(n)" if memory is None else memory.growth
+    if in_time == in_memory == "O(n)":
+        if time.growth != "O(n)":
+            words += f", and at the end as n^{last:.2f}: beside a linear part there is a constant one"
+        return "O(n)", f"O(n){'' if memory is not None or time.growth != 'O(n)' else ' in time'}: {words}"
+    for growth in ("above O(n)", "sublinear"):
+        if in_time == growth:
+            return growth, f"{growth}: {words}"
+        if in_memory == growth:
+            return growth, f"{growth} in memory: {words}"
+    return "open", f"O(n) neither shown nor excluded: {words}"
 
 
-def _crossings(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float | None:
+def _crossing(a: Mapping[float, float], b: Mapping[float, float]) -> float | None:
     """The last N at which log a(N) - log b(N) goes from above to below zero, by interpolation of logarithms."""
-    other = dict(b)
-    gaps = [(math.log(n), math.log(t / other[n])) for n, t in a if n in other]
+    gaps = [(math.log(n), math.log(t / b[n])) for n, t in sorted(a.items()) if n in b]
     for (x0, y0), (x1, y1) in reversed(list(itertools.pairwise(gaps))):
         if y1 >= 0:
             return None  # slower again at the longest lengths
@@ -511,34 +536,27 @@ def _crossings(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]
     return None
 
 
-def crossover(ours: Sequence[schema.Cell], theirs: Sequence[schema.Cell]) -> Crossover | None:
+def crossover(ours: Sequence[schema.Cell], other: Sequence[schema.Cell]) -> Crossover | None:
     """From which N `ours` is the faster one; the interval is where the intervals of the medians would cross."""
-    lines = []
-    for series in (ours, theirs):
-        middle, low, high = [], [], []
-        for cell in series:
-            n, t = float(cell.case["N"]), float(cell.stats["median"])
-            middle.append((n, t))
-            low.append((n, min(t, number(cell.stats.get("low")) or t)))
-            high.append((n, max(t, number(cell.stats.get("high")) or t)))
-        lines.append((middle, low, high))
-    a, b = lines
-    common = sorted({n for n, _ in a[0]} & {n for n, _ in b[0]})
+
+    def line(series: Sequence[schema.Cell], which: str, pick: Callable[[float, float], float]) -> dict[float, float]:
+        times = {float(c.case["N"]): (float(c.stats["median"]), time_ms(c.stats.get(which))) for c in series}
+        return {n: pick(t, bound or t) for n, (t, bound) in times.items()}
+
+    (a, a_low, a_high), (b, b_low, b_high) = (
+        (line(series, "median", min), line(series, "low", min), line(series, "high", max)) for series in (ours, other)
+    )
+    common = sorted(a.keys() & b.keys())
     if len(common) < 2:
         return None
-    at, early, late = _crossings(a[0], b[0]), _crossings(a[1], b[2]), _crossings(a[2], b[1])
-    first, other = ours[0], theirs[0]
-    ratio = statistics.geometric_mean([dict(b[0])[n] / dict(a[0])[n] for n in common])
+    at, early, late = _crossing(a, b), _crossing(a_low, b_high), _crossing(a_high, b_low)
+    names = f"faster than {other[0].competitor}"
     if at is not None:
-        words = f"{first.competitor} is faster than {other.competitor} from N = {at:.0f}"
-        words += f" ({early:.0f} to {late:.0f})" if early is not None and late is not None else " (interval open)"
-    elif dict(a[0])[common[-1]] < dict(b[0])[common[-1]]:
-        words = (
-            f"{first.competitor} is faster than {other.competitor} at every N measured, {ratio:.2f} times on average"
-        )
+        interval = f"{early:.0f} to {late:.0f}" if early is not None and late is not None else "interval open"
+        words = f"is {names} from N = {at:.0f} ({interval})"
+    elif a[common[-1]] < b[common[-1]]:
+        ratio = statistics.geometric_mean([b[n] / a[n] for n in common])
+        words = f"is {names} at every N measured, {ratio:.2f} times on average"
     else:
-        words = f"{first.competitor} is not faster than {other.competitor} at N = {common[-1]:.0f}"
-    return Crossover(
-        first.suite, first.competitor, other.competitor, first.pass_, first.cache, _without_n(first.case),
-        at, early, late, words,
-    )  # fmt: skip
+        words = f"is not {names} at N = {common[-1]:.0f}"
+    return Crossover(ours[0], at, early, late, f"{ours[0].competitor} {words}")

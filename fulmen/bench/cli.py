@@ -202,6 +202,16 @@ def scaling(
     click.echo(f"results: {out}")
 
 
+def read(*paths: Path) -> Any:
+    """The results of some files; says what was skipped in them."""
+    from fulmen.bench import schema
+
+    results = schema.read(paths)
+    for note in results.notes:
+        click.echo(f"Warning: {note}", err=True)
+    return results
+
+
 @bench.command()
 @click.argument("results", nargs=-1, required=True, type=RESULTS)
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="A folder.")
@@ -214,7 +224,7 @@ def report(results: tuple[Path, ...], out: Path) -> None:
     except ImportError as error:
         fail(f"the report needs more than the measurement: {error}; pip install 'fulmen[bench]'")
     try:
-        for path in write(schema.read(results), out):
+        for path in write(read(*results), out):
             click.echo(path)
     except (schema.BadResults, OSError) as error:
         fail(error)
@@ -232,7 +242,7 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
 
     try:
         rule = None if fail_on is None else comparing.parse_fail_on(fail_on)
-        verdicts = comparing.compare(schema.read([a]), schema.read([b]))
+        verdicts = comparing.compare(read(a), read(b))
     except (schema.BadResults, ValueError) as error:
         fail(error)
     comparing.render(verdicts, Console())
@@ -242,21 +252,26 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
 
 
 @bench.command()
-@click.argument("file", type=RESULTS)
+@click.argument("files", nargs=-1, required=True, type=RESULTS)
 @click.option("--map", "map_path", type=RESULTS, help="TOML that says which columns are the GPU, the shape, the times.")
 @click.option("--fail-on", type=click.Choice(["wrong", "doubtful"]), help="Exit with 1 if there is any; or worse.")
-def audit(file: Path, map_path: Path | None, fail_on: str | None) -> None:
-    """Check published numbers (CSV, JSON lines or a Markdown table) against physics."""
+def audit(files: tuple[Path, ...], map_path: Path | None, fail_on: str | None) -> None:
+    """Check published numbers (CSV, JSON lines or a Markdown table) against physics, and several files against each
+    other."""
     from rich.console import Console
 
     from fulmen.bench import published, schema
 
-    try:
-        findings = published.audit_file(file, map_path)
-    except (schema.BadResults, ValueError, OSError) as error:
-        fail(error)
-    published.render(findings, Console())
-    flags = {None: (), "wrong": published.BAD, "doubtful": (*published.BAD, *published.DOUBTFUL)}[fail_on]
-    failed = sum(f.flag in flags for f in findings)
+    console, flags = Console(), {"wrong": published.BAD, "doubtful": (*published.BAD, *published.DOUBTFUL)}
+    failed = 0
+    for file in files:
+        try:
+            findings = published.audit_file(file, map_path, [other for other in files if other != file])
+        except (schema.BadResults, ValueError, OSError) as error:
+            fail(error)
+        if len(files) > 1:
+            click.echo(f"{file}:")
+        published.render(findings, console)
+        failed += sum(f.flag in flags.get(fail_on or "", ()) for f in findings)
     if failed:
         fail(f"{failed} numbers fail --fail-on {fail_on}")

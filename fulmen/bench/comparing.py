@@ -7,11 +7,11 @@ that of Mann and Whitney's test.
     FASTER, SLOWER   p < 0.002, a ratio at least 2 % from 1, the medians' intervals apart, and the same in clock cycles
     SAME             a ratio less than 1 % from 1, and no room in the interval for more than 5 %
     INCONCLUSIVE     neither
-    INCOMPARABLE     another GPU or protocol, or no time on one side; missing cells, too
+    INCOMPARABLE     another GPU or protocol, or no time in one of the files; missing cells, too
 
-Clocks of a GPU move with heat and power. Where both sides know theirs, cycles (time x clock) are compared as well: a
-change in time that is none in cycles is the clock's, and the cell is SAME. A kernel that waits for memory takes as long
-at another clock, so that it is SAME by its time whatever its cycles say.
+GPU clocks move with heat and power. Where both files hold clocks, cycles (time x clock) are compared as well. A change
+in time without one in cycles is the clock's, and the cell is SAME. A kernel that waits for memory takes equally long at
+another clock, and is SAME by its time whatever its cycles say.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulmen.bench import schema
-from fulmen.bench.audit import ms, number
+from fulmen.bench.audit import ms, number, time_ms
 
 VERDICTS = ("FASTER", "SLOWER", "SAME", "INCONCLUSIVE", "INCOMPARABLE")
 P_VALUE = 0.002
@@ -39,7 +39,7 @@ EQUAL = 0.01
 ROOM = 0.05  # an interval wider than this shows nothing to be the same
 CLOCK_MOVED = 0.01
 MIN_SAMPLES = 5
-MAX_SAMPLES = 250  # of each side, drawn at random from more: quotients are as many as the product
+MAX_SAMPLES = 250  # of each cell, drawn at random from more: there are as many quotients as the product
 
 Array = NDArray[np.float64]
 
@@ -64,21 +64,17 @@ class Effect(NamedTuple):
 
 @dataclass
 class Verdict:
-    verdict: str
-    why: str
-    config_hash: str
-    suite: str
-    op: str
-    competitor: str
-    pass_: str
-    cache: str
-    case: dict[str, object]
+    """What became of one cell."""
+
+    cell: schema.Cell  # the newer one where there are two
+    verdict: str = "INCOMPARABLE"
+    why: str = ""
     a_ms: float | None = None
     b_ms: float | None = None
     time: Effect | None = None
     cycles: Effect | None = None
     in_cycles: bool = False  # the verdict rests on cycles
-    missing: str = ""  # "a" or "b": where the cell is not
+    missing: str = ""  # "a" or "b": the file that has no such cell
     broken: bool = False  # a has a time, b tried and has none
 
     @property
@@ -87,8 +83,9 @@ class Verdict:
 
     @property
     def name(self) -> str:
-        case = " ".join(f"{k}={v}" for k, v in sorted(self.case.items(), key=lambda item: str(item[0])))
-        return f"{self.suite}: {self.competitor}, {self.pass_}{' (hot)' if self.cache == 'hot' else ''}, {case}"
+        cell, hot = self.cell, " (hot)" if self.cell.cache == "hot" else ""
+        case = " ".join(sorted(f"{k}={v}" for k, v in cell.case.items()))
+        return f"{cell.suite}: {cell.competitor}, {cell.pass_}{hot}, {case}"
 
 
 # --------------------------------------------------------------------------------------------- statistics
@@ -132,10 +129,8 @@ def _mann_whitney(a: Array, b: Array, quotients: Array) -> float:
 
 
 def _samples(cell: schema.Cell) -> Array | None:
-    values = [number(x) for x in cell.samples_ms]
-    if len(values) < MIN_SAMPLES or any(x is None or x <= 0 for x in values):
-        return None
-    return np.array(values, dtype=np.float64)
+    values = [time_ms(x) for x in cell.samples_ms]
+    return None if len(values) < MIN_SAMPLES or None in values else np.array(values, dtype=np.float64)
 
 
 def _cycles(cell: schema.Cell, times: Array) -> tuple[Array, float] | None:
@@ -156,30 +151,23 @@ def compare(a: schema.Results, b: schema.Results) -> list[Verdict]:
     A cell that neither could measure, as of a package that is not installed, has none.
     """
     before, after = ({cell.config_hash: cell for cell in results.cells} for results in (a, b))
-    verdicts = []
-    for key in [*before, *(k for k in after if k not in before)]:
-        first, second = before.get(key), after.get(key)
-        if first is None or second is None:
-            verdicts.append(_missing(first or second, "a" if first is None else "b", key))
-        elif not first.status == second.status in ("unsupported", "skipped"):
-            verdicts.append(_judge(first, second, a.runs.get(first.run_id), b.runs.get(second.run_id), key))
+    verdicts = [_missing(cell, "b") for key, cell in before.items() if key not in after]
+    for key, cell in after.items():
+        old = before.get(key)
+        if old is None:
+            verdicts.append(_missing(cell, "a"))
+        elif not old.status == cell.status in ("unsupported", "skipped"):
+            verdicts.append(_judge(old, cell, _differences(a.runs.get(old.run_id), b.runs.get(cell.run_id))))
     return sorted(verdicts, key=_weight)
+
+
+def _missing(cell: schema.Cell, which: str) -> Verdict:
+    return Verdict(cell, why=f"only in the {'second' if which == 'a' else 'first'} file", missing=which)
 
 
 def _weight(v: Verdict) -> tuple[int, float]:
     lost = abs((v.b_ms or 0.0) - (v.a_ms or 0.0))
     return ["SLOWER", "FASTER", "INCONCLUSIVE", "INCOMPARABLE", "SAME"].index(v.verdict), -lost
-
-
-def _verdict(cell: schema.Cell, key: str, verdict: str, why: str) -> Verdict:
-    return Verdict(verdict, why, key, cell.suite, cell.op, cell.competitor, cell.pass_, cell.cache, cell.case)
-
-
-def _missing(cell: schema.Cell | None, side: str, key: str) -> Verdict:
-    assert cell is not None
-    found = _verdict(cell, key, "INCOMPARABLE", f"only in {'the second' if side == 'a' else 'the first'} file")
-    found.missing = side
-    return found
 
 
 def _differences(a: schema.Run | None, b: schema.Run | None) -> str:
@@ -196,28 +184,28 @@ def _differences(a: schema.Run | None, b: schema.Run | None) -> str:
     return ""
 
 
-def _judge(first: schema.Cell, second: schema.Cell, a: schema.Run | None, b: schema.Run | None, key: str) -> Verdict:
-    found = _verdict(second, key, "INCOMPARABLE", _differences(a, b))
-    found.a_ms, found.b_ms = number(first.median_ms), number(second.median_ms)
-    if found.why:
+def _judge(first: schema.Cell, second: schema.Cell, differences: str) -> Verdict:
+    found = Verdict(second, why=differences, a_ms=time_ms(first.median_ms), b_ms=time_ms(second.median_ms))
+    if differences:
         return found
     found.broken = first.status == "ok" and second.status not in ("ok", "skipped", "interrupted")
+    samples = []
     for cell, which in ((first, "first"), (second, "second")):
         if cell.status != "ok":
             reason = f": {cell.reason}" if cell.reason else ""
             found.why = f"no time in the {which} file ({cell.status}{reason})"
             return found
-    old, new = _samples(first), _samples(second)
-    if old is None or new is None:
-        found.why = f"fewer than {MIN_SAMPLES} usable samples in the {'first' if old is None else 'second'} file"
-        return found
-    found.time = effect(old, new)
-    old_cycles, new_cycles = _cycles(first, old), _cycles(second, new)
+        usable = _samples(cell)
+        if usable is None:
+            found.why = f"fewer than {MIN_SAMPLES} usable samples in the {which} file"
+            return found
+        samples.append(usable)
+    found.time = effect(*samples)
     found.verdict, found.why = found.time.verdict, _words(found.time)
-    if old_cycles is None or new_cycles is None:
-        return found
-    found.cycles = effect(old_cycles[0], new_cycles[0])
-    _confirm(found, old_cycles[1], new_cycles[1])
+    old, new = _cycles(first, samples[0]), _cycles(second, samples[1])
+    if old is not None and new is not None:
+        found.cycles = effect(old[0], new[0])
+        _confirm(found, old[1], new[1])
     return found
 
 
@@ -274,16 +262,14 @@ def failures(verdicts: Iterable[Verdict], rule: Rule | None) -> list[Verdict]:
     """Those that the rule counts as failures; without a rule none."""
     if rule is None:
         return []
-    found = []
-    for v in verdicts:
-        slower = v.verdict == "SLOWER" and v.effect is not None and rule.slower is not None
-        if (
-            (slower and v.effect is not None and v.effect.ratio - 1 >= (rule.slower or 0.0))
-            or (rule.missing and v.missing == "b")
-            or (rule.broken and v.broken)
-        ):
-            found.append(v)
-    return found
+    limit = math.inf if rule.slower is None else 1 + rule.slower
+    return [
+        v
+        for v in verdicts
+        if (v.verdict == "SLOWER" and v.effect is not None and v.effect.ratio >= limit)
+        or (rule.missing and v.missing == "b")
+        or (rule.broken and v.broken)
+    ]
 
 
 def exit_code(verdicts: Iterable[Verdict], rule: Rule | None = None) -> int:
@@ -303,20 +289,15 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def render(verdicts: Sequence[Verdict], console: Console, everything: bool = False) -> None:
-    """A table of all that is not SAME (or of everything), then the counts. Names are text, never markup."""
+    """Prints a table of all that is not SAME (or of everything), then the counts. Names are text, never markup."""
     shown = [v for v in verdicts if everything or v.verdict != "SAME"]
     if shown:
         table = Table(box=None, pad_edge=False)
-        for title, justify in (
-            ("verdict", "left"),
-            ("cell", "left"),
-            ("before", "right"),
-            ("after", "right"),
-            ("", "left"),
-        ):
-            table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        for title in ("verdict", "cell", "before", "after", ""):
+            table.add_column(title, justify="right" if title in ("before", "after") else "left", overflow="fold")
         for v in shown:
             times = [Text("-" if t is None else ms(t)) for t in (v.a_ms, v.b_ms)]
-            table.add_row(Text(v.verdict, style=COLOURS[v.verdict]), Text(v.name), *times, Text(v.why))
+            name, why = (Text(schema.printable(text)) for text in (v.name, v.why))
+            table.add_row(Text(v.verdict, style=COLOURS[v.verdict]), name, *times, why)
         console.print(table)
     console.print(Text(summary(verdicts)))

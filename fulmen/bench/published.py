@@ -1,15 +1,16 @@
-"""Audits numbers that somebody published: which of them cannot be, and which contradict each other.
+"""Audits published numbers: which of them are impossible, and which contradict each other.
 
     IMPOSSIBLE     faster than the GPU, or fewer bytes than the tensors; the arithmetic stands beside it
     SUSPECT        above the data sheet's dense peak, but not above what the highest clock allows
     WARM-L2        more bytes per second than the memory moves: the data were in the cache
     HOST-BOUND     times that do not grow with the work: launches were measured
     INCONSISTENT   total against forward + backward, a speedup against its times, one number printed in two ways
-    MISLABELLED    the same times under different shapes
+    MISLABELLED    the same times under different shapes, in one file or in two given together
     SAME-KERNEL    two names whose times differ by noise only
     WRONG-CEILING  a peak "with sparsity", which no attention reaches
-    UNAUDITED      too little is said to check a number
-    NOTE           what was taken for granted, and how times grow with N
+    UNAUDITED      too little is said to check a number, or a table that could not be read
+    AUDITED        how many numbers were compared with the hardware or the tensors
+    NOTE           what was assumed, and how times grow with N
 
 Printed numbers are rounded: a number counts as wrong only if it is so at either end of what it may have been. Missing
 facts are filled in on the safe side (causal, 16 bit), and told.
@@ -21,7 +22,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fulmen.bench import audit, floors, schema
-from fulmen.bench.audit import ms, si
+from fulmen.bench.audit import grouped, ms, si
 from fulmen.bench.published_tables import Number, Published, Row, competitors, read
 
 BAD = ("IMPOSSIBLE", "INCONSISTENT", "MISLABELLED", "WRONG-CEILING")
 DOUBTFUL = ("SUSPECT", "WARM-L2", "HOST-BOUND", "SAME-KERNEL")
-FLAGS = (*BAD, *DOUBTFUL, "UNAUDITED", "NOTE")
+FLAGS = (*BAD, *DOUBTFUL, "UNAUDITED", "AUDITED", "NOTE")
 
 SUM_SHARE = 0.10  # total against forward + backward
 SPEEDUP_SHARE = 0.01
@@ -46,6 +47,7 @@ PLATEAU_WORK, PLATEAU_SHARE = 16.0, 0.15
 SAME_SHARE, SAME_NUMBERS = 0.04, 6
 MISLABEL_NUMBERS = 4
 MAX_SHAPES = 60  # compared pairwise
+TRAINING = ("backward", "total")
 SHAPE = ("B", "H", "H_KV", "D", "E")
 
 
@@ -91,12 +93,15 @@ def work_of(facts: dict[str, Any], pass_: str | None) -> floors.Work | None:
     return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_)
 
 
-def ceilings_of(facts: dict[str, Any]) -> floors.Ceilings | None:
-    sheet = floors.gpu(facts.get("gpu", ""))
-    if sheet is not None:
-        return floors.of_gpu(sheet, str(facts["dtype"]))
-    bandwidth = audit.number(facts.get("bandwidth"))
-    return floors.Ceilings(bytes_hard=bandwidth, l2_bytes=math.inf) if bandwidth else None
+def limits_of(facts: dict[str, Any]) -> audit.Limits | None:
+    """The data sheet's ceilings, or the bandwidth that the page tells of an unknown GPU."""
+    sheet, bandwidth = floors.gpu(facts.get("gpu", "")), audit.number(facts.get("bandwidth"))
+    if sheet is None:
+        return audit.Limits(None, bandwidth, None, bandwidth, math.inf, False, True) if bandwidth else None
+    top = floors.of_gpu(sheet, str(facts["dtype"]))
+    return audit.Limits(
+        top.flops_hard, top.bytes_hard, top.flops_rated, top.bytes_hard, top.l2_bytes or 0.0, measured=False, gpu=True
+    )
 
 
 def describe(row: Row) -> str:
@@ -110,42 +115,17 @@ def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
     if row.number.value <= 0:
         yield Finding("IMPOSSIBLE", row.where, describe(row), f"{row.number.value:g} ms: a time is above 0")
         return
-    work, tops = work_of(facts, row.pass_), ceilings_of(facts)
-    if work is None or tops is None:
+    work, limits = work_of(facts, row.pass_), limits_of(facts)
+    if work is None or limits is None:
         lacking = [n for n in ("gpu", "op", "pass", "B", "H", "D") if facts.get(n) is None]
         if not any(n in facts for n in ("N", "N_Q")):
             lacking.append("N")
         why = f"not said: {', '.join(lacking)}" if lacking else f"no data sheet of {facts.get('gpu')!r} here"
         yield Finding("UNAUDITED", row.where, describe(row), why)
         return
-    t, l2 = row.number, tops.l2_bytes or 0.0
-    for amount, ceiling, unit, least in (
-        (work.flops, tops.flops_hard, "FLOP", work.flops),
-        (work.bytes, tops.bytes_hard, "B", work.on_dram(l2, cold=False)),
-    ):
-        if ceiling and least / ceiling * 1e3 > t.high:
-            arithmetic = (
-                f"{si(amount, unit)} at least; at {si(ceiling, unit + '/s')} that takes {ms(1e3 * least / ceiling)}, "
-                f"published {ms(t.value)}: {1e3 * least / ceiling / t.value:.1f} times as fast as possible"
-            )
-            yield Finding("IMPOSSIBLE", row.where, describe(row), arithmetic)
-            return
-    speed = 1e3 * work.usual_flops / t.high
-    if tops.flops_rated and speed > audit.SUSPECT_SHARE * tops.flops_rated:
-        reached = si(1e3 * work.usual_flops / t.value, "FLOP/s")
-        why = (
-            f"{si(work.usual_flops, 'FLOP')} in {ms(t.value)} is {reached}, above the dense peak of "
-            f"{si(tops.flops_rated, 'FLOP/s')} at the rated clock; the highest clock allows "
-            f"{si(tops.flops_hard or math.nan, 'FLOP/s')}"
-        )
-        yield Finding("SUSPECT", row.where, describe(row), why)
-    if tops.bytes_hard and 1e3 * work.bytes / t.high > tops.bytes_hard:
-        cache = f"the cache of {si(l2, 'B')}" if math.isfinite(l2) else "a cache"
-        why = (
-            f"{si(work.bytes, 'B')} in {ms(t.value)} is {si(1e3 * work.bytes / t.value, 'B/s')}, the memory moves "
-            f"{si(tops.bytes_hard, 'B/s')}: {cache} held it"
-        )
-        yield Finding("WARM-L2", row.where, describe(row), why)
+    name, why = audit.check_time(work, row.number.high, limits, cold=False, said=row.number.value)
+    if name:
+        yield Finding(name, row.where, describe(row), why)
 
 
 def _as_time(row: Row, facts: dict[str, Any]) -> Row:
@@ -194,40 +174,33 @@ def shape_key(facts: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(facts.get(k) for k in (*SHAPE, "dtype", "gpu", "causal", "layer", "label"))
 
 
-def _index(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by whose number it is: kind, competitor, pass, N and shape."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.kind, row.competitor, row.pass_, row.facts.get("N"), shape_key(row.facts)), []).append(
-            row
-        )
-    return found
+def case_key(row: Row) -> tuple[Any, ...]:
+    """Pass, N and shape: equal for numbers that may be compared."""
+    return row.pass_, row.facts.get("N"), shape_key(row.facts)
+
+
+def _times(page: Published) -> list[Row]:
+    return [row for row in page.rows if row.kind == "time"]
 
 
 def _sums(page: Published) -> Iterator[Finding]:
     """Total against forward + backward, within a table and a competitor."""
-    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in page.rows:
-        if row.kind == "time" and row.pass_ is not None:
-            key = (row.table, row.competitor, row.facts.get("N"), shape_key(row.facts))
-            groups.setdefault(key, {})[row.pass_] = row
-    for group in groups.values():
-        if len(group) < 3:
+    for rows in grouped(_times(page), lambda r: (r.table, r.competitor, case_key(r)[1:])).values():
+        passes = {row.pass_: row for row in rows if row.pass_ is not None}
+        if len(passes) < 3:
             continue
-        forward, backward, total = (group[p].number for p in schema.PASSES)
+        forward, backward, total = (passes[p].number for p in schema.PASSES)
         parts = Number(forward.value + backward.value, forward.half + backward.half)
         gap = apart(parts, total)
         if gap / (1 + gap) > SUM_SHARE:  # of the larger one
-            why = (
-                f"forward {ms(forward.value)} + backward {ms(backward.value)} = {ms(parts.value)}, total "
-                f"{ms(total.value)}: {100 * (total.value / parts.value - 1):+.0f} %"
-            )
-            yield Finding("INCONSISTENT", group["total"].where, describe(group["total"]), why)
+            sums = f"forward {ms(forward.value)} + backward {ms(backward.value)} = {ms(parts.value)}"
+            why = f"{sums}, total {ms(total.value)}: {100 * (total.value / parts.value - 1):+.0f} %"
+            yield Finding("INCONSISTENT", passes["total"].where, describe(passes["total"]), why)
 
 
 def _rates(page: Published) -> Iterator[Finding]:
     """Iterations per second against the time in the same line."""
-    totals = {(r.table, r.line): r for r in page.rows if r.kind == "time" and r.pass_ in ("total", None)}
+    totals = {(r.table, r.line): r for r in _times(page) if r.pass_ in ("total", None)}
     for row in page.rows:
         time = totals.get((row.table, row.line))
         if row.kind == "per_second" and time is not None and row.number.low > 0:
@@ -240,11 +213,9 @@ def _rates(page: Published) -> Iterator[Finding]:
 
 
 def _baseline(page: Published) -> str | None:
-    names = competitors(r for r in page.rows if r.kind == "time")
-    said = page.options.get("baseline")
-    if said is not None:
+    if (said := page.options.get("baseline")) is not None:
         return str(said)
-    found = next((n for n in names if re.search("sdpa|pytorch|torch|baseline", n.lower())), None)
+    found = next((n for n in competitors(_times(page)) if re.search("sdpa|pytorch|torch|baseline", n.lower())), None)
     if found is not None and any(r.kind == "speedup" for r in page.rows):
         page.tell(f"speedups are taken to be over {found}")
     return found
@@ -253,23 +224,15 @@ def _baseline(page: Published) -> str | None:
 def _speedups(page: Published) -> Iterator[Finding]:
     """A speedup against the quotient of its times, in any one table that has both."""
     base = _baseline(page)
-    by_case: dict[tuple[Any, ...], dict[str, dict[str, Number]]] = {}
-    for row in page.rows:
-        if row.kind == "time":
-            key = (row.pass_, row.facts.get("N"), shape_key(row.facts))
-            by_case.setdefault(key, {}).setdefault(row.table, {})[row.competitor] = row.number
+    by_case = grouped(_times(page), case_key)
     for row in page.rows:
         if row.kind != "speedup" or base is None or row.number.value <= 0:
             continue
         passes = [row.pass_] if row.pass_ is not None else ["total", None]
-        tables = [
-            (name, times)
-            for p in passes
-            for name, times in by_case.get((p, row.facts.get("N"), shape_key(row.facts)), {}).items()
-            if base in times
-        ]
-        tables.sort(key=lambda item: item[0] != row.table)
-        quotients = [q for _, times in tables if (q := _quotient(row, times, base)) is not None]
+        known = [r for p in passes for r in by_case.get((p, *case_key(row)[1:]), [])]
+        tables = grouped(sorted(known, key=lambda r: r.table != row.table), lambda r: (r.pass_, r.table))
+        times = [{r.competitor: r.number for r in rows} for rows in tables.values()]
+        quotients = [q for one in times if base in one and (q := _quotient(row, one, base)) is not None]
         if quotients and min(apart(row.number, q) for q in quotients) > SPEEDUP_SHARE:
             why = f"{row.number.value:g}x published, but the times say {quotients[0].value:.3g}x"
             yield Finding("INCONSISTENT", row.where, describe(row), why)
@@ -288,47 +251,42 @@ def _quotient(row: Row, times: dict[str, Number], base: str) -> Number | None:
 
 
 def _printed_twice(page: Published) -> Iterator[Finding]:
-    for (kind, *_), rows in _index(r for r in page.rows if r.competitor and r.facts.get("N") is not None).items():
-        if kind not in ("time", "speedup", "memory_peak"):
-            continue
-        a = rows[0]
-        for b in rows[1:]:
+    units = {"time": " ms", "speedup": "x", "memory_peak": " B"}
+    rows = [r for r in page.rows if r.kind in units and r.competitor and r.facts.get("N") is not None]
+    for a, *others in grouped(rows, lambda r: (r.kind, r.competitor, case_key(r))).values():
+        for b in others:
             if a.table != b.table and apart(a.number, b.number) > TWICE_SHARE:
-                unit = {"time": " ms", "speedup": "x", "memory_peak": " B"}[kind]
+                unit = units[a.kind]
                 why = f"{a.number.value:g}{unit} at {a.where}, {b.number.value:g}{unit} here"
                 yield Finding("INCONSISTENT", b.where, describe(b), why)
 
 
 def _mislabelled(page: Published, others: Sequence[Published]) -> Iterator[Finding]:
     """Equal times, number for number, though the shapes differ."""
-    times: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Number]]] = {}
-    for source in (page, *others):
-        for row in source.rows:
-            shape = tuple(row.facts.get(k) for k in SHAPE)
-            if row.kind == "time" and None not in shape[:2]:
-                group = times.setdefault((row.competitor, row.pass_, row.facts.get("N")), {})
-                group.setdefault((source.path, shape), []).append(row.number)
-    equal: dict[tuple[Any, ...], list[bool]] = {}
-    for (_, pass_, _), group in times.items():
-        for (one, a), (two, b) in itertools.combinations(list(group.items())[:MAX_SHAPES], 2):
-            if one[0] == page.path and one[1] != two[1]:
-                equal.setdefault((pass_, one[1], *two), []).append(any(x in b for x in a))
-    for (pass_, mine, path, other), same in equal.items():
-        if len(same) >= MISLABEL_NUMBERS and all(same):
+    Label = tuple[Path, tuple[Any, ...]]
+    equal: dict[tuple[str | None, Label, Label], list[bool]] = {}
+    rows = [(source.path, row) for source in (page, *others) for row in _times(source)]
+    for (_, pass_, _), same in grouped(rows, lambda x: (x[1].competitor, x[1].pass_, x[1].facts.get("N"))).items():
+        shapes = grouped(same, lambda x: (x[0], tuple(x[1].facts.get(k) for k in SHAPE)))
+        for (one, a), (two, b) in itertools.combinations(list(shapes.items())[:MAX_SHAPES], 2):
+            known = [(x, y) for x, y in zip(one[1], two[1], strict=True) if None not in (x, y)]
+            if one[0] == page.path and any(x != y for x, y in known):
+                numbers = [row.number for _, row in b]
+                equal.setdefault((pass_, one, two), []).append(any(row.number in numbers for _, row in a))
+    for (pass_, (_, mine), (path, other)), agree in equal.items():
+        if len(agree) >= MISLABEL_NUMBERS and all(agree):
             names = [
                 " ".join(f"{k}={v}" for k, v in zip(SHAPE, s, strict=True) if v is not None) for s in (mine, other)
             ]
-            why = f"all {len(same)} times equal those for {names[1]} in {path.name}: one of the two labels is wrong"
+            why = f"all {len(agree)} times equal those for {names[1]} in {path.name}: one of the two labels is wrong"
             yield Finding("MISLABELLED", page.path.name, f"{pass_ or 'times'}, {names[0]}", why)
 
 
 def _other_reports(page: Published, others: Sequence[Published]) -> Iterator[Finding]:
     """The same name, shape, pass and GPU, and another time by far."""
-    known: dict[tuple[Any, ...], Row] = {}
-    for other in others:
-        known.update({_report_key(r): r for r in other.rows if r.kind == "time" and r.competitor})
-    for row in page.rows:
-        twin = known.get(_report_key(row)) if row.kind == "time" and row.competitor else None
+    known = {_report_key(row): row for other in others for row in _times(other) if row.competitor}
+    for row in _times(page):
+        twin = known.get(_report_key(row)) if row.competitor else None
         if twin is not None and apart(row.number, twin.number) > OTHER_REPORT - 1:
             why = f"{ms(row.number.value)} here, {ms(twin.number.value)} at {twin.where} for the same name and shape"
             yield Finding("INCONSISTENT", row.where, describe(row), why)
@@ -347,8 +305,7 @@ def _same_kernel(page: Published) -> Iterator[Finding]:
     series: dict[str, dict[tuple[Any, ...], Number]] = {}
     for row in page.rows:
         if row.competitor and row.kind in ("time", "memory_peak"):
-            key = (row.kind, row.pass_, row.facts.get("N"), shape_key(row.facts))
-            series.setdefault(row.competitor, {}).setdefault(key, row.number)
+            series.setdefault(row.competitor, {}).setdefault((row.kind, *case_key(row)), row.number)
     for (one, a), (two, b) in itertools.combinations(list(series.items())[:MAX_SHAPES], 2):
         common = [k for k in a if k in b]
         times = [(a[k], b[k]) for k in common if k[0] == "time"]
@@ -358,32 +315,26 @@ def _same_kernel(page: Published) -> Iterator[Finding]:
             continue
         signs = {x.value > y.value for x, y in times if apart(x, y) > 0}
         if len(signs) != 1:
-            why = (
-                f"{len(times)} times agree within {100 * SAME_SHARE:.0f} % and neither name is always the faster one: "
-                f"probably one kernel"
-            )
-            yield Finding("SAME-KERNEL", page.path.name, f"{one} and {two}", why)
+            why = f"{len(times)} times agree within {100 * SAME_SHARE:.0f} % and neither name is always the faster one"
+            yield Finding("SAME-KERNEL", page.path.name, f"{one} and {two}", f"{why}: probably one kernel")
 
 
-def _plateaus(page: Published, known: Sequence[tuple[Row, dict[str, Any]]]) -> Iterator[Finding]:
+def _plateaus(known: Sequence[tuple[Row, dict[str, Any]]]) -> Iterator[Finding]:
     """Times that stay while the work grows sixteenfold or more are those of launches."""
-    series: dict[tuple[Any, ...], list[tuple[float, Row]]] = {}
-    for row, facts in known:
-        if row.kind == "time" and (work := work_of(facts, row.pass_)) is not None and work.usual_flops > 0:
-            key = (row.competitor, row.pass_, facts.get("op"), facts["dtype"], facts.get("gpu"), facts.get("layer"))
-            series.setdefault(key, []).append((work.usual_flops, row))
-    for points in series.values():
-        points.sort(key=lambda p: p[0])
-        flat = list(
-            itertools.takewhile(lambda p: apart(p[1].number, points[0][1].number) <= PLATEAU_SHARE, points)  # noqa: B023
-        )
-        if len(flat) >= 2 and flat[-1][0] / flat[0][0] >= PLATEAU_WORK:
-            times = [row.number.value for _, row in flat]
-            why = (
-                f"{ms(min(times))} to {ms(max(times))} over {flat[-1][0] / flat[0][0]:.0f} times the work: launches "
-                f"were measured, so rates made from these times mean nothing"
-            )
-            yield Finding("HOST-BOUND", flat[0][1].where, describe(flat[0][1]), why)
+    worked = [
+        (work.usual_flops, row, tuple(facts.get(k) for k in ("op", "dtype", "gpu", "layer")))
+        for row, facts in known
+        if row.kind == "time" and (work := work_of(facts, row.pass_)) is not None and work.usual_flops > 0
+    ]
+    for points in grouped(worked, lambda x: (x[1].competitor, x[1].pass_, x[2])).values():
+        points.sort(key=lambda point: point[0])
+        least, first, _ = points[0]
+        flat = list(itertools.takewhile(lambda x: apart(x[1].number, first.number) <= PLATEAU_SHARE, points))  # noqa: B023
+        if len(flat) > 1 and flat[-1][0] / least >= PLATEAU_WORK:
+            times = [row.number.value for _, row, _ in flat]
+            span = f"{ms(min(times))} to {ms(max(times))} over {flat[-1][0] / least:.0f} times the work"
+            why = f"{span}: launches were measured, so rates made from these times mean nothing"
+            yield Finding("HOST-BOUND", first.where, describe(first), why)
 
 
 def _ceilings(page: Published) -> Iterator[Finding]:
@@ -398,19 +349,14 @@ def _ceilings(page: Published) -> Iterator[Finding]:
 
 def _growth(page: Published) -> Iterator[Finding]:
     """How times grow with N, for whoever claims O(n)."""
-    series: dict[tuple[Any, ...], dict[int, Row]] = {}
-    for row in page.rows:
-        if row.kind == "time" and row.competitor and row.facts.get("N"):
-            key = (row.table, row.competitor, row.pass_, shape_key(row.facts))
-            series.setdefault(key, {})[row.facts["N"]] = row
-    for (_, competitor, pass_, _), rows in series.items():
-        fit = audit.fit((n, r.number.value) for n, r in rows.items())
-        if fit is not None and max(rows) >= 4 * min(rows):
+    rows = [row for row in _times(page) if row.competitor and row.facts.get("N")]
+    for same in grouped(rows, lambda r: (r.table, r.competitor, r.pass_, shape_key(r.facts))).values():
+        times = {row.facts["N"]: row.number.value for row in same}
+        fit = audit.fit(times.items())
+        if fit is not None and max(times) >= 4 * min(times):
             local = ", ".join(f"{e:.2f}" for *_, e in fit.local)
-            first = next(iter(rows.values()))
-            yield Finding(
-                "NOTE", first.where, f"{competitor}, {pass_ or 'time'}", f"grows as {fit.words()}; local: {local}"
-            )
+            whose = f"{same[0].competitor}, {same[0].pass_ or 'time'}"
+            yield Finding("NOTE", same[0].where, whose, f"grows as {fit.words()}; local: {local}")
 
 
 # ------------------------------------------------------------------------------------------------- the audit
@@ -430,29 +376,39 @@ def audit_file(
     said = page.options.get("against", [])
     if not isinstance(said, list):
         raise schema.BadResults(f"{path}: against must be a list of files")
-    others = [read(Path(p)) for p in (*against, *(path.parent / str(p) for p in said))]
-    return audit_page(page, others)
+    others = [Path(p) for p in (*against, *(path.parent / str(p) for p in said))]
+    return audit_page(page, [read(other) for other in others if not _is_ours(other)])
 
 
 def audit_page(page: Published, others: Sequence[Published] = ()) -> list[Finding]:
     known = [(row, complete(row, page)) for row in page.rows]
-    trained = {row.competitor for row, _ in known if row.pass_ in ("backward", "total")}
+    trained = {row.competitor for row, _ in known if row.pass_ in TRAINING}
     any_trained = bool(trained) and not competitors(page.rows)
     found: list[Finding] = []
+    numbers = audited = 0
     for row, facts in known:
         if row.kind in ("time", "tflops"):
-            found += _speed(row if row.kind == "time" else _as_time(row, facts), facts)
+            said = list(_speed(row if row.kind == "time" else _as_time(row, facts), facts))
+            audited += not any(f.flag == "UNAUDITED" for f in said)
         elif row.kind.startswith("memory"):
-            found += _bytes(row, facts, row.competitor in trained or any_trained or row.pass_ in ("backward", "total"))
+            said = list(_bytes(row, facts, row.competitor in trained or any_trained or row.pass_ in TRAINING))
+            audited += floors.memory(str(facts.get("op", "")), facts) is not None
+        else:
+            continue
+        numbers += 1
+        found += said
     for rule in (_sums, _rates, _speedups, _printed_twice, _same_kernel, _ceilings, _growth):
         found += rule(page)
-    found += _mislabelled(page, others)
-    found += _other_reports(page, others)
-    found += _plateaus(page, known)
+    found += [*_mislabelled(page, others), *_other_reports(page, others), *_plateaus(known)]
     if page.blank:
         shown = ", ".join(page.blank[:5]) + (", ..." if len(page.blank) > 5 else "")
         why = f"{len(page.blank)} cells of columns of times hold no number: {shown}"
         found.append(Finding("UNAUDITED", page.path.name, "", why))
+    for table in page.unread:
+        found.append(Finding("UNAUDITED", page.path.name, table, "not read: no column is known to hold times or bytes"))
+    if audited:
+        why = f"{audited} of {numbers} times and sizes were compared with the hardware"
+        found.append(Finding("AUDITED", page.path.name, "", why))
     found += [Finding("NOTE", page.path.name, "", text) for text in page.notes()]
     return sorted(found, key=lambda f: FLAGS.index(f.flag))
 
@@ -473,35 +429,41 @@ def _own_results(path: Path) -> list[Finding]:
     for cell in cells:
         audit.judge(cell, results.runs[cell.run_id])
     relations = audit.judge_group(cells, results.runs)
-    found = []
+    found = [Finding("UNAUDITED", path.name, "", note) for note in results.notes]
+    audited = sum(cell.status in ("ok", "withheld") and "UNAUDITED" not in cell.flags() for cell in cells)
+    if audited:
+        found.append(
+            Finding("AUDITED", path.name, "", f"{audited} of {len(cells)} cells were compared with the hardware")
+        )
     for cell in cells:
         shape = " ".join(f"{k}={v}" for k, v in cell.case.items())
         for mark in cell.audit.get("flags", []):
             name = str(mark.get("flag"))
             what = f"{cell.competitor}, {cell.pass_}, {shape}"
             found.append(Finding(name if name in FLAGS else "NOTE", path.name, what, f"{mark.get('why')}"))
-    found += [Finding("NOTE", path.name, f"{s.competitor}, {s.pass_}", s.verdict) for s in relations.scaling]
+    found += [Finding("NOTE", path.name, f"{s.cell.competitor}, {s.cell.pass_}", s.verdict) for s in relations.scaling]
     return sorted(found, key=lambda f: FLAGS.index(f.flag))
 
 
 def render(findings: Sequence[Finding], console: Console, notes: bool = True) -> None:
-    """A table of what is wrong or doubtful, then the notes. Names are text, never markup."""
-    shown = [f for f in findings if f.flag in (*BAD, *DOUBTFUL)]
-    if shown:
+    """Prints a table of what is wrong or doubtful, then the notes and a summary. Names are text, never markup."""
+    bad, doubtful, unaudited, audited = (
+        [f for f in findings if f.flag in flags] for flags in (BAD, DOUBTFUL, ("UNAUDITED",), ("AUDITED",))
+    )
+    if bad or doubtful:
         table = Table(box=None, pad_edge=False)
         for title in ("verdict", "where", "what", "why"):
             table.add_column(title, overflow="fold")
-        for f in shown:
+        for f in (*bad, *doubtful):
             colour = "red" if f.flag in BAD else "yellow"
-            table.add_row(Text(f.flag, style=colour), Text(f.where), Text(f.what), Text(f.why))
+            table.add_row(Text(f.flag, style=colour), *(Text(schema.printable(x)) for x in (f.where, f.what, f.why)))
         console.print(table)
-    if notes:
-        for f in findings:
-            if f.flag in ("UNAUDITED", "NOTE"):
-                console.print(
-                    Text(f"{f.flag.lower()}: " + ", ".join(x for x in (f.where, f.what, f.why) if x), style="dim")
-                )
-    bad, doubtful = (sum(f.flag in names for f in findings) for names in (BAD, DOUBTFUL))
-    said = f"{bad} wrong, {doubtful} doubtful" if bad or doubtful else "nothing wrong found"
-    open_ = sum(f.flag == "UNAUDITED" for f in findings)
-    console.print(Text(said + (f"; {open_} could not be audited: see above, and --map" if open_ else "")))
+    for f in findings if notes else ():
+        if f.flag not in (*BAD, *DOUBTFUL):
+            text = ", ".join(x for x in (f.where, f.what, f.why) if x)
+            console.print(Text(schema.printable(f"{f.flag.lower()}: {text}"), style="dim"))
+    said = f"{len(bad)} wrong, {len(doubtful)} doubtful" if bad or doubtful else "nothing wrong found"
+    if findings and not (audited or bad or doubtful):
+        said = "nothing audited"
+    open_ = f"; {len(unaudited)} could not be audited: see above, and --map" if unaudited else ""
+    console.print(Text(said + open_))

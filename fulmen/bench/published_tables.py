@@ -1,15 +1,16 @@
-"""Reads anyone's published numbers: CSV, JSON lines or the tables of a Markdown page, into rows that can be audited.
+"""Reads published numbers from CSV, JSON lines or the tables of a Markdown page, into rows that can be audited.
 
-What a column means is guessed from its name, or said in a small TOML file beside the table:
+The meaning of a column is guessed from its name, or given in a small TOML file beside the table:
 
     [options]  time_unit = "ms", memory_unit = "MB", baseline = "SDPA", against = ["other.md"], skip = ["Plots*"]
     [facts]    gpu = "A100-SXM4-40GB", B = 4, H = 32, D = 64, dtype = "bf16", causal = true   what holds for all rows
     [columns]  "SeqLen" = "N", "Fwd (ms)" = "forward", "Ours" = "total competitor=Ours"       what a column holds
     [[where]]  heading = "*MQA*", competitor = "LA-*", facts = {...}, columns = {...}         what holds for some rows
 
-A column's meaning is one of the words in ROLES, and after it facts that hold for its numbers. On a Markdown page facts
-also come from tables of two columns ("GPU | L4"), from "- **GPU**: L4" and from headings ("Batch=2, SeqLen=2048").
-Nothing is asked of the numbers themselves here: `fulmen.bench.published` judges them.
+A meaning is one of ROLES, followed by facts that hold for the column's numbers. On a Markdown page facts also come from
+tables of two columns ("GPU | L4"), from "- **GPU**: L4", from lines and headings ("Batch=2, SeqLen=2048"). A heading
+that names a unit ("Backward time (ms)") makes unknown columns of numbers those of kernels, measured in it.
+`fulmen.bench.published` judges the numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import importlib
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +35,13 @@ TIMES = ("forward", "backward", "total", "time")
 MEMORY = ("memory", "memory_forward", "memory_backward", "memory_saved", "memory_peak")
 NUMBERS = (*TIMES, *MEMORY, "speedup", "per_second", "tflops", "any")
 ROLES = (*NUMBERS, *SIZES, "competitor", "gpu", "dtype", "causal", "pass", "op", "layer", "label", "facts", "ignore")
-
 OPTIONS = ("time_unit", "memory_unit", "baseline", "against", "skip")
 
-TIME_UNITS = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "μs": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
 # "MB" is taken for MiB: the larger of what people mean by it, so that nothing is called too small by mistake.
-MEMORY_UNITS = {"b": 1.0, "kb": 2.0**10, "kib": 2.0**10, "mb": 2.0**20, "mib": 2.0**20, "gb": 2.0**30, "gib": 2.0**30}
-
+UNITS = {
+    "time": {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "μs": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3},
+    "memory": {"b": 1.0, "kb": 2.0**10, "kib": 2.0**10, "mb": 2.0**20, "mib": 2.0**20, "gb": 2.0**30, "gib": 2.0**30},
+}
 GUESSES = (
     (r"kernel|competitor|method|implementation|impl|backend|provider|name", "competitor"),
     (r"seq ?len(gth)?|sequence length|seqlen q|tokens|length|n|s", "N"),
@@ -73,6 +74,7 @@ PASS_WORDS = (
     (r"bwd|backward", "backward"),
     (r"fwd|forward|inference", "forward"),
 )
+BOOLEANS = {"true": True, "yes": True, "1": True, "causal": True, "false": False, "no": False, "0": False}
 
 
 class Number(NamedTuple):
@@ -115,7 +117,7 @@ class Row:
 
 @dataclass
 class Published:
-    """All numbers of one file, what was taken for granted, and what the page says of the machine."""
+    """All numbers of one file, what was assumed, and what the page says of the machine."""
 
     path: Path
     rows: list[Row] = field(default_factory=list)
@@ -124,6 +126,7 @@ class Published:
     options: dict[str, Any] = field(default_factory=dict)
     guessed: dict[str, str] = field(default_factory=dict)  # columns nobody explained
     blank: list[str] = field(default_factory=list)  # where a time should be and no number is
+    unread: list[str] = field(default_factory=list)  # tables without a column of numbers that we know
 
     def notes(self) -> list[str]:
         columns = [
@@ -144,59 +147,48 @@ class Published:
 class Map:
     options: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     where: list[dict[str, Any]] = field(default_factory=list)
 
-    def columns_under(self, heading: str) -> dict[str, str]:
-        columns = dict(self.columns)
+    def under(self, heading: str, what: str, competitor: str = "") -> dict[str, Any]:
+        """`what`, "facts" or "columns", of all rules for a heading; one that names a competitor holds for it alone."""
+        found: dict[str, Any] = {}
         for rule in self.where:
-            if "columns" in rule and fnmatch.fnmatchcase(heading, rule.get("heading", "*")):
-                columns.update(rule["columns"])
-        return columns
-
-    def facts_for(self, heading: str, competitor: str | None) -> dict[str, Any]:
-        """What the rules say of a row; those that name a competitor hold once there is one."""
-        facts: dict[str, Any] = {}
-        for rule in self.where:
-            if "competitor" in rule and (
-                competitor is None or not fnmatch.fnmatchcase(competitor.lower(), rule["competitor"].lower())
-            ):
+            whose = rule.get("competitor", "").lower()
+            if whose and not (competitor and fnmatch.fnmatchcase(competitor.lower(), whose)):
                 continue
             if fnmatch.fnmatchcase(heading, rule.get("heading", "*")):
-                facts.update(rule.get("facts", {}))
-        return facts
+                found.update(rule.get(what, {}))
+        return found
 
 
 def read_map(path: Path) -> Map:
-    for name in ("tomllib", "tomli"):  # tomllib since Python 3.11
-        try:
-            toml = importlib.import_module(name)
-            break
-        except ImportError:
-            continue
-    else:
-        raise BadResults(f"{path}: reading a map needs Python 3.11, or: pip install tomli")
+    try:
+        toml = importlib.import_module("tomllib")  # since Python 3.11
+    except ImportError:
+        toml = importlib.import_module("tomli")
     try:
         values = toml.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
         raise BadResults(f"{path}: cannot be read: {error}") from None
-    unknown = set(values) - {"options", "facts", "columns", "where"}
-    if unknown:
-        raise BadResults(
-            f"{path}: unknown section {', '.join(sorted(unknown))}; there are options, facts, columns, where"
-        )
+
+    def demand(right: bool, what: str) -> None:
+        if not right:
+            raise BadResults(f"{path}: {what}")
+
+    sections: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
+    for name, value in values.items():
+        demand(name in sections, f"unknown section {name}; there are {', '.join(sections)}")
+        wanted = "table" if sections[name] is dict else "list of tables"
+        right = isinstance(value, sections[name]) and (name != "where" or all(isinstance(x, dict) for x in value))
+        demand(right, f"[{name}] must be a {wanted}")
     found = Map(**values)
-    if isinstance(found.options, dict) and (odd := set(found.options) - set(OPTIONS)):
-        raise BadResults(f"{path}: unknown option {', '.join(sorted(odd))}; there are {', '.join(OPTIONS)}")
-    for name, kind in (("options", dict), ("facts", dict), ("columns", dict), ("where", list)):
-        if not isinstance(getattr(found, name), kind):
-            raise BadResults(f"{path}: [{name}] must be a {'table' if kind is dict else 'list of tables'}")
-    if not all(isinstance(rule, dict) for rule in found.where):
-        raise BadResults(f"{path}: [[where]] must be a list of tables")
+    for option in found.options:
+        demand(option in OPTIONS, f"unknown option {option}; there are {', '.join(OPTIONS)}")
     for columns in (found.columns, *(rule.get("columns", {}) for rule in found.where)):
         for column, role in columns.items():
-            if not isinstance(role, str) or role.split(" ")[0] not in ROLES:
-                raise BadResults(f"{path}: column {column!r} is {role!r}, must be one of {', '.join(ROLES)}")
+            known = isinstance(role, str) and role.split(" ")[0] in ROLES
+            demand(known, f"column {column!r} is {role!r}, must be one of {', '.join(ROLES)}")
     return found
 
 
@@ -219,93 +211,91 @@ def parse_number(text: object) -> tuple[Number, str] | None:
     return Number(value, 0.5 * 10.0 ** (exponent - max(len(decimals) - 1, 0))), match[5].strip()
 
 
-def as_pass(text: object) -> str | None:
-    word = plain(text).lower()
-    return next((name for pattern, name in PASS_WORDS if re.fullmatch(pattern, word)), None)
-
-
-def base_name(header: str) -> str:
-    """A column's name without its unit, lower case, with spaces for dots and underscores."""
-    text = re.sub(r"[(\[].*?[)\]]", "", plain(header)).lower()
-    name = re.sub(r"[\s_.]+", " ", text.rpartition("case.")[2] or text).strip()
-    return re.sub(r" (ns|us|µs|μs|ms|mb|mib|gb|gib)$", "", name)
-
-
-def unit_of(header: str, units: Mapping[str, float]) -> float | None:
-    for word in re.findall(r"[(\[]\s*([^)\]]+?)\s*[)\]]", plain(header)):
-        if word.lower() in units:
-            return units[word.lower()]
-    last = re.split(r"[\s_]", plain(header).lower())[-1]
-    return units.get(last) if last != "s" and last != "b" else None
+def unit_of(text: str, kind: str) -> float | None:
+    """The factor of a unit in brackets, or of the last word: "Fwd (ms)", "latency_ms", "Backward, ms"."""
+    units, words = UNITS[kind], plain(text).lower()
+    for word in re.findall(r"[(\[]\s*([^)\]]+?)\s*[)\]]", words):
+        if word in units:
+            return units[word]
+    last = re.split(r"[\s_]", words.rstrip(".:"))[-1]
+    return units.get(last) if last not in ("s", "b") else None
 
 
 def guess(header: str) -> str | None:
     """What a column probably holds; None where nothing is known."""
-    name = base_name(header)
-    sized = re.fullmatch(r"(?:n|s|seq ?len)\s*=\s*(\d+)", name)
-    if sized:
+    text = re.sub(r"[(\[].*?[)\]]", "", plain(header)).lower()
+    name = re.sub(r"[\s_.]+", " ", text.rpartition("case.")[2] or text).strip()
+    name = re.sub(r" (ns|us|µs|μs|ms|mb|mib|gb|gib)$", "", name)
+    if sized := re.fullmatch(r"(?:n|s|seq ?len)\s*=\s*(\d+)", name):
         return f"any N={sized[1]}"
     found = next((role for pattern, role in GUESSES if re.fullmatch(pattern, name)), None)
-    if found is None and unit_of(header, TIME_UNITS) is not None:
-        return f"time competitor={re.sub(r'[(].*', '', plain(header)).strip()}"
-    return found
+    return found or (_of_kernel("time", header) if unit_of(header, "time") is not None else None)
+
+
+def _of_kernel(kind: str, header: str) -> str:
+    return f"{kind} competitor={re.sub(r'[(].*', '', plain(header)).strip()}"
 
 
 def fact(role: str, text: object) -> Any:
     """The value of a fact as the floors want it, or None."""
+    word = plain(text)
     if role in SIZES:
         parsed = parse_number(text)
         if parsed is None:
             return None
-        number, rest = parsed
-        value = number.value * (1024 if rest.lower().startswith("k") else 1)
+        value = parsed[0].value * (1024 if parsed[1].lower().startswith("k") else 1)
         return int(value) if value == int(value) else None
     if role == "dtype":
-        return floors.dtype_name(plain(text))
+        return floors.dtype_name(word)
     if role == "pass":
-        return as_pass(text)
+        return next((name for pattern, name in PASS_WORDS if re.fullmatch(pattern, word.lower())), None)
     if role in ("causal", "layer"):
-        if isinstance(text, bool):
-            return text
-        word = plain(text).lower().split(" ")[0].strip("(),")
-        return {"true": True, "yes": True, "1": True, "causal": True, "false": False, "no": False, "0": False}.get(word)
-    return plain(text) or None
+        return text if isinstance(text, bool) else BOOLEANS.get(word.lower().split(" ")[0].strip("(),"))
+    return word or None
 
 
 def facts_in(text: str) -> dict[str, Any]:
     """From "Batch=2, SeqLen=2048" and the like."""
     found = {}
     for name, value in re.findall(r"([A-Za-z_][\w ]*?)\s*=\s*([\w.]+)", plain(text)):
-        role = guess(name.strip())
-        if role in (*SIZES, "dtype", "causal", "pass") and (got := fact(str(role), value)) is not None:
-            found[str(role)] = got
+        role = guess(name.strip()) or ""
+        if role in (*SIZES, "dtype", "causal", "pass") and (got := fact(role, value)) is not None:
+            found[role] = got
     return found
 
 
 def page_fact(name: str, value: str) -> dict[str, Any]:
     """From a line "GPU | NVIDIA L4" of a page's own description."""
-    key = plain(name).lower()
-    if "peak" in key and (parsed := parse_number(value)) and "tflop" in parsed[1].lower():
+    key, parsed = plain(name).lower(), parse_number(value)
+    if parsed and "peak" in key and "tflop" in parsed[1].lower():
         return {"peak_tflops": parsed[0].value}
-    if "bandwidth" in key and (parsed := parse_number(value)):
+    if parsed and "bandwidth" in key:
         scale = {"gb/s": 1e9, "tb/s": 1e12}.get(parsed[1].lower().split(" ")[0])
         return {"bandwidth": parsed[0].value * scale} if scale else {}
-    role = guess(name)
-    if role in ("B", "H", "H_KV", "D", "E", "dtype", "gpu", "causal", "hidden"):
-        got = fact(str(role), value)
-        return {} if got is None else {str(role): got}
-    return {}
+    role = guess(name) or ""
+    known = role in ("B", "H", "H_KV", "D", "E", "dtype", "gpu", "causal", "hidden")
+    return {role: got} if known and (got := fact(role, value)) is not None else {}
 
 
 # ------------------------------------------------------------------------------------------------- three formats
 
 
-class Table(NamedTuple):
+@dataclass
+class Table:
     name: str
-    heading: str
     headers: list[str]
     lines: list[tuple[int, list[object]]]
-    facts: dict[str, Any]
+    headings: tuple[str, ...] = ()  # from the page's title to the line just above the table
+    heading: str = ""  # the headings proper, which rules of a map match
+
+    def context(self) -> tuple[str, float, str | None] | None:
+        """(kind, unit, pass) of the numbers, from the nearest heading that names a unit: "Backward time (ms)"."""
+        for text in reversed(self.headings):
+            for kind in UNITS:
+                if (unit := unit_of(text, kind)) is not None:
+                    words = plain(text).lower()
+                    return kind, unit, next((p for w, p in PASS_WORDS if re.search(rf"\b({w})\b", words)), None)
+        return None
 
 
 def _text(path: Path) -> str:
@@ -320,15 +310,14 @@ def _text(path: Path) -> str:
     return text
 
 
-def _csv_tables(path: Path, text: str) -> list[Table]:
-    head = text.split("\n", 1)[0]
-    delimiter = max(",;\t|", key=head.count)
+def _csv_table(path: Path, text: str) -> Iterator[Table]:
+    delimiter = max(",;\t|", key=text.split("\n", 1)[0].count)
     try:
         lines = list(csv.reader(io.StringIO(text), delimiter=delimiter))
     except csv.Error as error:
         raise BadResults(f"{path}: not CSV: {error}") from None
-    rows: list[tuple[int, list[object]]] = [(i, list(line)) for i, line in enumerate(lines[1:], 2) if any(line)]
-    return [Table("table", "", lines[0], rows, {})] if lines else []
+    if lines:
+        yield Table("table", lines[0], [(i, list(line)) for i, line in enumerate(lines[1:], 2) if any(line)])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
@@ -341,7 +330,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     return found
 
 
-def _json_tables(path: Path, text: str) -> list[Table]:
+def _json_table(path: Path, text: str) -> Iterator[Table]:
     records = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -354,45 +343,42 @@ def _json_tables(path: Path, text: str) -> list[Table]:
             raise BadResults(f"{path}:{number}: a line must be an object, this is a {type(values).__name__}")
         records.append((number, _flat(values)))
     headers = list(dict.fromkeys(key for _, record in records for key in record))
-    lines = [(number, [record.get(key, "") for key in headers]) for number, record in records]
-    return [Table("lines", "", headers, lines, {})] if lines else []
+    yield Table("lines", headers, [(number, [record.get(key, "") for key in headers]) for number, record in records])
 
 
 def _cells(line: str) -> list[str]:
     return [c.strip() for c in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
-def _markdown_tables(text: str) -> tuple[list[Table], dict[str, Any]]:
-    """(tables under their headings, facts of the page)"""
-    tables: list[Table] = []
-    page: dict[str, Any] = {}
+def _markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
+    """Tables under their headings; facts of the page go into `page`."""
     headings: dict[int, str] = {}
-    lines = text.splitlines()
-    i = 0
+    lines, above, count, i = text.splitlines(), "", 0, 0
     while i < len(lines):
         line = lines[i]
         if match := re.match(r"(#{1,6})\s+(.*)", line):
-            level = len(match[1])
+            level, above = len(match[1]), ""
             headings = {k: v for k, v in headings.items() if k < level} | {level: plain(match[2])}
         elif match := re.match(r"\s*[-+*]\s+\**([^*:]+?)\**\s*:\**\s+(.+)", line):
             page |= page_fact(match[1], match[2])
         elif "|" in line and i + 1 < len(lines) and re.fullmatch(r"[\s|:-]*-[\s|:-]*", lines[i + 1]):
-            end = i + 2
-            while end < len(lines) and "|" in lines[end]:
-                end += 1
+            end = next((n for n in range(i + 2, len(lines)) if "|" not in lines[n]), len(lines))
             headers, body = _cells(line), [(n + 1, _cells(lines[n])) for n in range(i + 2, end)]
-            heading = " / ".join(headings[k] for k in sorted(headings))
             if len(headers) == 2 and guess(headers[1]) is None:
                 for _, cells in body:
                     page |= page_fact(cells[0], cells[1]) if len(cells) == 2 else {}
             else:
-                near = facts_in(heading)
-                tables.append(
-                    Table(f"table {len(tables) + 1}", heading, headers, [(n, list(c)) for n, c in body], near)
-                )
-            i = end - 1
+                count += 1
+                titles = tuple(headings[k] for k in sorted(headings))
+                rows = [(n, list[object](cells)) for n, cells in body]
+                yield Table(f"table {count}", headers, rows, (*titles, plain(above)), " / ".join(titles))
+            i, above = end - 1, ""
+        elif line.strip():
+            above = line
+            if len(near := facts_in(line)) >= 2:  # "B=2, H=32, D=128 on an RTX 5090."
+                sheet = floors.gpu(line)
+                page |= near | ({"gpu": sheet.name} if sheet else {})
         i += 1
-    return tables, page
 
 
 def read(path: Path, map_path: Path | None = None) -> Published:
@@ -400,14 +386,13 @@ def read(path: Path, map_path: Path | None = None) -> Published:
     beside = path.with_suffix(".toml")
     chosen = map_path or (beside if beside.exists() and beside != path else None)
     mapping = read_map(chosen) if chosen is not None else Map()
-    text = _text(path)
-    page: dict[str, Any] = {}
+    text, page = _text(path), dict[str, Any]()
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
-        tables = _json_tables(path, text)
+        tables = list(_json_table(path, text))
     elif path.suffix.lower() in (".md", ".markdown") or re.search(r"^\s*\|?[\s:|-]*-{3,}[\s:|-]*\|", text, re.M):
-        tables, page = _markdown_tables(text)
+        tables = list(_markdown_tables(text, page))
     else:
-        tables = _csv_tables(path, text)
+        tables = list(_csv_table(path, text))
     found = Published(path, facts=page | mapping.facts, options=mapping.options)
     for table in tables:
         if not any(fnmatch.fnmatchcase(table.heading, pattern) for pattern in mapping.options.get("skip", [])):
@@ -417,68 +402,67 @@ def read(path: Path, map_path: Path | None = None) -> Published:
     return found
 
 
-def _roles(found: Published, table: Table, mapping: Map) -> list[tuple[str, dict[str, Any]]]:
+def _roles(found: Published, table: Table, mapping: Map) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each column its role and the facts that hold for it."""
-    said, roles = mapping.columns_under(table.heading), []
-    for header in table.headers:
+    said, context = mapping.columns | mapping.under(table.heading, "columns"), table.context()
+    for i, header in enumerate(table.headers):
         role = said.get(plain(header)) or said.get(header)
         if role is None:
-            role = guess(header) or "ignore"
-            found.guessed[plain(header)] = role
+            role = guess(header)
+            if role is None and context and any(parse_number(c[i]) for _, c in table.lines if i < len(c)):
+                role = _of_kernel("memory_peak" if context[0] == "memory" else "time", header)
+            found.guessed[plain(header)] = role = role or "ignore"
         word, _, rest = role.partition(" ")
-        facts = {}
-        for name, value in re.findall(r"(\w+)=(.+?)(?=\s\w+=|$)", rest):
-            facts[name] = fact(name, value) if name in ROLES else value
-        roles.append((word, facts))
-    return roles
+        pairs = re.findall(r"(\w+)=(.+?)(?=\s\w+=|$)", rest)
+        yield word, {name: fact(name, value) if name in ROLES else value for name, value in pairs}
 
 
 def _read_table(found: Published, table: Table, mapping: Map) -> None:
-    roles = _roles(found, table, mapping)
+    columns, context, before = list(_roles(found, table, mapping)), table.context(), len(found.rows)
+    of_table: dict[str, Any] = {"pass": context[2]} if context and context[2] else {}
+    of_table |= found.facts | facts_in(table.heading) | mapping.under(table.heading, "facts")
     for number, cells in table.lines:
-        line_facts = found.facts | table.facts | mapping.facts_for(table.heading, None)
-        for (role, _), cell in zip(roles, cells, strict=False):
+        where, of_line = f"{found.path.name}:{number}", dict(of_table)
+        for (role, _), cell in zip(columns, cells, strict=False):
             if role == "facts":
-                line_facts |= facts_in(str(cell))
+                of_line |= facts_in(str(cell))
             elif role in ROLES and role not in NUMBERS and role != "ignore" and (got := fact(role, cell)) is not None:
-                line_facts[role] = got
-        for (role, facts), header, cell in zip(roles, table.headers, cells, strict=False):
+                of_line[role] = got
+        for (role, facts), header, cell in zip(columns, table.headers, cells, strict=False):
             if role not in NUMBERS:
                 continue
             if (parsed := parse_number(cell)) is None:
-                found.blank += [f"{found.path.name}:{number}"] if role in TIMES else []
+                found.blank += [where] if role in TIMES else []
                 continue
-            row_facts = line_facts | facts
-            competitor = row_facts.get("competitor")
-            ruled = mapping.facts_for(table.heading, competitor)
-            where = f"{found.path.name}:{number}"
-            _add(found, Row(where, table.name, number, role, parsed[0], row_facts | ruled | facts), header, parsed[1])
+            of_cell = of_line | facts
+            of_cell |= mapping.under(table.heading, "facts", str(of_cell.get("competitor") or "")) | facts
+            row = Row(where, table.name, number, role, parsed[0], of_cell)
+            _add(found, row, header, parsed[1], context[:2] if context else None)
+    if len(found.rows) == before and table.lines:
+        found.unread.append(f"{table.name}{f' ({table.heading})' if table.heading else ''}")
 
 
-def _add(found: Published, row: Row, header: str, rest: str) -> None:
-    """Sorts a number in by its role and its unit."""
+def _add(found: Published, row: Row, header: str, rest: str, context: tuple[str, float] | None) -> None:
+    """Files a number by its role and its unit: that of the cell, the column, the heading or the map."""
     word = rest.lower().split(" ")[0].strip("(),")
+
+    def unit(kind: str, usual: str) -> float:
+        known = UNITS[kind].get(word) or unit_of(header, kind)
+        if known is None and context is not None and context[0] == kind:
+            known = context[1]
+        if known is None and kind == "time" and "time_unit" not in found.options:
+            found.tell(f"column {plain(header)!r} has no unit: taken for ms")
+        return known or UNITS[kind].get(str(found.options.get(f"{kind}_unit", usual)).lower(), UNITS[kind][usual])
+
     if row.kind == "any":
         row.kind = "speedup" if word in ("x", "×") else "time"
     if row.kind in TIMES:
         if row.kind != "time":
             row.facts["pass"] = row.kind
-        row.kind = "time"
-        unit = TIME_UNITS.get(word) or unit_of(header, TIME_UNITS)
-        if unit is None:
-            name = str(found.options.get("time_unit", "ms"))
-            unit = TIME_UNITS.get(name.lower())
-            if "time_unit" not in found.options:
-                found.tell(f"column {plain(header)!r} has no unit: taken for ms")
-        if unit is None:
-            return
-        row.number = row.number.times(unit)
+        row.kind, row.number = "time", row.number.times(unit("time", "ms"))
     elif row.kind in MEMORY:
-        unit = MEMORY_UNITS.get(word) or unit_of(header, MEMORY_UNITS)
-        row.number = row.number.times(
-            unit or MEMORY_UNITS.get(str(found.options.get("memory_unit", "MB")).lower(), 2**20)
-        )
         row.kind = "memory_peak" if row.kind == "memory" else row.kind
+        row.number = row.number.times(unit("memory", "mb"))
     elif row.kind == "speedup":
         note = re.search(r"\((.+?)\)", rest)
         row.facts |= {"fastest": note[1]} if note else {}

@@ -1,10 +1,10 @@
 """`fulmen bench scaling`: one sequence on 1, 2, 4, ... ranks: time, bytes each rank moves, speedup and efficiency.
 
-As many processes as the most ranks asked for are started once (gloo and one thread each on CPUs, NCCL and one GPU each
-otherwise), and the numbers of ranks take turns, call by call, so that whatever else the machine does hits all alike.
-One rank is the single-device operation, without a group. Every way is proven right on a small case before it is timed.
-Bytes are counted where tensors are handed to torch.distributed, not computed, on the rank that moves most. `cpu_ms` is
-the CPU time of the busiest rank's process, which others on the same machine disturb less than the clock.
+The processes are started once: gloo and one thread each on CPUs, NCCL and one GPU each otherwise. Calls on different
+numbers of ranks are interleaved, so that other load on the machine hits all alike. One rank is the single-device
+operation, without a group. Every way is proven right on a small case before it is timed. Bytes are counted where
+tensors are passed to torch.distributed, on the rank that moves most. `cpu_ms` is the CPU time of the busiest rank's
+process, which other processes disturb less than the clock.
 """
 
 from __future__ import annotations
@@ -230,30 +230,24 @@ def _timed(call: Any, leaves: list[Tensor], do: Tensor, group: Any, count: list[
 def _counted() -> Iterator[list[int]]:
     """Bytes of what this rank hands to torch.distributed: gathered buffers, messages sent, all-to-all's input."""
     count: list[int] = []
-    gather, batch, to_all = groups._all_gather, dist.batch_isend_irecv, dist.all_to_all_single
 
     def size(x: Tensor) -> int:
         return x.numel() * x.element_size()
 
-    def counted_gather(every: Tensor, *args: Any, **more: Any) -> Any:
-        count.append(size(every))
-        return gather(every, *args, **more)
+    def counted(call: Callable[..., Any], moved: Callable[..., int]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **more: Any) -> Any:
+            count.append(moved(*args))
+            return call(*args, **more)
 
-    def counted_batch(steps: list[Any]) -> Any:
-        count.extend(size(step.tensor) for step in steps if step.op is dist.isend)
-        return batch(steps)
+        return wrapper
 
-    def counted_to_all(out: Tensor, given: Tensor, *args: Any, **more: Any) -> Any:
-        count.append(size(given))
-        return to_all(out, given, *args, **more)
-
-    names = ("batch_isend_irecv", "all_to_all_single")
-    groups._all_gather = counted_gather
-    for name, counted in zip(names, (counted_batch, counted_to_all), strict=True):
-        setattr(dist, name, counted)
-    try:
+    calls: tuple[tuple[Any, str, Callable[..., int]], ...] = (
+        (groups, "_all_gather", lambda every, *_: size(every)),
+        (dist, "batch_isend_irecv", lambda steps: sum(size(step.tensor) for step in steps if step.op is dist.isend)),
+        (dist, "all_to_all_single", lambda out, given, *_: size(given)),
+    )
+    with contextlib.ExitStack() as stack:
+        for module, name, moved in calls:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, counted(getattr(module, name), moved))
         yield count
-    finally:
-        groups._all_gather = gather
-        for name, plain in zip(names, (batch, to_all), strict=True):
-            setattr(dist, name, plain)

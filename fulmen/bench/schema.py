@@ -33,8 +33,20 @@ FLAGS = (
 )  # fmt: skip
 
 
+def printable(text: str) -> str:
+    """The text without control characters, which could drive a terminal: they are spelled out (\\x1b)."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class BadResults(Exception):
     """A results file that cannot be read, with its name, line and what is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+class NotJson(BadResults):
+    """A line that is no JSON, as one that was being written when a process died."""
 
 
 @dataclass
@@ -121,7 +133,7 @@ def parse(line: str, where: str) -> Run | Cell:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
-        raise BadResults(f"{where}: not JSON ({error}); was the file cut off?") from None
+        raise NotJson(f"{where}: not JSON ({error}); was the file cut off?") from None
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else type(values).__name__
         raise BadResults(f"{where}: schema {found!r}, this version of fulmen reads {SCHEMA!r}")
@@ -160,28 +172,37 @@ def check(record: Run | Cell, where: str) -> None:
 class Results:
     runs: dict[str, Run]
     cells: list[Cell]
+    notes: list[str] = field(default_factory=list)  # what was skipped while reading
 
 
-def records(path: str | Path) -> Iterator[Run | Cell]:
+def records(path: str | Path, notes: list[str]) -> Iterator[Run | Cell]:
+    """The records of a file; a last line that was cut off is skipped, and a note says so."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadResults(f"{path}: cannot be read: {error}") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            yield parse(line, f"{path}:{number}")
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                yield parse(line, f"{path}:{number}")
+        except NotJson as error:
+            if number == 1 or number < len(lines) or text.endswith("\n"):
+                raise
+            notes.append(f"{error} It is skipped.")
 
 
 def read(paths: Iterable[str | Path]) -> Results:
     """All runs and cells of some files; a cell measured again replaces the earlier one of its run."""
     runs: dict[str, Run] = {}
     cells: dict[tuple[str, str], Cell] = {}
+    notes: list[str] = []
     for path in paths:
-        for record in records(path):
+        for record in records(path, notes):
             if isinstance(record, Run):
                 runs[record.run_id] = record
             else:
                 if record.run_id not in runs:
                     raise BadResults(f"{path}: a cell of run {record.run_id!r} comes before that run's record")
                 cells[record.run_id, record.config_hash] = record
-    return Results(runs, list(cells.values()))
+    return Results(runs, list(cells.values()), notes)

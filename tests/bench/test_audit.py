@@ -65,9 +65,11 @@ def test_an_impossible_time_is_withheld_with_its_arithmetic() -> None:
     assert judged(cell) == before
 
 
-def test_zero_is_no_time() -> None:
-    assert judged(make_cell(0.0)).status == "withheld"
-    assert judged(make_cell(-1.0)).status == "withheld"
+@pytest.mark.parametrize("median", [0.0, -1.0, 5e-324, 1e300])
+def test_what_is_no_time_is_withheld(median: float) -> None:
+    cell = judged(make_cell(median))
+    assert cell.status == "withheld"
+    assert "is no time" in cell.reason
 
 
 def test_above_the_measured_ceiling_is_suspect() -> None:
@@ -147,6 +149,20 @@ def test_a_cpu_with_measured_ceilings_has_an_efficiency() -> None:
     assert 0 < cell.audit["efficiency"] < 1.1
     cell = judged(make_cell(0.01, case={**CASE, "dtype": "float32"}), run)
     assert "SUSPECT" in cell.flags()
+
+
+def test_a_time_above_the_roof_is_never_without_a_flag() -> None:
+    case = {**CASE, "dtype": "float32"}
+    cpu = {"device": "cpu", "arch": 0}
+    slow_memory = make_run(environment=cpu, ceilings={"flops_measured": 100e9, "bytes_measured": 1e9})
+    assert "WARM-L2" in judged(make_cell(200.0, case=case), slow_memory).flags()
+    slow_products = make_run(environment=cpu, ceilings={"flops_measured": 80e9, "bytes_measured": 10e9})
+    cell = judged(make_cell(200.0, case=case), slow_products)  # 1.07 times as fast
+    assert "SUSPECT" in cell.flags()
+    assert "above the roof of 80 GFLOP/s" in str(cell.audit["flags"])
+    sheet = make_run(ceilings={"bytes_hard": 4.8e12})
+    cell = judged(make_cell(0.98 * 1e3 * 4 * 134_217_728 / 4.8e12), sheet)  # what was written may still be in the cache
+    assert cell.flags() == ["WARM-L2"]
 
 
 def test_flags_of_others_stay_and_judging_twice_changes_nothing() -> None:
@@ -233,11 +249,11 @@ def test_a_backward_may_find_the_forwards_inputs_in_the_cache() -> None:
 
 
 def test_another_function_is_said_to_be_one() -> None:
-    ours, theirs = make_cell(0.14), make_cell(2.5, "flash", competitor="sdpa-cudnn")
-    audit.judge_group([ours, theirs])
+    ours, baseline = make_cell(0.14), make_cell(2.5, "flash", competitor="sdpa-cudnn")
+    audit.judge_group([ours, baseline])
     assert ours.flags() == []
-    assert theirs.flags() == ["ANOTHER-FUNCTION"]
-    assert LINEAR in theirs.audit["flags"][0]["why"]
+    assert baseline.flags() == ["ANOTHER-FUNCTION"]
+    assert LINEAR in baseline.audit["flags"][0]["why"]
 
 
 def series(name: str, times: dict[int, float], op: str = "lightning", memory: float = 1.0) -> list[schema.Cell]:
@@ -254,16 +270,16 @@ def test_scaling_and_crossover() -> None:
     linear = series("fulmen triton", {n: 0.03 + 6e-5 * n for n in LENGTHS})
     softmax = series("sdpa", {n: 0.01 + 3.7e-8 * n * n for n in LENGTHS}, "flash")
     found = audit.judge_group(linear + softmax, {"r": make_run()})
-    ours, theirs = found.scaling
-    assert ours.competitor == "fulmen triton"
+    ours, baseline = found.scaling
+    assert ours.cell.competitor == "fulmen triton"
     assert [n for n, _ in ours.left_out] == []
     assert ours.time is not None
     assert 0.85 < ours.time.exponent < 1
     assert ours.linear is True
     assert "a constant one" in ours.verdict
-    assert theirs.time is not None
-    assert theirs.time.exponent == pytest.approx(2, abs=0.1)
-    assert theirs.linear is False
+    assert baseline.time is not None
+    assert baseline.time.exponent == pytest.approx(2, abs=0.1)
+    assert baseline.linear is False
     (cross,) = found.crossovers
     assert cross.N is not None
     assert cross.low is not None
@@ -283,6 +299,10 @@ def test_order_n_needs_time_and_memory() -> None:
     assert flat is not None
     assert flat.linear is False
     assert "too slowly" in flat.verdict
+    for grows in (flat, audit.scaling(series("x", {n: 1e-3 * n**0.85 for n in LENGTHS}), make_run())):
+        assert grows is not None
+        assert grows.growth == "sublinear"
+        assert "not O(n)" not in grows.verdict
     few = audit.scaling(series("x", {n: 2e-4 * n for n in LENGTHS[:3]}), make_run())
     assert few is not None
     assert few.linear is None
@@ -298,6 +318,15 @@ def test_interval_of_the_exponent_covers_the_truth() -> None:
         assert found is not None
         hits += found.low <= 1.5 <= found.high
     assert 0.91 <= hits / 300 <= 0.99
+
+
+def test_odd_bounds_do_not_stop_a_crossover() -> None:
+    a, b = series("fulmen a", {n: 1e-4 * n for n in LENGTHS}), series("b", dict.fromkeys(LENGTHS, 0.3))
+    for cell in a:
+        cell.stats |= {"low": -1.0, "high": 5e-324}
+    cross = audit.crossover(a, b)
+    assert cross is not None
+    assert "not faster" in cross.words
 
 
 def test_never_faster_and_always_faster() -> None:

@@ -162,7 +162,7 @@ def test_other_machines_and_protocols_do_not_compare() -> None:
 
 def test_missing_cells_are_listed() -> None:
     common, gone, new = (make_cell(noise(1), case={**CASE, "N": n}) for n in (1, 2, 3))
-    verdicts = {v.case["N"]: v for v in comparing.compare(results(common, gone), results(common, new))}
+    verdicts = {v.cell.case["N"]: v for v in comparing.compare(results(common, gone), results(common, new))}
     assert verdicts[1].verdict == "SAME"
     assert (verdicts[2].missing, verdicts[3].missing) == ("b", "a")
     assert verdicts[2].why == "only in the first file"
@@ -186,7 +186,7 @@ def test_unusable_samples(samples: list[float]) -> None:
 def test_changes_that_cost_most_come_first() -> None:
     before = [make_cell(noise(i, middle=m), case={**CASE, "N": i}) for i, m in enumerate((0.1, 10.0, 1.0))]
     after = [make_cell(noise(9 + i, middle=1.1 * m), case={**CASE, "N": i}) for i, m in enumerate((0.1, 10.0, 1.0))]
-    assert [v.case["N"] for v in comparing.compare(results(*before), results(*after))] == [1, 2, 0]
+    assert [v.cell.case["N"] for v in comparing.compare(results(*before), results(*after))] == [1, 2, 0]
 
 
 # -------------------------------------------------------------------------------------------- rule, screen
@@ -234,10 +234,24 @@ def test_render_prints_names_as_they_are() -> None:
     assert "nothing to compare" in console.file.getvalue()
 
 
+def test_render_does_not_drive_the_terminal() -> None:
+    evil = "\x1b]0;title\x07\x1b[2Jevil\r"
+    cells = [make_cell(noise(i) * f, competitor=evil, suite=evil, case={evil: evil}) for i, f in ((1, 1.0), (2, 1.1))]
+    cells.append(make_cell([], competitor="b" + evil, status="failed", reason=evil))
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    comparing.render(comparing.compare(results(cells[0]), results(*cells[1:])), console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "\x1b]0" not in text
+    assert "\x1b[2J" not in text
+    assert "\x07" not in text
+    assert "\\x1b[2Jevil" in text
+
+
 def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     good = schema.dumps(make_run()) + "\n" + schema.dumps(make_cell(noise(1))) + "\n"
     texts = {
-        "truncated": good[:-40],
+        "truncated": good[:40],
         "foreign": good.replace("fulmen-bench/1", "fulmen-bench/9"),
         "not JSON": "hello\n",
         "a list": "[1, 2]\n",

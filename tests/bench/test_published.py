@@ -6,8 +6,10 @@ import io
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from fulmen.__main__ import main
 from fulmen.bench import published, published_tables, schema
 from fulmen.bench.published import Finding, audit_file
 from fulmen.bench.published_tables import Number, parse_number
@@ -127,6 +129,21 @@ def test_speedups_of_the_reports_agree_with_their_times() -> None:
         assert not [f for f in audit_file(DATA / name) if "the times say" in f.why]
 
 
+def test_002_is_read_without_a_map_and_against_001_the_labels_differ(tmp_path: Path) -> None:
+    """Kernels are the columns, the unit is in the heading, the shape in a line of text."""
+    for name in ("001.md", "002.md"):
+        (tmp_path / name).write_text((DATA / name).read_text())
+    # The summary of 001 does not say which pass it is of.
+    (tmp_path / "001.toml").write_text('[[where]]\nheading = "*Summary*"\nfacts = { pass = "total" }\n')
+    findings = audit_file(tmp_path / "002.md", against=[tmp_path / "001.md"])
+    (label,) = found(findings, "MISLABELLED")
+    assert "all 12 times equal those for B=4 H=32 D=64 in 001.md" in label.why
+    assert "B=2 H=32 D=128" in label.what
+    notes = {f.what: f.why for f in found(findings, "NOTE")}
+    assert "N^1.776" in notes["PyTorch-SDPA, total"]
+    assert "LA3-Chunked, backward" in notes
+
+
 # ------------------------------------------------------------------------------------------------ small ones
 
 HONEST = """\
@@ -205,6 +222,61 @@ def test_iterations_per_second_against_the_time(tmp_path: Path) -> None:
     text = "kernel,N,total (ms),throughput\nflash,1024,0.32,{} iter/s\n"
     assert wrong(audit_file(write(tmp_path, text.format(3080.7), "a.csv"))) == set()
     assert wrong(audit_file(write(tmp_path, text.format(2000), "b.csv"))) == {"INCONSISTENT"}
+
+
+KERNELS = """\
+# H200, B=4, H=32, D=64
+
+- GPU: NVIDIA H200
+
+{} Forward + Backward Time (ms){}
+
+| Sequence Length | LA3-Chunked | PyTorch-SDPA | Remark |
+|---|---|---|---|
+| 4096 | {} | 4.06 | fine |
+| 8192 | 2.44 | 13.33 | fine |
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), [("##", ""), ("**", "**"), ("", "")])
+def test_columns_of_kernels_under_a_heading_with_the_unit(tmp_path: Path, before: str, after: str) -> None:
+    findings = audit_file(write(tmp_path, KERNELS.format(before, after, "1.19")))
+    assert wrong(findings) == set()
+    (audited,) = found(findings, "AUDITED")
+    assert audited.why == "4 of 4 times and sizes were compared with the hardware"
+    assert not found(findings, "UNAUDITED")
+    (only,) = found(audit_file(write(tmp_path, KERNELS.format(before, after, "0.01"))), "IMPOSSIBLE")
+    assert only.what == "LA3-Chunked, total, B=4 H=32 N=4096 D=64"
+
+
+def shown(findings: list[Finding]) -> str:
+    console = Console(file=io.StringIO(), width=240)
+    published.render(findings, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_what_was_not_checked_is_not_called_right(tmp_path: Path) -> None:
+    unknown = "| Kernel | Time (ms) |\n|---|---|\n| flash | 1.0 |\n"
+    text = shown(audit_file(write(tmp_path, unknown)))
+    assert "nothing wrong found" not in text
+    assert text.splitlines()[-1].startswith("nothing audited; 1 could not be audited")
+    other = "\n# Quality\n\n| Kernel | Grade | Mark |\n|---|---|---|\n| flash | 3 | 4 |\n"
+    findings = audit_file(write(tmp_path, HONEST + other))
+    (unread,) = found(findings, "UNAUDITED")
+    assert unread.what == "table 2 (Quality)"
+    assert unread.why.startswith("not read")
+    assert "nothing wrong found; 1 could not be audited" in shown(findings)
+
+
+def test_two_files_on_the_command_line_are_held_against_each_other(tmp_path: Path) -> None:
+    one = write(tmp_path, KERNELS.format("##", "", "1.19"), "one.md")
+    two = write(tmp_path, KERNELS.replace("D=64", "D=128").format("##", "", "1.19"), "two.md")
+    alone = CliRunner().invoke(main, ["bench", "audit", str(one), "--fail-on", "wrong"])
+    assert alone.exit_code == 0, alone.output
+    both = CliRunner().invoke(main, ["bench", "audit", str(one), str(two), "--fail-on", "wrong"])
+    assert both.exit_code == 1
+    assert "MISLABELLED" in both.output
 
 
 def test_an_unknown_gpu_is_unaudited(tmp_path: Path) -> None:
@@ -309,6 +381,9 @@ def test_render_prints_names_as_they_are(tmp_path: Path) -> None:
     assert "[bold]flash[/bold]" in out
     published.render([], console)
     assert "nothing wrong found" in console.file.getvalue()
+    evil = audit_file(write(tmp_path, HONEST.replace("flash ours", "\x1b[2Jflash").replace("| 1.79 |", "| 0.50 |")))
+    published.render(evil, console)
+    assert "\x1b" not in console.file.getvalue()
 
 
 def test_a_thousand_rows(tmp_path: Path) -> None:

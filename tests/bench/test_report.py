@@ -9,7 +9,9 @@ import re
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from fulmen.__main__ import main
 from fulmen.bench import report, schema
 from fulmen.bench.report import html, markdown, model, plots, table, words
 from tests.bench import sample_results
@@ -163,7 +165,7 @@ def test_odd_values_are_survived(tmp_path):
 
 def bad_files():
     good = list(sample_results.lines(sample_results.make(samples=6)))[:4]
-    yield "truncated", [*good[:3], good[3][:200]], "cut off"
+    yield "truncated", [*good[:2], good[2][:200] + "\n", good[3]], "cut off"
     yield "foreign", ['{"record": "environment", "time": "x"}\n'], "schema None"
     yield "newer", [good[0].replace("fulmen-bench/1", "fulmen-bench/9")], "fulmen-bench/9"
     yield "empty", [], "nothing was measured"
@@ -187,6 +189,81 @@ def test_bad_files_give_one_clear_error(lines, said, tmp_path):
     with pytest.raises(schema.BadResults, match=re.escape(said)):
         report.write(schema.read([path]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_cut_off_at_the_end_is_reported_without_its_last_line(tmp_path):
+    good = list(sample_results.lines(sample_results.make(samples=6)))[:4]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join([*good[:3], good[3][:200]]))
+    done = CliRunner().invoke(main, ["bench", "report", str(path), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "run.jsonl:4: not JSON" in done.output
+    assert "It is skipped" in done.output
+    assert "It is skipped" in (tmp_path / "out" / "report.md").read_text()
+    data = data_of((tmp_path / "out" / "report.html").read_text())
+    assert len(data["rows"]) == 2
+    assert "run.jsonl:4" in data["notes"][0]
+
+
+@pytest.mark.parametrize("t", [-1.0, 5e-324, -5e-324, 0.0, 1e308])
+def test_what_is_no_time_is_withheld(t, tmp_path):
+    """Negative and denormal numbers end in no traceback and in no table."""
+    cells = [cell for cell in sample_results.make(samples=8).cells if cell.suite == "flash"][:24]
+    for i, cell in enumerate(cells[:12]):  # as the median, in the samples alone, or as the bounds of the median
+        cell.samples_ms = [t] * 8
+        cell.stats = [{"median": t}, {}, {**cell.stats, "low": t, "high": t}][i % 3]
+        cell.device_ms, cell.clocks_mhz = t, [t] * 8
+        if i % 2:
+            cell.audit = {}
+    results = schema.Results(sample_results.make(samples=6).runs, cells)
+    report.write(results, tmp_path)
+    rows = data_of((tmp_path / "report.html").read_text())["rows"]
+    assert [row["status"] for row in rows[:12]] == ["withheld", "withheld", "ok"] * 4
+    assert all("median" not in row for row in rows if row["status"] == "withheld")
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text())))
+    assert all(line["median_ms"] == line["device_ms"] == "" for line in lines if line["status"] == "withheld")
+    assert {line["device_ms"] for line in lines[:12]} == {""}
+
+
+def test_no_time_above_the_roof_is_called_measured(read):
+    results = sample_results.make(samples=8)
+    run = next(iter(results.runs.values()))
+    run.ceilings = {"bytes_measured": 1e12, "flops_measured": 1e12}
+    run.environment |= {"arch": 0}
+    over = model.read(results)
+    assert all(row.flagged for row in over.rows if row.timed and (row.rate("bytes") or 0) > 1.01e12)
+    assert sum(row.flagged for row in over.rows) > sum(row.flagged for row in read.rows)
+
+
+def test_throughput_in_fitting_units(read):
+    assert read.flops_unit() == (1e12, "TFLOP/s")
+    cells = [schema.parse(schema.dumps(row.cell), "") for row in read.rows[:9]]
+    for cell in cells:
+        cell.stats = {"median": 1e5}
+    slow = model.read(schema.Results(read.results.runs, cells))
+    assert slow.flops_unit() == (1e9, "GFLOP/s")
+    assert data_of(html.render(slow))["flops_unit"] == [1e9, "GFLOP/s"]
+
+
+def test_headlines(read):
+    found = {(one.suite, one.pass_): one for one in model.headlines(read)}
+    assert set(found) == {(suite, pass_) for suite in ("lightning", "flash") for pass_ in schema.PASSES}
+    one = found["flash", "forward"]
+    assert (one.competitor, one.baseline, one.cases, one.other) == ("fulmen triton", "sdpa-fa2", 6, False)
+    assert 1 < one.low < one.mean < one.high < 0.61 / 0.40 + 0.05
+    assert found["lightning", "total"].other
+    text = markdown.render(read)
+    assert text.index("times as fast as") < text.index("proven right") < text.index("## Environment")
+
+
+def test_families_without_the_baseline_say_so(results):
+    cells = [
+        c
+        for c in results.cells
+        if c.suite == "lightning" and not (c.competitor.startswith("sdpa") and c.case["D"] == 64)
+    ]
+    text = markdown.render(model.read(schema.Results(results.runs, cells)))
+    assert "forward, no baseline" in text
 
 
 def test_a_later_run_replaces_an_earlier_one():

@@ -95,7 +95,7 @@ def column(page, name):
 
 
 def test_renders(page):
-    assert page.locator("h1").text_content() == "311 of 324 cells proven right, then timed."
+    assert page.locator("#proven").text_content() == "311 of 324 cells proven right, then timed."
     assert texts(page, "#tiles .word")[:3] == ["measured", "read with care", "wrong"]
     assert "NVIDIA H200" in page.locator("#facts").text_content()
     assert page.locator(".heatmap").count() == 2
@@ -109,6 +109,81 @@ def test_renders(page):
     page.locator("#more").click()
     assert page.locator("#table tbody tr").count() == 324
     assert page.locator("#trouble").is_hidden()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1400, "light"), (2500, "light")])
+def test_the_first_screen_shows_the_result(watch, folder, width, scheme):
+    page = watch(folder / "report.html", viewport={"width": width, "height": 900}, color_scheme=scheme).page
+    speeds = texts(page, "#headlines dd strong")
+    assert len(speeds) == 6  # two suites, three passes
+    assert all(re.fullmatch(r"[\d.]+×", speed) for speed in speeds)
+    assert page.locator("#overview svg.chart .gain").count() > 2
+    for part in ("#headlines", "#overview figcaption"):
+        box = page.locator(part).bounding_box()
+        assert box["y"] + box["height"] < 900, part
+
+
+def test_the_environment_comes_last_and_folded(page):
+    sections = page.evaluate("[...document.querySelectorAll('main section')].map(section => section.id)")
+    assert sections[0] == "result"
+    assert sections[-1] == "environment"
+    assert page.locator("#environment details").count() == 1  # one run
+    assert page.locator("#environment details[open]").count() == 0
+    assert page.locator("#facts dl").is_hidden()
+    page.locator("#environment summary").click()
+    assert page.locator("#facts dl").is_visible()
+
+
+def test_a_card_without_the_baseline_says_so(watch, results, tmp_path):
+    cells = [
+        c
+        for c in results.cells
+        if c.suite == "lightning" and not (c.competitor.startswith("sdpa") and c.case["D"] == 64)
+    ]
+    (tmp_path / "report.html").write_text(
+        html.render(model.read(schema.Results(results.runs, cells))), encoding="utf-8"
+    )
+    page = watch(tmp_path / "report.html").page
+    first, second = page.locator("#heat figcaption").all_text_contents()
+    assert "no baseline" in first
+    assert "no baseline" not in second
+    assert texts(page, ".heatmap >> nth=0 >> tbody tr:nth-child(6) td")[0].endswith(" ms")
+    assert "no baseline" in page.locator("#scaling-charts .fits").first.text_content()
+    assert "no baseline" not in page.locator("#scaling-charts .fits").last.text_content()
+
+
+def test_growth_and_units_of_a_slow_machine(watch, results, tmp_path):
+    cells = [schema.parse(schema.dumps(c), "") for c in results.cells if c.suite == "lightning" and c.case["D"] == 64]
+    for cell in cells:  # a CPU whose times hardly grow
+        t = 1e4 * cell.case["N"] ** 0.5
+        cell.stats, cell.samples_ms, cell.clocks_mhz = {"median": t, "low": 0.99 * t, "high": 1.01 * t}, [t] * 8, []
+    run = sample_results.run(
+        environment={"device": "a CPU", "arch": 0}, ceilings={"flops_measured": 1e11, "bytes_measured": 1e10}
+    )
+    slow = model.read(schema.Results({run.run_id: run}, cells))
+    (tmp_path / "report.html").write_text(html.render(slow), encoding="utf-8")
+    page = watch(tmp_path / "report.html").page
+    growth = texts(page, "#scaling-charts .fits tbody td:nth-child(4)")
+    assert "sublinear" in growth
+    assert "not O(n)" not in page.locator("#scaling").text_content()
+    assert any(x.startswith("GFLOP/s") for x in texts(page, "#table thead th"))
+    assert "TFLOP/s" not in page.locator("body > main").text_content()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_wide_tables_scroll_to_their_last_column(watch, folder, width):
+    page = watch(folder / "report.html", viewport={"width": width, "height": 900}).page
+    page.locator("#cells").scroll_into_view_if_needed()
+    box = page.locator("#table").evaluate(
+        "t => { t.scrollLeft = 1e6; return [t.scrollWidth - t.clientWidth, t.scrollLeft]; }"
+    )
+    assert box[0] > 0
+    assert box[1] == pytest.approx(box[0], abs=1)
+    table, last = (page.locator(x).bounding_box() for x in ("#table", "#table thead th:last-child"))
+    assert last["x"] + last["width"] <= table["x"] + table["width"] + 1
+    assert table["height"] <= 900  # so that its scrollbar is in sight
+    for box in page.locator("#heat .scroll, #scaling-charts .scroll").all():
+        assert box.evaluate("e => e.scrollWidth <= e.clientWidth || getComputedStyle(e).overflowX === 'auto'")
 
 
 def test_sorts(page):
@@ -156,6 +231,7 @@ def test_drawer(page):
     expect(drawer.locator("h2")).not_to_have_text(name)
     page.keyboard.press("Escape")
     expect(drawer).not_to_be_visible()
+    assert page.locator("#table tbody button.link:focus").count() == 1
     expect(page).not_to_have_url(re.compile("#row="))
 
 
@@ -191,7 +267,7 @@ def test_baseline_pass_and_suite_switch(page):
     page.locator('label:has(> input[value="flash"])').click()
     assert page.locator(".heatmap").count() == 1
     assert page.locator("#baseline").input_value() == "sdpa-fa2"
-    assert page.locator(':focus[value="flash"]').count() == 1  # the choice keeps the focus
+    assert page.locator(':focus[value="flash"]').count() == 1  # the selection keeps the focus
 
 
 def test_charts_answer_to_pointer_and_keys(page):
@@ -220,6 +296,10 @@ def test_compares_a_second_file(page, results, tmp_path):
     assert found == {name: verdicts.count(name) for name in comparing.VERDICTS}
     assert found["FASTER"] > 40
     assert found["SLOWER"] > 20
+    said = page.locator("#compare-result .lead").text_content()
+    assert said == f"{len(verdicts)} cells in both, those that changed by the most milliseconds first."
+    assert texts(page, "#compare-result tbody td:nth-child(3)")[0].startswith("B")
+    assert "·" in texts(page, "#compare-result tbody td:nth-child(3)")[0]  # a label, not the case's fields
     page.locator('[data-verdict="SLOWER"]').click()
     assert set(texts(page, "#compare-result tbody th")) == {"fla chunk"}
 
@@ -257,6 +337,16 @@ def test_dropped_file_is_compared(page, results):
     page.wait_for_selector("#compare-result table")
     assert page.locator('[data-verdict="SAME"] .count').text_content() == "4"
     assert page.locator("#veil").is_hidden()
+
+
+def test_a_second_file_that_was_cut_off_is_compared_without_its_last_line(page, results, tmp_path):
+    lines = list(sample_results.lines(schema.Results(results.runs, results.cells[:4])))
+    path = tmp_path / "cut.jsonl"
+    path.write_text("".join(lines)[:-50])
+    page.set_input_files("#file", path)
+    page.wait_for_selector("#compare-result table")
+    assert page.locator('[data-verdict="SAME"] .count').text_content() == "3"
+    assert "cut.jsonl:5" in page.locator("#compare-error").text_content()
 
 
 @pytest.mark.parametrize(

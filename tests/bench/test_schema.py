@@ -47,7 +47,7 @@ def test_a_cell_measured_again_replaces_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "not JSON"),
+        ("{\n", "not JSON"),
         ("[]\n", "schema 'list'"),
         ('{"schema": "other/7"}\n', "other/7"),
         (json.dumps({"schema": schema.SCHEMA, "kind": "spoon"}) + "\n", "spoon"),
@@ -62,6 +62,22 @@ def test_a_foreign_line_is_named_with_its_place(tmp_path: Path, line: str, words
     with pytest.raises(schema.BadResults, match=r"x\.jsonl:2: ") as error:
         schema.read([written(tmp_path / "x.jsonl", RUN, line)])
     assert words in str(error.value)
+
+
+def test_a_last_line_that_was_cut_off_is_skipped_and_told_of(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", RUN, cell(), schema.dumps(cell(pass_="total"))[:40])
+    results = schema.read([path])
+    assert [c.pass_ for c in results.cells] == ["forward"]
+    (note,) = results.notes
+    assert "x.jsonl:3: not JSON" in note
+    assert note.endswith("was the file cut off? It is skipped.")
+    assert schema.read([written(tmp_path / "y.jsonl", RUN, cell())]).notes == []
+    with pytest.raises(schema.BadResults, match="cut off"):  # in the middle it is no accident of writing
+        schema.read([written(tmp_path / "z.jsonl", RUN, schema.dumps(cell())[:40] + "\n", cell())])
+
+
+def test_errors_do_not_drive_the_terminal() -> None:
+    assert str(schema.BadResults("a\x1b[2Jb\x07c\n")) == "a\\x1b[2Jb\\x07c\\n"
 
 
 def test_a_cell_without_its_run(tmp_path: Path) -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fulmen.bench.audit import grouped, number
 from fulmen.bench.report import model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B6F76", "#000000")  # Okabe and Ito
 MARKERS = "os^Dvxp+"
 PARTS = {"inputs": "#9da2a8", "output": "#bcc0c5", "gradients": "#d6d8db", "saved": "#D55E00",
          "workspace_forward": "#56B4E9", "workspace_backward": "#0072B2"}  # fmt: skip
-SOFT = "#5a6068"
+HEAT = ("#8a3c00", "#d55e00", "#f4c9a8", "#f1f1ee", "#a9cfe8", "#0072b2", "#00507d")  # slower to faster
+INK, SOFT = "#1a1c1f", "#5a6068"
 STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titley": 1.0,
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#c4c5c1", "axes.grid": True,
@@ -32,45 +33,32 @@ MAX_LINES = 24  # cases that one heatmap shows
 
 
 def draw(report: model.Report, folder: Path) -> list[Path]:
-    """Draws what the results allow; names hold the suite's, made fit for a file."""
+    """Draws what the results allow; file names hold the suite's name, made fit for a file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    kinds: tuple[tuple[str, Callable[[model.Report, str, Figure], bool]], ...] = (
-        ("speedup", speedup), ("scaling", scaling), ("roofline", roofline), ("memory", memory),
-    )  # fmt: skip
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         for suite in report.suites:
-            for kind, paint in kinds:
+            name = re.sub(r"[^a-z0-9]+", "-", suite.lower())[:40].strip("-") or "suite"
+            rows = [row for row in report.of(suite) if row.cell.cache == "cold"] or report.of(suite)
+            for kind, paint in (("speedup", speedup), ("scaling", scaling), ("roofline", roofline), ("memory", memory)):
                 figure = Figure()
                 FigureCanvasAgg(figure)
-                if not paint(report, suite, figure):
-                    continue
-                path = folder / f"{kind}-{slug(suite)}.png"
-                for n in range(2, 1000):
-                    if path not in written:
-                        break
-                    path = folder / f"{kind}-{slug(suite)}-{n}.png"
-                figure.savefig(path, metadata={"Software": None})
-                written.append(path)
+                if paint(report, rows, figure):
+                    names = (folder / f"{kind}-{name}{f'-{n}' if n > 1 else ''}.png" for n in range(1, 1000))
+                    path = next(path for path in names if path not in written)
+                    figure.savefig(path, metadata={"Software": None})
+                    written.append(path)
     return written
-
-
-def slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "suite"
 
 
 def plain(text: str, most: int = 40) -> str:
     """What a font can draw, and no longer than a plot has room for."""
     text = "".join(c if c.isprintable() and ord(c) < 0x2500 else "?" for c in text)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def wrapped(name: str) -> str:
-    return "\n".join(textwrap.wrap(plain(name, 36), 13)) or "?"
 
 
 def look(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -80,25 +68,21 @@ def look(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def cold(report: model.Report, suite: str) -> list[model.Row]:
-    rows = [row for row in report.rows if row.cell.suite == suite and not row.replaced]
-    return [row for row in rows if row.cell.cache == "cold"] or rows
-
-
 def names_of(rows: Iterable[model.Row]) -> list[str]:
     return list(dict.fromkeys(row.cell.competitor for row in rows))
 
 
-def panels(figure: Figure, rows: int, columns: int, size: tuple[float, float], **margins: float) -> list[list[Axes]]:
-    """Axes of `size` inches each, with margins and gaps in inches: laid out without drawing everything twice."""
-    m = {"left": 0.6, "right": 0.2, "top": 0.45, "bottom": 0.45, "across": 0.5, "down": 0.65} | margins
-    width = m["left"] + columns * size[0] + (columns - 1) * m["across"] + m["right"]
-    height = m["top"] + rows * size[1] + (rows - 1) * m["down"] + m["bottom"]
-    figure.set_size_inches(width, height)
+def panels(
+    figure: Figure, rows: int, columns: int, size: tuple[float, float], left: float = 0.75, bottom: float = 0.6,
+    down: float = 0.55, across: float = 0.55,
+) -> list[list[Axes]]:  # fmt: skip
+    """Axes of `size` inches each, with room for labels around them: the same whatever is drawn."""
+    wide, tall = columns * size[0] + (columns - 1) * across, rows * size[1] + (rows - 1) * down
+    full = (left + wide + 0.3, bottom + tall + 0.45)
+    figure.set_size_inches(*full)
     figure.subplots_adjust(
-        left=m["left"] / width, right=1 - m["right"] / width, top=1 - m["top"] / height, bottom=m["bottom"] / height,
-        wspace=m["across"] / size[0], hspace=m["down"] / size[1],
-    )  # fmt: skip
+        left / full[0], bottom / full[1], 1 - 0.3 / full[0], 1 - 0.45 / full[1], across / size[0], down / size[1]
+    )
     return [list(line) for line in figure.subplots(rows, columns, squeeze=False)]
 
 
@@ -107,148 +91,140 @@ def legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4)
 
 
-def tidy(axis: Axis) -> None:
-    """Plain numbers at a logarithmic axis."""
+def below_for(entries: int) -> float:
+    return 0.75 + 0.2 * math.ceil(entries / 4)
+
+
+def logarithmic(axes: Axes, which: str) -> None:
+    """Logarithmic axes, "x", "y" or "xy", with plain numbers."""
     from matplotlib.ticker import FuncFormatter
 
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    for name in which:
+        axes.set(**{f"{name}scale": "log"})
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:,g}" if f"{x:e}"[0] in "25" else ""))
+
+
+def pass_of(rows: list[model.Row], *order: str) -> str:
+    return next((p for p in order if any(row.cell.pass_ == p for row in rows)), "")
 
 
 # ---------------------------------------------------------------------------------------------- kinds
 
 
-def speedup(report: model.Report, suite: str, figure: Figure) -> bool:
-    rows = cold(report, suite)
-    base, names = model.baseline(rows), names_of(rows)
-    pass_ = next((p for p in ("total", "forward", "backward") if any(row.cell.pass_ == p for row in rows)), "")
-    some = [row for row in rows if row.cell.pass_ == pass_]
-    keys = list(dict.fromkeys((row.family, row.n) for row in some))[:MAX_LINES]
-    at = {(row.family, row.n, row.cell.competitor): row for row in some}
+def speedup(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    base, names, pass_ = model.baseline(rows), names_of(rows), pass_of(rows, "total", "forward", "backward")
     if not base or len(names) < 2:
         return False
-    labels = [plain(f"{f.label} · N {n:,}" if n else f.label, 48) for f, n in keys]
+    lines = list(grouped((r for r in rows if r.cell.pass_ == pass_), lambda r: (r.family, r.n)).values())[:MAX_LINES]
+    labels = [plain(line[0].label, 48) for line in lines]
     left = 0.3 + 0.068 * max(map(len, labels))
-    axes = panels(figure, 1, 1, (0.95 * len(names), 0.3 * len(keys)), left=left, bottom=0.6)[0][0]
-    grid = [[math.nan] * len(names) for _ in keys]
-    for i, (family, n) in enumerate(keys):
+    axes = panels(figure, 1, 1, (0.95 * len(names), 0.3 * len(lines)), left=left)[0][0]
+    grid = [[math.nan] * len(names) for _ in lines]
+    for i, line in enumerate(lines):
+        here = {row.cell.competitor: row for row in line}
         for j, name in enumerate(names):
-            row = at.get((family, n, name))
-            gain = None if row is None else model.speedup(row, at.get((family, n, base)))
-            label = "" if row is None else row.cell.status if not row.timed else model.digits(row.median, 3) + " ms"
+            row = here.get(name)
+            if row is None:
+                continue
+            gain = model.speedup(row, here.get(base))
+            label = model.digits(row.median, 3) + " ms" if row.timed else row.cell.status
             if gain is not None:
-                grid[i][j] = math.log2(gain[0])
-                label = f"{'▲' if row and row.flagged else ''}{model.digits(gain[0], 3)}×"
-            dark = abs(grid[i][j]) > 2.2
-            axes.text(j, i, label, ha="center", va="center", fontsize=7.5, color="white" if dark else "black")
-    axes.imshow(grid, cmap=diverging(), vmin=-math.log2(10), vmax=math.log2(10), aspect="auto")
-    axes.set_xticks(range(len(names)), [wrapped(name) for name in names], fontsize=8)
-    axes.set_yticks(range(len(keys)), labels, fontsize=7.5)
+                grid[i][j] = math.log2(gain)
+                label = f"{'▲' if row.flagged else ''}{model.digits(gain, 3)}×"
+            colour = "white" if abs(grid[i][j]) > 2.2 else "black"
+            axes.text(j, i, label, ha="center", va="center", fontsize=7.5, color=colour)
+    colours = LinearSegmentedColormap.from_list("slower-faster", HEAT)
+    axes.imshow(grid, cmap=colours, vmin=-math.log2(10), vmax=math.log2(10), aspect="auto")
+    titles = ["\n".join(textwrap.wrap(plain(name, 36), 13)) or "?" for name in names]
+    axes.set_xticks(range(len(names)), titles, fontsize=8)
+    axes.set_yticks(range(len(lines)), labels, fontsize=7.5)
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    axes.set_title(plain(f"{suite}, {pass_}: times as fast as {base}", 70))
+    axes.set_title(plain(f"{rows[0].cell.suite}, {pass_}: times as fast as {base}", 70))
     return True
 
 
-def diverging() -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    colours = ["#8a3c00", "#d55e00", "#f4c9a8", "#f1f1ee", "#a9cfe8", "#0072b2", "#00507d"]
-    return LinearSegmentedColormap.from_list("slower-faster", colours)
-
-
-def scaling(report: model.Report, suite: str, figure: Figure) -> bool:
-    rows = [row for row in cold(report, suite) if row.timed and row.n]
-    families = [f for f in report.families if len({row.n for row in rows if row.family == f}) > 1][:MAX_PANELS]
+def scaling(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+    rows = [row for row in rows if row.timed and row.n]
+    families = [f for f, some in grouped(rows, lambda r: r.family).items() if len({r.n for r in some}) > 1][:MAX_PANELS]
     passes = [p for p in ("forward", "backward", "total") if any(row.cell.pass_ == p for row in rows)]
-    if not families or not passes:
+    if not families:
         return False
     looks = look(names_of(rows))
-    below = 0.75 + 0.2 * math.ceil(len(looks) / 4)
-    grid = panels(figure, len(families), len(passes), (3.3, 2.4), bottom=below)
+    grid = panels(figure, len(families), len(passes), (3.3, 2.4), bottom=below_for(len(looks)))
     for family, line in zip(families, grid, strict=True):
-        for pass_, axes in zip(passes, line, strict=True):
-            some = [row for row in rows if row.family == family and row.cell.pass_ == pass_]
-            curves(axes, some, looks)
-            axes.set_title(plain(f"{family.label}, {pass_}", 50), fontsize=8.5)
-    for line in grid:
         line[0].set_ylabel("ms")
+        for pass_, axes in zip(passes, line, strict=True):
+            curves(axes, [row for row in rows if row.family == family and row.cell.pass_ == pass_], looks)
+            axes.set_title(plain(f"{family.label}, {pass_}", 50), fontsize=8.5)
     legend(figure, grid[0][0])
     return True
 
 
 def curves(axes: Axes, rows: list[model.Row], looks: dict[str, dict[str, Any]]) -> None:
-    for name in names_of(rows):
-        line = sorted((row.n or 0, row.median or 0.0) for row in rows if row.cell.competitor == name)
+    for name, some in grouped(rows, lambda row: row.cell.competitor).items():
+        line = sorted((row.n or 0, row.median or 0.0) for row in some)
         axes.plot(*zip(*line, strict=True), markersize=4, linewidth=1.4, **looks[name])
-    for function in dict.fromkeys(row.cell.function for row in rows):
-        floor = {row.n or 0: x for row in rows if row.cell.function == function
-                 if (x := model.number(row.cell.audit.get("floor_ms")))}  # fmt: skip
+    for some in grouped(rows, lambda row: row.cell.function).values():
+        floor = sorted({row.n or 0: x for row in some if (x := number(row.cell.audit.get("floor_ms")))}.items())
         if floor:
-            axes.plot(sorted(floor), [floor[n] for n in sorted(floor)], "--", color=SOFT, linewidth=1, label="floor")
+            axes.plot(*zip(*floor, strict=True), "--", color=SOFT, linewidth=1, label="floor")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     lengths = sorted({row.n or 0 for row in rows})
     axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths], fontsize=7.5)
+    logarithmic(axes, "y")
     axes.minorticks_off()
-    tidy(axes.yaxis)
 
 
-def roofline(report: model.Report, suite: str, figure: Figure) -> bool:
-    rows = [row for row in cold(report, suite) if row.timed and row.rate("flops") and row.cell.audit.get("bytes")]
+def roofline(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+    rows = [row for row in rows if row.rate("flops") and row.rate("bytes")]
     run = report.results.runs[rows[0].cell.run_id] if rows else None
-    ceilings = {} if run is None else {k: x for k, v in run.ceilings.items() if (x := model.number(v))}
+    ceilings = {} if run is None else {k: x for k, v in run.ceilings.items() if (x := number(v))}
     flops, size = ceilings.get("flops_measured"), ceilings.get("bytes_measured")
-    hard, hard_size = ceilings.get("flops_hard", flops), ceilings.get("bytes_hard", size)
-    if not rows or not flops or not size or not hard or not hard_size:
+    if run is None or not flops or not size:
         return False
-    below = 0.95 + 0.2 * math.ceil((len(names_of(rows)) + 2) / 4)
-    axes = panels(figure, 1, 1, (7.6, 3.6), bottom=below)[0][0]
+    scale, unit = report.flops_unit()
+    axes = panels(figure, 1, 1, (7.6, 3.6), bottom=0.2 + below_for(len(names_of(rows)) + 2))[0][0]
     low = high = flops / size
     for name, style in look(names_of(rows)).items():
         some = [row for row in rows if row.cell.competitor == name]
         xs = [float(row.cell.audit["flops"]) / float(row.cell.audit["bytes"]) for row in some]
-        axes.plot(xs, [(row.rate("flops") or 0.0) / 1e12 for row in some], linestyle="", markersize=4.5, **style)
+        axes.plot(xs, [(row.rate("flops") or 0.0) / scale for row in some], linestyle="", markersize=4.5, **style)
         low, high = min(low, *xs), max(high, *xs)
-    low, high = low / 3, high * 3
-    names = {"-": "limit", "--": "measured"}
-    for top, rate, dashes in ((hard, hard_size, "-"), (flops, size, "--")):
-        xs = [low, top / rate, high]
-        axes.plot(xs, [min(top, x * rate) / 1e12 for x in xs], dashes, color="#1a1c1f", linewidth=1.2,
-                  label=f"{names[dashes]}: {top / 1e12:,.0f} TFLOP/s, {rate / 1e12:.2f} TB/s")  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    tidy(axes.xaxis)
-    tidy(axes.yaxis)
+    hard = (ceilings.get("flops_hard"), ceilings.get("bytes_hard", size))
+    for name, top, rate, dashes in (("limit", *hard, "-"), ("measured", flops, size, "--")):
+        if top and rate:
+            xs = [low / 3, top / rate, high * 3]
+            label = f"{name}: {model.digits(top / scale, 3)} {unit}, {model.digits(rate / 1e9, 3)} GB/s"
+            axes.plot(xs, [min(top, x * rate) / scale for x in xs], dashes, color=INK, linewidth=1.2, label=label)
+    logarithmic(axes, "xy")
     axes.set_xlabel("FLOP per byte, at the floor")
-    axes.set_title(plain(f"{run.environment.get('device', '') if run else ''}, {suite}: TFLOP/s", 70))
+    axes.set_title(plain(f"{run.environment.get('device', '')}, {rows[0].cell.suite}: {unit}", 70))
     legend(figure, axes)
     return True
 
 
-def memory(report: model.Report, suite: str, figure: Figure) -> bool:
-    rows = [row for row in cold(report, suite) if row.peak is not None]
-    pass_ = next((p for p in ("total", "backward", "forward") if any(row.cell.pass_ == p for row in rows)), "")
-    longest: dict[model.Family, int] = {}
-    for row in rows:
-        longest[row.family] = max(longest.get(row.family, 0), row.n or 0)
-    families = list(longest)[:MAX_PANELS]
+def memory(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+    rows = [row for row in rows if row.size() is not None]
+    pass_ = pass_of(rows, "total", "backward", "forward")
+    families = list(grouped(rows, lambda row: row.family).values())[:MAX_PANELS]
     if not families:
         return False
     columns = min(2, len(families))
-    tall = 0.4 + 0.24 * len(names_of(rows))
-    grid = panels(
-        figure, math.ceil(len(families) / columns), columns, (3.6, tall), left=1.8, across=1.9, bottom=1.05, down=0.9
-    )
+    shape = (math.ceil(len(families) / columns), columns)
+    grid = panels(figure, *shape, (3.6, 0.4 + 0.24 * len(names_of(rows))), left=1.8, across=1.9, bottom=1.05, down=0.9)
     flat = [axes for line in grid for axes in line]
     for axes in flat[len(families) :]:
         axes.set_visible(False)
-    for family, axes in zip(families, flat, strict=False):
-        some = [
-            row for row in rows if row.family == family and (row.n or 0) == longest[family] and row.cell.pass_ == pass_
-        ]
-        stacks(axes, some)
-        axes.set_title(plain(f"{family.label} · N {longest[family]:,}, {pass_}", 60), fontsize=8.5)
+    for some, axes in zip(families, flat, strict=False):
+        longest = max(row.n or 0 for row in some)
+        stacks(axes, [row for row in some if (row.n or 0) == longest and row.cell.pass_ == pass_])
+        axes.set_title(plain(f"{some[0].family.label} · N {longest:,}, {pass_}", 60), fontsize=8.5)
     legend(figure, flat[0])
     return True
 
@@ -256,11 +232,11 @@ def memory(report: model.Report, suite: str, figure: Figure) -> bool:
 def stacks(axes: Axes, rows: list[model.Row]) -> None:
     left = [0.0] * len(rows)
     for part, colour in PARTS.items():
-        sizes = [(model.number(row.cell.memory.get(part, {}).get("bytes")) or 0.0) / 2**30 for row in rows]
+        sizes = [(row.size(part) or 0.0) / 2**30 for row in rows]
         axes.barh(range(len(rows)), sizes, left=left, color=colour, label=part.replace("_", " "), height=0.62)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    floors = [(model.number(row.cell.memory.get("peak", {}).get("floor")) or 0.0) / 2**30 for row in rows]
-    axes.vlines(floors, [i - 0.42 for i in range(len(rows))], [i + 0.42 for i in range(len(rows))], color="#1a1c1f")
+    floors = [(row.size("peak", "floor") or 0.0) / 2**30 for row in rows]
+    axes.vlines(floors, [i - 0.42 for i in range(len(rows))], [i + 0.42 for i in range(len(rows))], color=INK)
     axes.set_yticks(range(len(rows)), [plain(row.cell.competitor, 24) for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("GiB; the line is the floor", fontsize=8)

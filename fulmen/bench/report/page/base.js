@@ -2,7 +2,6 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 for (const kind of Object.keys(DATA.words)) DATA.words[kind] = Object.fromEntries(DATA.words[kind]);
-const SVG = "http://www.w3.org/2000/svg";
 const $ = (id) => document.getElementById(id);
 
 function fill(node, attributes, children) {
@@ -18,40 +17,43 @@ function fill(node, attributes, children) {
   return node;
 }
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
-const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+const s = (tag, attributes, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 const put = (node, ...children) => { node.replaceChildren(); return fill(node, {}, children); };
+const link = (text, row) => h("button", { type: "button", class: "link", click: () => openDrawer(row) }, text);
 
 // ------------------------------------------------------------------------------------------- numbers
 
 const commas = (x) => x.toLocaleString("en-US");
 const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
+const format = (make) => (x, ...more) => (isNumber(x) ? make(x, ...more) : "");
 
-function digits(x, significant = 4) {
-  if (!isNumber(x)) return "";
-  if (x === 0) return "0";
-  const places = Math.min(Math.max(significant - 1 - Math.floor(Math.log10(Math.abs(x))), 0), 6);
-  return x.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places });
-}
-const ms = (x) => (isNumber(x) ? digits(x) + " ms" : "");
-const percent = (x, places = 0) => (isNumber(x) ? (100 * x).toFixed(places) + " %" : "");
-const times = (x) => (isNumber(x) ? (x >= 100 ? x.toFixed(0) : x >= 10 ? x.toFixed(1) : x.toFixed(2)) + "×" : "");
-const error = (x) => (isNumber(x) ? x.toExponential(1) : "");
+const digits = format((x, significant = 4) => {
+  const places = x === 0 ? 0 : significant - 1 - Math.floor(Math.log10(Math.abs(x)));
+  if (places > 6) return x.toPrecision(significant);
+  return x.toLocaleString("en-US", { minimumFractionDigits: Math.max(places, 0), maximumFractionDigits: Math.max(places, 0) });
+});
+const ms = format((x) => digits(x) + " ms");
+const percent = format((x, places = 0) => (100 * x).toFixed(places) + " %");
+const times = format((x) => digits(x, 3) + "×");
+const error = format((x) => x.toExponential(1));
+const flops = format((x) => `${digits(x / DATA.flops_unit[0], 3)} ${DATA.flops_unit[1]}`);
+const traffic = format((x) => digits(x / 1e9) + " GB/s");
+const bytes = format((x) => {
+  const power = x ? Math.min(3, Math.max(0, Math.floor(Math.log2(Math.abs(x)) / 10))) : 0;
+  return `${digits(x / 1024 ** power, power ? 4 : 1)} ${["B", "KiB", "MiB", "GiB"][power]}`;
+});
 const plain = (x) => (typeof x === "boolean" ? (x ? "yes" : "no") : isNumber(x) ? commas(x) : String(x));
-function bytes(x) {
-  if (!isNumber(x)) return "";
-  const units = ["B", "KiB", "MiB", "GiB"];
-  let i = 0;
-  while (Math.abs(x) >= 1024 && i < 3) { x /= 1024; i += 1; }
-  return digits(x, i ? 4 : 1) + " " + units[i];
-}
 const short = (n) => (n >= 1024 && n % 1024 === 0 ? n / 1024 + "K" : commas(n));
-const plural = (n, one, many = one + "s") => `${commas(n)} ${n === 1 ? one : many}`;
+const plural = (n, one) => `${commas(n)} ${n === 1 ? one : one + "s"}`;
 
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+const unique = (values) => [...new Set(values)];
+const ascending = (values) => [...values].sort((a, b) => a - b);
+const own = (table, name) => (Object.hasOwn(table, name) ? table[name] : undefined);
 function median(values) {
-  const ordered = [...values].sort((a, b) => a - b), m = ordered.length >> 1;
+  const ordered = ascending(values), m = ordered.length >> 1;
   return ordered.length % 2 ? ordered[m] : (ordered[m - 1] + ordered[m]) / 2;
 }
-const unique = (values) => [...new Set(values)];
 function groups(values, key) {
   const found = new Map();
   for (const value of values) {
@@ -69,57 +71,51 @@ function unpack(packed) {
 
 // ---------------------------------------------------------------------------------------------- rows
 
-const GLYPHS = { ok: "✓", flagged: "▲", failed: "✕", withheld: "⊘", oom: "□", unsupported: "–", timeout: "◷",
-  interrupted: "‖", skipped: "·" };
-const UNKNOWN = ["care", "unknown", "A word that this report does not know."];
-const own = (table, name) => (Object.hasOwn(table, name) ? table[name] : undefined);
-const statusWord = (status) => status === "flagged"
-  ? ["care", "read with care", "Measured, but with a flag that changes how the number is to be read."]
-  : own(DATA.words.status, status) || UNKNOWN;
-const flagWord = (flag) => own(DATA.words.flag, flag) || ["care", flag.toLowerCase(), UNKNOWN[2]];
+const GLYPHS = { ok: "✓", flagged: "▲", failed: "✕", withheld: "⊘", oom: "□", unsupported: "–", timeout: "◷", interrupted: "‖", skipped: "·" };
+const UNKNOWN = "A word that this report does not know.";
+const FLAGGED = ["care", "read with care", "Measured, but with a flag that changes how the number is to be read."];
+const statusWord = (status) => (status === "flagged" ? FLAGGED : own(DATA.words.status, status) || ["care", "unknown", UNKNOWN]);
+const flagWord = (flag) => own(DATA.words.flag, flag) || ["care", flag.toLowerCase(), UNKNOWN];
 
 const RUNS = new Map(DATA.runs.map((run) => [run.id, run]));
 const ROWS = DATA.rows;
 ROWS.forEach((row, id) => {
   row.id = id;
-  for (const name of ["flags"]) row[name] ||= [];
+  row.flags ||= [];
   for (const name of ["memory", "correctness", "stats", "case"]) row[name] ||= {};
   row.timed = isNumber(row.median);
   row.flagged = row.flags.some(([flag]) => flagWord(flag)[0] !== "note");
   row.kind = row.timed ? (row.flagged ? "flagged" : "ok") : row.status;
   row.label = DATA.families[row.family].label;
+  row.where = row.label + (isNumber(row.n) ? ` · N ${commas(row.n)}` : "");
 });
 const LIVE = ROWS.filter((row) => !row.replaced);
 const SUITES = unique(ROWS.map((row) => row.suite));
 const peak = (row) => (row.memory.peak ? row.memory.peak[0] : undefined);
 const spread = (row) => (isNumber(row.low) && isNumber(row.high) ? (row.high - row.low) / 2 / row.median : undefined);
 const rate = (row, what) => (row.timed && isNumber(row[what]) ? row[what] / row.median * 1e3 : undefined);
-const interval = (row) => (isNumber(row.low) ? `${digits(row.low)} to ${digits(row.high)}` : "");
+const interval = (row) => (isNumber(row.low) ? `95 % interval ${digits(row.low)} to ${digits(row.high)}` : "");
 
 // What the charts show. Few competitors in all keep their colour everywhere; many are counted per suite.
 const state = { suite: SUITES[0], pass: "", cache: "", baseline: {}, memoryN: {}, filter: {}, sort: null };
 const COMPETITORS = unique(LIVE.map((row) => row.competitor));
-function colourOf(competitor) {
-  const among = COMPETITORS.length <= 8 ? COMPETITORS : competitors(state.suite);
-  return Math.max(0, among.indexOf(competitor));
-}
 const competitors = (suite) => unique(LIVE.filter((row) => row.suite === suite).map((row) => row.competitor));
+const colourOf = (name) => Math.max(0, (COMPETITORS.length <= 8 ? COMPETITORS : competitors(state.suite)).indexOf(name));
 const baseline = (suite) => own(state.baseline, suite) || own(DATA.baselines, suite) || competitors(suite)[0];
+const visible = () => LIVE.filter((row) => row.suite === state.suite && row.pass === state.pass && row.cache === state.cache);
 
-function visible(suite = state.suite) {
-  return LIVE.filter((row) => row.suite === suite && row.pass === state.pass && row.cache === state.cache);
-}
-const PLACE = (row) => [row.suite, row.family, row.n, row.pass, row.cache, row.run].join("\n");
-const BY_PLACE = groups(LIVE, PLACE);
-function baseOf(row) {
-  return (BY_PLACE.get(PLACE(row)) || []).find((other) => other.competitor === baseline(row.suite));
-}
+const place = (row) => [row.suite, row.family, row.n, row.pass, row.cache, row.run].join("\n");
+const BY_PLACE = groups(LIVE, place);
 function speedup(row) {
-  const base = baseOf(row);
+  const base = (BY_PLACE.get(place(row)) || []).find((other) => other.competitor === baseline(row.suite));
   if (!base || !base.timed || !row.timed) return null;
-  const low = (base.low || base.median) / (row.high || row.median);
-  const high = (base.high || base.median) / (row.low || row.median);
+  const low = (base.low || base.median) / (row.high || row.median), high = (base.high || base.median) / (row.low || row.median);
   return { value: base.median / row.median, low, high, other: base.function !== row.function, base };
+}
+function speedupWords(row) {
+  const gain = speedup(row);
+  if (!gain) return row.timed ? "no baseline" : "";
+  return gain.base === row ? "" : `${times(gain.value)} as fast as ${gain.base.competitor} (${times(gain.low)} to ${times(gain.high)})${gain.other ? ", another function" : ""}`;
 }
 
 // ------------------------------------------------------------------------------------- small pieces
@@ -136,23 +132,32 @@ const MARKS = [
 ];
 const markPath = (index, r) => MARKS[(index + (index >> 3)) % 8](r);
 const colourClass = (index) => "c" + (index % 8);
-
-function swatch(competitor) {
+const key = (shape, text) => h("span", {}, s("svg", { class: "swatch", viewBox: "-12 -6 24 12", "aria-hidden": "true" }, shape), " ", text);
+function swatch(competitor, text = competitor) {
   const i = colourOf(competitor);
-  return s("svg", { class: "swatch", viewBox: "-12 -6 24 12", "aria-hidden": "true" },
-    s("path", { class: "line " + colourClass(i), d: "M-12,0H12" }),
-    s("path", { class: "mark " + colourClass(i), d: markPath(i, 3.6) }));
+  return key([s("path", { class: "line " + colourClass(i), d: "M-12,0H12" }), s("path", { class: "mark " + colourClass(i), d: markPath(i, 3.6) })], text);
 }
 const breakable = (name) => name.split(/(?<=[_\-/.])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
-function badge(kind, text, title) {
-  return h("span", { class: "badge " + kind, title }, text);
-}
+const badge = (kind, text, title) => h("span", { class: "badge " + kind, title }, text);
+const flagBadges = (row) => row.flags.map(([flag, why]) => badge(flagWord(flag)[0], flagWord(flag)[1], why));
+const glyph = (kind) => h("span", { class: "glyph", "aria-hidden": "true" }, own(GLYPHS, kind) || "?");
 function statusBadge(row) {
   const [severity, word, sentence] = statusWord(row.kind);
-  return h("span", { class: `status ${severity}`, title: row.reason || sentence },
-    h("span", { class: "glyph", "aria-hidden": "true" }, own(GLYPHS, row.kind) || "?"), word);
+  return h("span", { class: `status ${severity}`, title: row.reason || sentence }, glyph(row.kind), word);
 }
-const flagBadges = (row) => row.flags.map(([flag, why]) => badge(flagWord(flag)[0], flagWord(flag)[1], why));
+const agreement = (ok, text) => h("span", { class: `status ${ok ? "good" : "bad"}` }, `${ok ? "✓" : "✕"} ${text}`);
+
+function facts(pairs) {
+  return h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== undefined && value !== null && value !== "")
+    .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+// A table that scrolls. columns: [name or element, (line) => content, "number" or "key"].
+function tableOf(kind, columns, lines, label) {
+  const cell = (line, [, show, look], i) => h(look === "key" ? "th" : "td", { class: look, scope: look === "key" && "row" }, show ? show(line) : line[i]);
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", { class: kind },
+    h("thead", {}, h("tr", {}, columns.map(([name, , look]) => h("th", { scope: "col", class: look }, name)))),
+    h("tbody", {}, lines.map((line) => h("tr", {}, columns.map((column, i) => cell(line, column, i)))))));
+}
 
 function copyButton(text, label = "Copy") {
   const button = h("button", { type: "button", class: "copy", title: text, async click(event) {
@@ -176,9 +181,7 @@ async function copy(text) {
     return done;
   }
 }
-function command(text) {
-  return h("div", { class: "command" }, h("code", { tabindex: "0" }, text), copyButton(text));
-}
+const command = (text) => h("div", { class: "command" }, h("code", { tabindex: "0" }, text), copyButton(text));
 
 // One tip for everything that has more to say than it shows.
 const tip = $("tip");
@@ -194,28 +197,23 @@ function showTip(x, y, lines) {
 const hideTip = () => { tip.hidden = true; };
 
 function tipLines(row) {
-  const gain = speedup(row), lines = [row.competitor, `${row.label} · N ${commas(row.n ?? 0)} · ${row.pass}`];
-  if (row.timed) lines.push(`${ms(row.median)}${row.low ? `, 95 % interval ${interval(row)}` : ""}`);
-  else lines.push(`${statusWord(row.status)[1]}: ${row.reason || statusWord(row.status)[2]}`);
-  if (gain && gain.base !== row) {
-    lines.push(`${times(gain.value)} as fast as ${gain.base.competitor} (${times(gain.low)} to ${times(gain.high)})`);
-    if (gain.other) lines.push("another function: a choice of model, not of kernel");
-  }
-  if (row.timed && isNumber(row.efficiency)) lines.push(`floor ${ms(row.floor_ms)}: ${percent(row.efficiency)} of what is possible`);
-  for (const [flag, why] of row.flags) if (flag !== "ANOTHER-FUNCTION") lines.push(`${flagWord(flag)[1]}: ${why}`);
-  return lines;
+  const [, word, sentence] = statusWord(row.status);
+  return [row.competitor, `${row.where} · ${row.pass}`,
+    row.timed ? [ms(row.median), interval(row)].filter(Boolean).join(", ") : `${word}: ${row.reason || sentence}`,
+    speedupWords(row), row.timed && isNumber(row.efficiency) && `${percent(row.efficiency)} of what is possible`,
+    ...row.flags.filter(([flag]) => flag !== "ANOTHER-FUNCTION").map(([flag, why]) => `${flagWord(flag)[1]}: ${why}`)].filter(Boolean);
 }
 
-// A group of choices of which one holds, as radio buttons: arrow keys work as they should.
-function choices(label, name, options, chosen, pick) {
+// One of several options, as radio buttons: arrow keys work as they should.
+function radios(label, name, options, selected, select) {
   return h("fieldset", { class: "segments" }, h("legend", {}, label), options.map((option) => h("label", {},
-    h("input", { type: "radio", name, value: option, checked: option === chosen, change: () => pick(option) }),
+    h("input", { type: "radio", name, value: option, checked: option === selected, change: () => select(option) }),
     h("span", {}, option))));
 }
-function dropdown(label, id, options, chosen, pick) {
-  const select = h("select", { id, change: () => pick(select.value) }, options.map((option) => {
+function dropdown(label, id, options, selected, select) {
+  const box = h("select", { id, change: () => select(box.value) }, options.map((option) => {
     const [value, text] = Array.isArray(option) ? option : [option, option];
-    return h("option", { value, selected: String(value) === String(chosen) }, text);
+    return h("option", { value, selected: String(value) === String(selected) }, text);
   }));
-  return h("label", { class: "field", for: id }, h("span", {}, label), select);
+  return h("label", { class: "field", for: id }, h("span", {}, label), box);
 }

@@ -1,15 +1,18 @@
-// Draws the page, and draws again when a choice, the width or the theme changes.
+// Draws the page, and draws again when a control, the width or the theme changes.
 
-function redraw() {
-  const focused = document.activeElement && document.activeElement.id, radio = document.activeElement && document.activeElement.name;
-  hideTip();
-  drawControls();
-  drawHeat();
+function drawCharts() {
+  drawSpeed();
   drawScaling();
   drawRoofline();
   drawMemory();
+}
+function redraw() {
+  const { id, name } = document.activeElement || {};
+  hideTip();
+  drawControls();
+  drawCharts();
   drawTable();
-  const again = (focused && $(focused)) || (radio && document.querySelector(`input[name="${CSS.escape(radio)}"]:checked`));
+  const again = (id && $(id)) || (name && document.querySelector(`input[name="${CSS.escape(name)}"]:checked`));
   if (again) again.focus({ preventScroll: true });
 }
 function setupTheme() {
@@ -23,20 +26,14 @@ function setupTheme() {
 }
 function openLinked() {
   const match = /^#row=([0-9a-f]+)$/.exec(location.hash);
-  const row = match && (LIVE.find((one) => one.hash === match[1]) || ROWS.find((one) => one.hash === match[1]));
+  const row = match && [...LIVE, ...ROWS].find((one) => one.hash === match[1]);
   if (row && row !== openRow) openDrawer(row);
 }
 function start() {
-  drawVerdict();
-  drawEnvironment();
-  drawCorrectness();
-  drawGlossary();
-  drawFilters();
-  setupCompare();
-  setupTheme();
-  redraw();
+  for (const draw of [drawResult, drawTiles, drawEnvironment, drawCorrectness, drawGlossary, drawFilters, setupCompare, setupTheme, redraw]) draw();
   $("more").addEventListener("click", () => { shownRows = Infinity; drawTable(); $("table").focus({ preventScroll: true }); });
   addEventListener("hashchange", openLinked);
+  addEventListener("beforeprint", () => { for (const folded of document.querySelectorAll("details")) folded.open = true; });
   for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip, { passive: true }); // not "scroll": focus scrolls, too
   addEventListener("keydown", (event) => {
     if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || drawer.open) return;
@@ -48,7 +45,7 @@ function start() {
     if (innerWidth === width) return;
     width = innerWidth;
     clearTimeout(timer);
-    timer = setTimeout(() => { drawScaling(); drawRoofline(); drawMemory(); }, 120);
+    timer = setTimeout(drawCharts, 120);
   });
   openLinked();
   document.documentElement.dataset.ready = "yes";
