@@ -176,7 +176,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     backend = kwargs.pop("backend", "auto")
     if not isinstance(backend, str):
         raise unknown(op, backend)
-    spec = importlib.import_module(f"fulmen.{op}.op").checked_spec(*args, **kwargs)
+    spec = importlib.import_module(f"fulmen.{op}.spec").checked_spec(*args, **kwargs)
     try:
         chosen = pick(op, spec, backend).name
     except NotImplementedError:
@@ -188,5 +188,5 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
 
 def report(op: str, device: torch.device) -> list[tuple[str, str | None]]:
     """For `fulmen doctor`: each backend on a plain bf16 (CPU: fp32) call on `device`, and why not."""
-    spec = importlib.import_module(f"fulmen.{op}.op").plain_spec(device)
+    spec = importlib.import_module(f"fulmen.{op}.spec").plain_spec(device)
     return list(reasons(op, spec).items())

@@ -128,7 +128,7 @@ def launches(case: Case) -> list[Any]:
     from fulmen.boundary import empty_rows
     from fulmen.hardware import TARGETS
     from fulmen.lightning import policy
-    from fulmen.lightning.op import Residuals, spec_of
+    from fulmen.lightning.spec import Residuals, spec_of
     from fulmen.lightning.triton import Gradients
     from fulmen.testing import lightning as testing
 
@@ -154,7 +154,7 @@ def flash_launches(case: FlashCase) -> list[Any]:
 
     from fulmen.flash import policy
     from fulmen.flash import triton as module
-    from fulmen.flash.op import FlashSpec, Residuals
+    from fulmen.flash.spec import FlashSpec, Residuals
     from fulmen.hardware import TARGETS
 
     E, B, dtype = case.E or case.D, 1 if case.packed else case.B, getattr(torch, case.dtype)

@@ -15,7 +15,7 @@ import torch
 
 from fulmen import cuda, hardware
 from fulmen.flash import cuda as flash
-from fulmen.flash.op import FlashSpec
+from fulmen.flash.spec import FlashSpec
 from tests import sass
 
 ROOT = Path(__file__).parents[1]

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from fulmen.flash import policy as flash
-from fulmen.flash.op import FlashSpec
+from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import policy as lightning
-from fulmen.lightning.op import LightningSpec
+from fulmen.lightning.spec import LightningSpec
 
 PATH = Path(__file__).parent.parent / "docs" / "dispatch.md"
 HEAD_DIMS = (16, 64, 128, 256)

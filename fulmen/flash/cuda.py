@@ -23,7 +23,7 @@ from fulmen import cuda, dispatch, hardware
 from fulmen.boundary import allocator
 from fulmen.dispatch import Choice, register
 from fulmen.flash import cuda_sm90, cuda_small, sdpa, triton
-from fulmen.flash.op import FlashSpec, Residuals, empty_outputs
+from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
 
 
 def supports(spec: FlashSpec) -> str | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fulmen import cuda, hardware
 from fulmen.dispatch import Choice
-from fulmen.flash.op import FlashSpec, Residuals
 from fulmen.flash.policy import (
     MAX_SPLITS,
     PACKABLE_GROUPS,
@@ -24,6 +23,7 @@ from fulmen.flash.policy import (
     swizzle_heads,
     tiles_per_head,
 )
+from fulmen.flash.spec import FlashSpec, Residuals
 
 MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fulmen import cuda, hardware
 from fulmen.dispatch import Choice
-from fulmen.flash.op import FlashSpec, Residuals
 from fulmen.flash.policy import PACKABLE_GROUPS, SMALL_MAX_TOKENS, SingleTile, SmallTile
 from fulmen.flash.sdpa import MAX_GRID
+from fulmen.flash.spec import FlashSpec, Residuals
 
 
 def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.flash.op import FlashSpec, Residuals, empty_lse
+from fulmen.flash.spec import FlashSpec, Residuals, empty_lse
 
 PANEL_BYTES = 64 << 20  # of the logits, over all heads
 GPU_PANELS = 8  # times as much on a GPU, where a small panel would be over before the next one is launched

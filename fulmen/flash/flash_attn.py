@@ -14,8 +14,8 @@ from torch import Tensor
 from fulmen import hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.flash.op import FlashSpec, Residuals
 from fulmen.flash.sdpa import MAX_GRID, loadable, ordered_like
+from fulmen.flash.spec import FlashSpec, Residuals
 
 for name in ("_flash_attn_forward", "_flash_attn_backward"):
     if not hasattr(package, name):

@@ -22,7 +22,7 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.flash import sdpa
-from fulmen.flash.op import FlashSpec
+from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import Hardware
 
 # --------------------------------------------------------------------------------------------------- tile types

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fulmen.dispatch import register
-from fulmen.flash.op import FlashSpec, Residuals
+from fulmen.flash.spec import FlashSpec, Residuals
 
 
 def supports(spec: FlashSpec) -> str | None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from fulmen import dispatch, hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.flash.op import FlashSpec, Residuals
+from fulmen.flash.spec import FlashSpec, Residuals
 
 aten = torch.ops.aten
 

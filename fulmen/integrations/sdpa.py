@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fulmen import dispatch
 from fulmen.boundary import outside_autocast
-from fulmen.flash.op import FlashSpec, Residuals, checked_spec
+from fulmen.flash.spec import FlashSpec, Residuals, checked_spec
 
 NAME = "fulmen"
 Window = tuple[int | None, int | None]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fulmen.boundary import check_scale
-from fulmen.flash.op import MAX_HEAD_DIM, Window
+from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.layers import weights
 from fulmen.layers.cache import KVCache
 from fulmen.layers.fused.projections import project

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fulmen.boundary import is_plain_eager
-from fulmen.flash.op import MAX_HEAD_DIM, Window
+from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.layers import weights
 from fulmen.layers.cache import End, LatentCache
 from fulmen.layers.fused import kernels_for

@@ -44,7 +44,8 @@ from fulmen.layers.inputs import (
 )
 from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value, rotary_of
 from fulmen.layers.tensor_parallel import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm, check_shares
-from fulmen.lightning.op import MAX_HEAD_DIM, LightningSpec, lightning_attention, lightning_attention_with_state
+from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
+from fulmen.lightning.spec import MAX_HEAD_DIM, LightningSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,

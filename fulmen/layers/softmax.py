@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulmen.flash.op import FlashSpec, Window, checked_spec, flash_attention
+from fulmen.flash.op import flash_attention
+from fulmen.flash.spec import FlashSpec, Window, checked_spec
 from fulmen.layers.inputs import Rows, check_backend, flag, many_rows, one_row
 from fulmen.layers.tensor_parallel import local
 

@@ -29,8 +29,8 @@ from fulmen.boundary import aligned, allocator, empty_rows
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
-from fulmen.lightning.op import LightningSpec, Residuals, empty_states
 from fulmen.lightning.policy import SAVED_ROWS, Split, SweepTile, SweepTiles, cdiv
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
 from fulmen.lightning.triton import Segments
 
 CHUNK = 64

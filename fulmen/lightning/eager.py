@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.lightning.op import LightningSpec, Residuals, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
 
 CHUNK = 64  # rows; on 2 CPU cores, H8 N4096 D64: 12 ms forward, against 14 with 32 and 15 with 128
 PANEL_BYTES = 32 << 20  # of p over all heads: bounds the memory

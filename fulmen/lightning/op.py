@@ -11,66 +11,21 @@ and modes see two `torch.library` operators.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
 from fulmen.boundary import (
-    aligned,
-    autocast,
-    check_offset_values,
-    check_offsets,
-    check_qkv,
-    check_scale,
     empty_rows,
     is_plain_eager,
     no_second_derivative,
     outside_autocast,
-    plain_memory,
     refuse_derivatives_we_lack,
-    require_tensors,
 )
+from fulmen.lightning.spec import LightningSpec, Residuals, check_inputs, check_values, empty_states, spec_of_residuals
 from fulmen.plans import Plan, Repeated
-
-MAX_HEAD_DIM = 256
-
-
-class LightningSpec(NamedTuple):
-    """Every fact about a call that is no tensor: the key of dispatch, of the tile tables, of a benchmark case."""
-
-    B: int
-    H: int
-    H_KV: int
-    N: int
-    D: int
-    E: int
-    dtype: torch.dtype
-    device: torch.device
-    scale: float = 1.0
-    has_decay: bool = False
-    has_initial_state: bool = False
-    with_final_state: bool = False
-    sequences: int | None = None  # None: not packed
-    aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes and do not repeat
-
-    @property
-    def states(self) -> int:
-        """How many states enter and leave: one per batch entry, or one per packed sequence."""
-        return self.B if self.sequences is None else self.sequences
-
-
-class Residuals(NamedTuple):
-    """The tensors of a call: what a backend's forward and backward work on, and all that is saved between them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    decay: Tensor | None  # (H,)
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it
 
 
 def lightning_attention(
@@ -138,155 +93,7 @@ def lightning_attn_func(
     return lightning_attention(q, k, v, s, backend=backend)
 
 
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    decay_gradient: bool = False,
-) -> Residuals:
-    """The tensors of a call as backends take them; one clear error for each wrong argument.
-
-    What would take a look at values is left to `check_values`.
-
-    decay_gradient  whether the caller has one; without it, a decay that asks for it is refused
-    """
-    require_tensors(
-        {"q": q, "k": k, "v": v}, {"decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    )
-    q, k, v = autocast(*plain_memory(q, k, v))
-    check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
-    H, E = q.shape[1], v.shape[3]
-    check_scale(scale)
-    _check_decay(q, decay, decay_gradient)
-    _check_states(q, initial_state, cu_seqlens, E)
-    slopes = None if decay is None else decay.reshape(H).contiguous()
-    ends = None if cu_seqlens is None else cu_seqlens.contiguous()
-    return Residuals(q, k, v, slopes, initial_state, ends)
-
-
-def _check_decay(q: Tensor, decay: Tensor | None, differentiable: bool) -> None:
-    if decay is None:
-        return
-    H = q.shape[1]
-    if decay.shape not in ((H,), (H, 1, 1)):
-        raise ValueError(f"decay has shape {tuple(decay.shape)}, must be (H,) or (H, 1, 1) with q's H={H}")
-    if decay.dtype != torch.float32:
-        raise ValueError(f"decay is {decay.dtype}, must be float32")
-    if decay.device != q.device:
-        raise ValueError(f"decay is on {decay.device}, must be on q's {q.device}")
-    if not differentiable and decay.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented, pass decay.detach()"
-        )
-
-
-def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, E: int) -> None:
-    B, H, _, D = q.shape
-    states = B
-    if cu_seqlens is not None:
-        check_offsets("cu_seqlens", cu_seqlens, q)
-        states = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        want = (states, H, D, E)
-        state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if tuple(initial_state.shape) != want:
-            of = "(B, H, D, E)" if cu_seqlens is None else "(sequences, H, D, E)"
-            raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}, must be {of} = {want}")
-        if initial_state.dtype != state_dtype:
-            raise ValueError(f"initial_state is {initial_state.dtype}, must be {state_dtype} for q of {q.dtype}")
-        if initial_state.device != q.device:
-            raise ValueError(f"initial_state is on {initial_state.device}, must be on q's {q.device}")
-        if not initial_state.is_contiguous():
-            raise ValueError(
-                f"initial_state must be contiguous, its strides are {tuple(initial_state.stride())} for shape "
-                f"{tuple(initial_state.shape)}: call .contiguous() on it"
-            )
-
-
-def check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
-    """What a look at values costs nothing for: tensors on the CPU."""
-    if decay is not None and decay.device.type == "cpu" and not bool(((decay >= 0) & decay.isfinite()).all()):
-        raise ValueError(f"decay must be finite and >= 0 (the state decays as exp(-decay)); got {decay.tolist()}")
-    check_offset_values("cu_seqlens", cu_seqlens, N)
-
-
-def spec_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    with_final_state: bool = False,
-) -> LightningSpec:
-    """The spec of a call whose arguments are right."""
-    B, H, N, D = q.shape
-    return LightningSpec(
-        B=B,
-        H=H,
-        H_KV=k.shape[1],
-        N=N,
-        D=D,
-        E=v.shape[3],
-        dtype=q.dtype,
-        device=q.device,
-        scale=scale,
-        has_decay=decay is not None,
-        has_initial_state=initial_state is not None,
-        with_final_state=with_final_state,
-        sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        aligned=q.device.type != "cuda" or aligned(q, k, v),
-    )
-
-
-def checked_spec(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> LightningSpec:
-    """The spec `lightning_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
-    return _spec(check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens, True), float(scale), False)
-
-
-def plain_spec(device: torch.device) -> LightningSpec:
-    """An ordinary call on `device`, for `fulmen doctor`."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return LightningSpec(4, 32, 32, 8192, 64, 64, dtype, device, has_decay=True)
-
-
-# -------------------------------------------------------------------------- allocation, shared by backends
-
-
-def empty_states(q: Tensor, sequences: int, E: int) -> Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty(sequences, q.shape[1], q.shape[3], E, dtype=dtype, device=q.device)
-
-
 # ------------------------------------------------------------------------------------- kernels and plans
-
-
-def _spec(x: Residuals, scale: float, with_state: bool) -> LightningSpec:
-    return spec_of(
-        *x[:4],
-        scale=scale,
-        initial_state=x.initial_state,
-        cu_seqlens=x.cu_seqlens,
-        with_final_state=with_state,
-    )
 
 
 def _plan(spec: LightningSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...], needs_grad: bool) -> Plan:
@@ -342,7 +149,7 @@ def _planned(key: Any, tensors: tuple[Any, ...], arguments: tuple[Any, ...], nee
     which, given = plans.given(tensors)
     plan = plans.find((which, *key), given)
     if plan is None:
-        spec = _spec(Residuals(*tensors), *arguments[:2])
+        spec = spec_of_residuals(Residuals(*tensors), *arguments[:2])
         kernel = dispatch.pick("lightning", spec, arguments[2])
         plan = plans.keep((which, *key), given, _plan(spec, kernel, arguments, needs_grad))
     return plan
@@ -480,7 +287,7 @@ def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: s
         scale = float(scale)
         if dispatch.differentiable_as_it_is("lightning", backend):  # plain PyTorch: no boundary to cross
             check_values(x.decay, x.cu_seqlens, x.q.shape[2])
-            spec = _spec(x, scale, with_state)
+            spec = spec_of_residuals(x, scale, with_state)
             return dispatch.pick("lightning", spec, backend).forward(spec, x)
         refuse_derivatives_we_lack("lightning_attention", x)
         tensors, arguments = x[:TENSORS], (scale, with_state, backend)

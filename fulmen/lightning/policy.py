@@ -19,7 +19,7 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.hardware import Hardware
-from fulmen.lightning.op import LightningSpec
+from fulmen.lightning.spec import LightningSpec
 
 # --------------------------------------------------------------------------------------------------- tile types
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fulmen.dispatch import register
-from fulmen.lightning.op import LightningSpec, Residuals
+from fulmen.lightning.spec import LightningSpec, Residuals
 
 # MKL's first exp, if several threads make it at once, may be a low-accuracy one (pytorch/pytorch#188792): an oracle
 # must not be the first, so a single number is.

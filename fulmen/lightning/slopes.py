@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fulmen.lightning import eager
-from fulmen.lightning.op import LightningSpec, Residuals, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
 
 
 class Chunks(NamedTuple):

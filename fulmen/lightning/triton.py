@@ -39,8 +39,8 @@ from torch import Tensor
 from fulmen import dispatch, hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.lightning.op import LightningSpec, Residuals, empty_states
 from fulmen.lightning.policy import TritonTile
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(64)  # bits

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
-from fulmen.lightning.op import LightningSpec, Residuals
 from fulmen.lightning.policy import Split, SplitTile
+from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, sweep
 
 AT_ONCE = 16  # segments that a scan reads before it adds them up, at most

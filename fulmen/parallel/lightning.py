@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values
-from fulmen.lightning.op import Residuals, check_inputs, check_values, plan_of, spec_of
+from fulmen.lightning.op import plan_of
+from fulmen.lightning.spec import Residuals, check_inputs, check_values, spec_of
 from fulmen.parallel import states
 from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards

@@ -16,8 +16,8 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
-from fulmen.lightning.op import LightningSpec, Residuals
 from fulmen.lightning.policy import SplitTile
+from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import LOG2E
 
 TILE = 4096  # elements of o a program merges

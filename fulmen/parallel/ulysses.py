@@ -20,15 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_offsets, require_tensors
-from fulmen.flash.op import (
-    Causal,
-    Residuals,
-    Window,
-    check_inputs,
-    check_mask,
-    checked_spec,
-    flash_attention,
-)
+from fulmen.flash.op import flash_attention
+from fulmen.flash.spec import Causal, Residuals, Window, check_inputs, check_mask, checked_spec
 from fulmen.parallel.groups import Group, Ranks, agree, all_to_all, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
 from fulmen.plans import deterministic

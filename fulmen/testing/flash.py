@@ -25,15 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.flash.op import (
-    Causal,
-    FlashSpec,
-    Residuals,
-    Window,
-    checked_spec,
-    flash_attention,
-    flash_attention_with_lse,
-)
+from fulmen.flash.op import flash_attention, flash_attention_with_lse
+from fulmen.flash.spec import Causal, FlashSpec, Residuals, Window, checked_spec
 from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected, assert_close, fused_rows, normal, rows
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 
 from fulmen import dispatch, hardware
 from fulmen.flash import sdpa
-from fulmen.flash.op import Residuals
+from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
 
 BACKENDS = sorted(dispatch.kernels("flash"))

@@ -11,7 +11,7 @@ import torch
 import fulmen
 from fulmen import dispatch, hardware
 from fulmen.flash import sdpa
-from fulmen.flash.op import FlashSpec
+from fulmen.flash.spec import FlashSpec
 from fulmen.testing import flash as testing
 
 GOOD = testing.inputs(2, 4, 8, 16, N_KV=10, E=24, H_KV=2, sinks=True)

@@ -14,8 +14,8 @@ from fulmen import cuda, dispatch, hardware
 from fulmen.dispatch import Choice
 from fulmen.flash import cuda as flash
 from fulmen.flash import cuda_sm90, cuda_small, policy
-from fulmen.flash.op import FlashSpec, Residuals
 from fulmen.flash.policy import SingleTile, Sm90Tile, SmallTile
+from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests import sass

@@ -17,8 +17,8 @@ import fulmen
 from fulmen import hardware
 from fulmen.flash import cuda as flash
 from fulmen.flash import cuda_sm90, policy
-from fulmen.flash.op import FlashSpec, Residuals
 from fulmen.flash.policy import Sm90Tile
+from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests.flash.test_cuda import detail, launched_with

@@ -8,7 +8,7 @@ import torch
 import fulmen
 from fulmen import dispatch
 from fulmen.flash import eager, sdpa
-from fulmen.flash.op import Residuals
+from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
 
 BACKENDS = sorted(dispatch.kernels("flash"))

@@ -15,7 +15,7 @@ import torch
 import fulmen.flash
 from fulmen import dispatch, hardware, plans
 from fulmen.flash import eager
-from fulmen.flash.op import FlashSpec, Residuals
+from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.testing import flash as testing
 
 CUDA = torch.device("cuda", 0)

@@ -22,6 +22,7 @@ import fulmen
 from fulmen import dispatch
 from fulmen import plans as cache
 from fulmen.flash import eager, op, sdpa
+from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.testing import flash as testing
 
 ROOT = Path(__file__).parents[2]
@@ -197,11 +198,11 @@ def plans(monkeypatch, request):
     dispatch.pick.cache_clear()
 
 
-def shortest(kernel: dispatch.Kernel, spec: op.FlashSpec, x: op.Residuals):
+def shortest(kernel: dispatch.Kernel, spec: FlashSpec, x: Residuals):
     """As the kernels for GPUs have it: knows the spec and nothing else."""
     if spec.wants_lse or spec.has_sinks or spec.sequences is not None:
         return None
-    return lambda *tensors: (kernel.forward(spec, op.Residuals(*tensors))[0], None)
+    return lambda *tensors: (kernel.forward(spec, Residuals(*tensors))[0], None)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -473,7 +474,7 @@ def test_layout_follows_the_inputs(backend, layout):
 @pytest.mark.parametrize("implementation", [None, "cpu"])
 def test_sdpa_takes_an_implementation_by_name(implementation):
     x = testing.inputs(1, 2, 20, 16)
-    tensors, spec = op.Residuals(x.q, x.k, x.v), x.spec(needs_grad=True)
+    tensors, spec = Residuals(x.q, x.k, x.v), x.spec(needs_grad=True)
     o, lse = sdpa.forward(spec, tensors, implementation=implementation)
     assert torch.equal(o, attend_o(x, "sdpa")[0])
     gradients = sdpa.backward(spec, tensors, o, lse, x.do, None, implementation=implementation)
@@ -552,7 +553,7 @@ def test_eager_bounds_its_memory():
     """The logits of a panel, not of the whole call: 4 GiB would be 64 times the bound."""
     x = testing.inputs(1, 1, 32768, 16)
     spec = x.spec()
-    for panel in eager.panels(spec, op.Residuals(x.q, x.k, x.v)):
+    for panel in eager.panels(spec, Residuals(x.q, x.k, x.v)):
         assert 4 * (panel.q1 - panel.q0) * (panel.k1 - panel.k0) <= eager.PANEL_BYTES
 
 

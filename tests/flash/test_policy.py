@@ -7,7 +7,7 @@ import torch
 
 from fulmen import dispatch, hardware
 from fulmen.flash import policy
-from fulmen.flash.op import FlashSpec
+from fulmen.flash.spec import FlashSpec
 
 
 def spec(N=4096, D=128, *, B=2, E=None, causal=True, grad=True, dtype=torch.bfloat16, **others) -> FlashSpec:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 
 from fulmen import dispatch
-from fulmen.flash.op import checked_spec
+from fulmen.flash.spec import checked_spec
 from fulmen.integrations import sdpa
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fulmen.lightning.op import LightningSpec
+from fulmen.lightning.spec import LightningSpec
 
 CUDA = torch.device("cuda", 0)
 

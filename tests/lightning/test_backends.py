@@ -15,7 +15,7 @@ import torch
 
 from fulmen import dispatch
 from fulmen.lightning import policy, triton_split
-from fulmen.lightning.op import spec_of
+from fulmen.lightning.spec import spec_of
 from fulmen.testing import lightning as testing
 
 BACKENDS = sorted(dispatch.kernels("lightning"))

@@ -10,7 +10,7 @@ import torch
 
 import fulmen
 from fulmen import dispatch, hardware
-from fulmen.lightning.op import LightningSpec
+from fulmen.lightning.spec import LightningSpec
 from fulmen.testing import lightning as testing
 
 GOOD = testing.inputs(2, 4, 8, 16, E=24, H_KV=2, decay="mixed", initial_state=True)

@@ -19,7 +19,7 @@ from fulmen.boundary import aligned
 from fulmen.hardware import TARGETS
 from fulmen.lightning import cuda, policy, triton_split
 from fulmen.lightning import triton as fused
-from fulmen.lightning.op import LightningSpec, Residuals, spec_of
+from fulmen.lightning.spec import LightningSpec, Residuals, spec_of
 from fulmen.testing import lightning as testing
 from tests import sass
 from tests.lightning.cuda_calls import CUDA, spec

@@ -12,7 +12,7 @@ import fulmen
 from fulmen import cuda as build
 from fulmen import dispatch
 from fulmen.lightning import cuda
-from fulmen.lightning.op import Residuals, spec_of
+from fulmen.lightning.spec import Residuals, spec_of
 from fulmen.testing import lightning as testing
 
 needs_cuda = pytest.mark.gpu

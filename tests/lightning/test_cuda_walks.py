@@ -10,8 +10,8 @@ import torch
 
 from fulmen.lightning import cuda, triton_split
 from fulmen.lightning import triton as fused
-from fulmen.lightning.op import Residuals
 from fulmen.lightning.policy import SAVED_ROWS
+from fulmen.lightning.spec import Residuals
 from tests.lightning.cuda_calls import spec
 
 EVERY, C = SAVED_ROWS // cuda.CHUNK, cuda.CHUNK

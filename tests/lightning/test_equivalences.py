@@ -8,7 +8,7 @@ import torch
 import fulmen
 from fulmen import dispatch
 from fulmen.lightning import policy
-from fulmen.lightning.op import spec_of
+from fulmen.lightning.spec import spec_of
 from fulmen.testing import lightning as testing
 
 BACKENDS = sorted(dispatch.kernels("lightning"))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fulmen
 from fulmen import dispatch
-from fulmen.lightning.op import spec_of
+from fulmen.lightning.spec import spec_of
 from fulmen.testing import lightning as testing
 
 ROOT = Path(__file__).parents[2]

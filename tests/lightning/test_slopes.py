@@ -11,7 +11,7 @@ import torch
 import fulmen
 from fulmen import dispatch
 from fulmen.lightning import eager, slopes
-from fulmen.lightning.op import spec_of
+from fulmen.lightning.spec import spec_of
 from fulmen.testing import lightning as testing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -140,7 +140,7 @@ def test_rows_of_no_sequence_and_foreign_rows_may_be_no_numbers():
 
 
 def as_residuals(x: testing.Inputs, ends: list[int]):
-    from fulmen.lightning.op import Residuals
+    from fulmen.lightning.spec import Residuals
 
     return Residuals(x.q, x.k, x.v, x.decay.detach(), None, torch.tensor(ends, dtype=torch.int32))
 
