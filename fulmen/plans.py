@@ -116,14 +116,12 @@ def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
     """
     if not no_modes_active():
         return None
-    address = 0
     for t in tensors:
         if t.__class__ not in GUARDED or t.is_nested:  # guards must not be asked about nested tensors
             return None
-        address |= t.data_ptr()
-    if not (address & 15 or _autocast_enabled()):  # guards see neither addresses nor the autocast dtype
+    if not _autocast_enabled():  # guards do not see the autocast dtype
         for guard, plan in _recent.get((options, _grad_enabled(), deterministic()), ()):
-            if guard(*tensors):
+            if guard(*tensors) and _aligned(tensors):
                 return plan
     if not _plannable(tensors):
         return None

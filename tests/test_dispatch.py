@@ -204,7 +204,7 @@ def test_a_policy_always_answers_the_same(op, hw):
     """For every backend and "auto", which is the first in the order; without asking a device."""
     policy = dispatch.policy(op)
     for D, dtype in itertools.product((64, 80, 256), (torch.bfloat16, torch.float64)):
-        asked = importlib.import_module(f"fulmen.{op}.op").plain_spec(CUDA)._replace(D=D, E=D, dtype=dtype)
+        asked = importlib.import_module(f"fulmen.{op}.spec").plain_spec(CUDA)._replace(D=D, E=D, dtype=dtype)
         names = policy.order(asked, hw)
         assert names == policy.order(asked, hw)
         assert set(dispatch.kernels(op)) <= set(names)
@@ -220,7 +220,7 @@ def test_explain_prints_the_choice(monkeypatch):
     """Kernel, tile, splits and whose backward, of every backend that serves."""
     monkeypatch.setattr("fulmen.cuda.problem", lambda *args: None)
     monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
-    asked = importlib.import_module("fulmen.flash.op").plain_spec(CUDA)._replace(B=1, H=32, H_KV=8, N_Q=1, N_KV=8192)
+    asked = importlib.import_module("fulmen.flash.spec").plain_spec(CUDA)._replace(B=1, H=32, H_KV=8, N_Q=1, N_KV=8192)
     asked = asked._replace(D=128, E=128, right=None, needs_grad=False)
     monkeypatch.setattr("fulmen.flash.spec.checked_spec", lambda: asked)
     dispatch.pick.cache_clear()

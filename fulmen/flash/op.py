@@ -129,11 +129,16 @@ def _plan(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...]) 
     )
 
 
-def _planned(key: tuple[Any, ...], tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Plan:
+def _given(tensors: tuple[Any, ...]) -> tuple[int, tuple[Tensor, ...]]:
+    """Which tensors are given, and these, for `plans.find`; cu_seqlens that serve q and k count once."""
+    *others, cu_seqlens_q, cu_seqlens_k = tensors
+    return plans.given((*others, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k))
+
+
+def _planned(key: tuple[Any, ...], x: Residuals, arguments: tuple[Any, ...]) -> Plan:
     """The plan of a call whose arguments are right: tensors, and after them what the operators take."""
-    x = Residuals(*tensors)
     check_values(x)
-    which, given = plans.given(tensors)
+    which, given = _given(x)
     plan = plans.find((which, *key), given)
     if plan is None:
         spec = spec_of(x, *arguments[:-1])
@@ -143,7 +148,7 @@ def _planned(key: tuple[Any, ...], tensors: tuple[Any, ...], arguments: tuple[An
 
 def plan_of(spec: FlashSpec, x: Residuals, backend: str) -> Plan:
     """The plan of a spec that was not built from a call's arguments, as in `fulmen.parallel`."""
-    which, given = plans.given(x)
+    which, given = _given(x)
     key = (which, "flash spec", spec, backend)
     return plans.find(key, given) or plans.keep(key, given, _plan(spec, dispatch.pick("flash", spec, backend), ()))
 
@@ -174,7 +179,7 @@ TENSORS, FACTS = 6, 7
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     tensors = args[:TENSORS]
     arguments = args[TENSORS:]
-    o, lse = _planned(("flash operator", *arguments), tensors, arguments).forward.run(*tensors)
+    o, lse = _planned(("flash operator", *arguments), Residuals(*tensors), arguments).forward.run(*tensors)
     return o, _nothing(o) if lse is None else lse
 
 
@@ -194,7 +199,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if lse.shape != tensors[0].shape[:3]:
         raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
     arguments, given = args[TENSORS + 4 :], args[: TENSORS + 4]
-    plan = _planned(("flash operator", *arguments), tensors, arguments)
+    plan = _planned(("flash operator", *arguments), Residuals(*tensors), arguments)
     dq, dk, dv, dsinks = plan.gradients(*given)
     return dq, dk, dv, _nothing(lse) if dsinks is None else dsinks
 
@@ -262,25 +267,19 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
     plain = _plain_options(causal, window, softcap, scale, backend)
     plan = None
     if plain:
-        which, given = (7, (q, k, v)) if sinks is None and cu_seqlens_q is None else plans.given(tensors)
+        alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
+        which, given = (7, (q, k, v)) if alone else _given(tensors)
         plan = plans.find((which, "flash", causal, window, softcap, scale, backend, with_lse), given)
     if plan is None:
         left, right, top_left = check_mask(causal, window, softcap)
         tensors = x = check_inputs(*tensors)
         factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
-        facts = (
-            factor,
-            left,
-            right,
-            top_left,
-            None if softcap is None else float(softcap),
-            with_lse,
-            needs_gradient(x),
-        )
+        cap = None if softcap is None else float(softcap)
+        facts = (factor, left, right, top_left, cap, with_lse, needs_gradient(x))
         if dispatch.differentiable_as_it_is("flash", backend):  # plain PyTorch: no boundary to cross
             check_values(x)
             spec = spec_of(x, *facts)
@@ -291,7 +290,9 @@ def _attend(
         key = (causal, window, softcap, scale, backend, with_lse) if plain else (*facts, backend)
         plan = _planned(("flash", *key), x, (*facts, backend))
     elif cu_seqlens_q is not None:
-        check_values(Residuals(*tensors))
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        tensors = x = Residuals(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+        check_values(x)
     if not plan.needs_grad:
         return plan.forward.run(*tensors)
     outputs = _apply(plan, *tensors)

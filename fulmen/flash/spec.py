@@ -131,7 +131,7 @@ def check_inputs(
             raise ValueError("cu_seqlens_k is given without cu_seqlens_q: packed keys need packed queries")
         return Residuals(q, k, v, sinks)
     check_offsets("cu_seqlens_q", cu_seqlens_q, q)
-    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+    if cu_seqlens_k is None:
         if k.shape[2] != q.shape[2]:
             raise ValueError(
                 f"cu_seqlens_k is missing: q has N={q.shape[2]} and k has N={k.shape[2]}, so theirs cannot be the same"
