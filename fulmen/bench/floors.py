@@ -187,18 +187,21 @@ def layer(pass_: str, attention: Work, tokens: int, sizes: list[tuple[int, int]]
 def memory(family: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, float] | None:
     """The least memory of a call, by kind: inputs, output, gradients, peak. None where the case does not say enough.
 
-    The peak of a call with gradients holds inputs, output and gradients; dO may be one number, expanded.
+    The peak of a call with gradients holds inputs, output and gradients; dO may be one number, expanded. `family` is
+    softmax, linear or layer, whose inputs are its x and its weights.
     """
     shape = _Shape.of(case)
-    if shape is None or family not in ("softmax", "linear"):
+    if shape is None or family not in ("softmax", "linear", "layer"):
         return None
-    size = ITEMSIZE[shape.dtype]
     rows, keys = (shape.total, shape.total) if shape.total else (shape.B * shape.N_Q, shape.B * shape.N_KV)
-    q, o = size * rows * shape.H * shape.D, size * rows * shape.H * shape.E
-    kv = size * keys * shape.H_KV * (shape.D + shape.E)
-    floors = {"inputs": float(q + kv), "output": float(o), "gradients": float(q + kv), "saved": 0.0}
-    floors["peak"] = floors["inputs"] + floors["output"] + (floors["gradients"] if pass_ != "forward" else 0.0)
-    return floors
+    inputs = rows * shape.H * shape.D + keys * shape.H_KV * (shape.D + shape.E)
+    output = rows * shape.H * shape.E
+    if family == "layer":
+        sizes = projections_of(case)
+        inputs, output = rows * sizes[0][0] + sum(a * b for a, b in sizes), rows * sizes[-1][1]
+    given, made = (float(ITEMSIZE[shape.dtype] * count) for count in (inputs, output))
+    least = {"inputs": given, "output": made, "gradients": given, "saved": 0.0}
+    return least | {"peak": given + made + (given if pass_ != "forward" else 0.0)}
 
 
 # ------------------------------------------------------------------------------------- from a case to its floor

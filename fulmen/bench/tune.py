@@ -1,31 +1,34 @@
-"""`fulmen tune`: times tile choices of our Triton kernels on this GPU and proposes rows for their config tables.
+"""`fulmen tune`: times tiles of our Triton kernels on this GPU and proposes rows for their config tables.
 
-Nothing is changed: a person looks at the rows, and puts them into `config` of the kernel's file with the measurement
-beside them. Candidates are compiled on all cores, those nearest to the tiles in use first; the result of each is
-compared with that of the tiles in use before it is timed. `seconds` bounds the whole: what was not compiled in its
-share of the time is left out, and counted.
+Nothing is changed: a person puts the rows into `config` of the kernel's file, with the measurement beside them.
+Candidates are compiled on all cores, those nearest to the tiles in use first. The result of each is compared with that
+of the tiles in use before it is timed. `seconds` bounds the whole: what was not compiled in its share is left out.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
-import multiprocessing
-import os
 import random
-import signal
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from fulmen.bench import cases
+from fulmen import hardware
+from fulmen.bench import adapters, cases, kernels
+from fulmen.bench.group import Machine
+from fulmen.flash.op import Residuals as FlashResiduals
+from fulmen.launch import run as run_one
+from fulmen.lightning.op import Residuals as LightningResiduals
 
 ROUNDS = 15
 HOPELESS = 2.0  # times slower than the fastest in the first rounds: timed no further
@@ -48,7 +51,7 @@ class Candidate:
     config: Tiles
     work: Callable[[], Any]
     samples: list[float] = field(default_factory=list)
-    used: bool = False  # what the table says today
+    used: bool = False  # the table's row
     spacer_ms: float = 0.1
 
     @property
@@ -96,20 +99,10 @@ class Job(NamedTuple):
 
     @property
     def module(self) -> Any:
-        import importlib
-
         return importlib.import_module(f"fulmen.{self.op}.triton")
 
-    @property
-    def adapter(self) -> Any:
-        from fulmen.bench import adapters
-
-        return adapters.of(self.op)
-
-    def current(self, hw: Any) -> Tiles:
-        import torch
-
-        spec = self.adapter.spec(self.case, torch.device("meta"))
+    def current(self, hw: hardware.Hardware) -> Tiles:
+        spec = adapters.of(self.op).spec(self.case, torch.device("meta"))
         return tuple(self.module.config(spec, hw, *([self.pass_] if self.op == "flash" else [])))
 
 
@@ -127,32 +120,24 @@ class Arguments:
     results: list[Any]
 
     @classmethod
-    def of(cls, job: Job, device: Any) -> Arguments:
-        import torch
-
-        from fulmen.bench.adapters import dtype_of, shapes
-
+    def of(cls, job: Job, device: torch.device) -> Arguments:
         if device.type == "meta":
-            dtype = dtype_of(job.case)
-            q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes(job.case))
+            dtype = adapters.dtype_of(job.case)
+            q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in adapters.shapes(job.case))
             slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
         else:
-            given = job.adapter.problem(job.case, device, 1).x
+            given = adapters.of(job.op).problem(job.case, device, 1).x
             q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
             slopes = getattr(given, "decay", None)
-        spec = job.adapter.spec(job.case, device)
+        spec = adapters.of(job.op).spec(job.case, device)
         if job.op == "lightning":
-            from fulmen.lightning.op import Residuals as Lightning
-
-            x: Any = Lightning(q, k, v, slopes, None, None)
+            x: Any = LightningResiduals(q, k, v, slopes, None, None)
             if job.pass_ == "forward":
                 o = torch.empty_like(do)
                 return cls(spec, x, do, o, [o])
             grads = job.module.Gradients.empty(spec, x)
             return cls(spec, x, do, grads, list(grads))
-        from fulmen.flash.op import Residuals
-
-        x, o = Residuals(q, k, v), torch.empty_like(do)
+        x, o = FlashResiduals(q, k, v), torch.empty_like(do)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
         if job.pass_ == "forward":
             return cls(spec, x, do, (o, lse), [o])
@@ -160,13 +145,13 @@ class Arguments:
         y = job.module.Backward(o, lse, do, None, delta, dq, dk, dv)
         return cls(spec, x, do, y, [dq] if job.pass_ == "dq" else [dk, dv])
 
-    def before(self, job: Job, hw: Any) -> None:
+    def before(self, job: Job, hw: hardware.Hardware) -> None:
         """What the backward of softmax attention reads: o, lse and delta."""
         if job.op == "flash" and job.pass_ != "forward":
             run([job.module.forward_launch(self.spec, hw, self.x, self.outputs.o, self.outputs.lse)])
             run(job.module.backward_launches(self.spec, hw, self.x, self.outputs)[:1])
 
-    def launches(self, job: Job, hw: Any, config: Tiles) -> list[Any]:
+    def launches(self, job: Job, hw: hardware.Hardware, config: Tiles) -> list[Any]:
         module = job.module
         with using(module, config):
             if job.op == "lightning":
@@ -180,26 +165,22 @@ class Arguments:
 
 
 def run(launches: Sequence[Any]) -> None:
-    from fulmen.launch import run as one
-
     for launch in launches:
-        one(launch)
+        run_one(launch)
 
 
 # ------------------------------------------------------------------------------------------------------ compiling
 
 
-def compile_one(job: Job, hw: Any, config: Tiles) -> None:
+def compile_one(job: Job, hw: hardware.Hardware, config: Tiles) -> None:
     """In a process of its own: the binary goes to Triton's cache on disk, where the run finds it."""
-    import torch
-
-    from fulmen.bench import resources
-
     for launch in Arguments.of(job, torch.device("meta")).launches(job, hw, config):
-        resources.compiled(launch, hw.arch)
+        kernels.compiled(launch, hw.arch)
 
 
-def compiled(job: Job, hw: Any, order: Sequence[Tiles], pool: Executor, workers: int, until: float) -> list[Tiles]:
+def compiled(
+    job: Job, hw: hardware.Hardware, order: Sequence[Tiles], pool: Executor, workers: int, until: float
+) -> list[Tiles]:
     """Those of `order` that compile before the time `until`, the first in any case."""
     done: list[Tiles] = []
     waiting = list(order)
@@ -223,15 +204,12 @@ def compiled(job: Job, hw: Any, order: Sequence[Tiles], pool: Executor, workers:
     return [config for config in order if config in done]
 
 
-def new_pool(workers: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))  # Ctrl-C: no traces
-
-
 # --------------------------------------------------------------------------------------------------------- timing
 
 
-def candidates(job: Job, hw: Any, configs: Sequence[Tiles], machine: Any, until: float) -> list[Candidate]:
+def candidates(
+    job: Job, hw: hardware.Hardware, configs: Sequence[Tiles], machine: Machine, until: float
+) -> list[Candidate]:
     """Those that give the results of the first, which are the tiles in use; as many as can be tried by `until`."""
     arguments = Arguments.of(job, machine.device)
     arguments.before(job, hw)
@@ -264,7 +242,7 @@ def candidates(job: Job, hw: Any, configs: Sequence[Tiles], machine: Any, until:
     return found
 
 
-def time(found: list[Candidate], machine: Any, until: float) -> list[Candidate]:
+def time(found: list[Candidate], machine: Machine, until: float) -> list[Candidate]:
     """In turns, in an order drawn anew each round, with cold L2; those far behind after two rounds have no more."""
     for turn in range(ROUNDS + 2):
         if turn == 2:
@@ -288,19 +266,14 @@ def tune(
     """`seconds`: for all of it; every pass of every shape has an equal share of what is left when it begins."""
     begin = clock.monotonic()
     console = console or Console()
-    import torch
-
     if not torch.cuda.is_available():
         raise CannotTune("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
-    from fulmen import hardware
-    from fulmen.bench.group import Machine
-
     device = torch.device("cuda", torch.cuda.current_device())
     jobs = jobs_of(op, shapes, dtype)
     hw, machine = hardware.of(device), Machine.of(device)
     machine.burn_in()
-    workers = max(1, min(os.cpu_count() or 1, 14))
-    pool = new_pool(workers)
+    workers = kernels.workers()
+    pool = kernels.new_pool(workers)
     try:
         for number, (text, job) in enumerate(jobs):
             now = clock.monotonic()
@@ -319,20 +292,14 @@ def tune(
 
 
 def jobs_of(op: str, shapes: Sequence[str], dtype: str) -> list[tuple[str, Job]]:
-    from fulmen.bench import adapters
-
-    adapter, found = adapters.of(op), []
+    found = []
     for text in shapes or SHAPES[op]:
         try:
-            given = cases.shape(text)
-            unknown = sorted(set(given) - set(adapter.KEYS))
-            if unknown:
-                raise ValueError(f"--shape: {op} has no {', '.join(unknown)}; it has {', '.join(adapter.KEYS)}")
-            case = adapter.complete({"dtype": cases.DTYPES.get(dtype, dtype)} | given)
-            if adapters.dtype_of(case).itemsize != 2:
-                raise ValueError(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
+            case = adapters.complete(op, {"dtype": dtype} | cases.shape(text), torch.device("cuda"))
         except (ValueError, cases.BadSuite) as error:
-            raise CannotTune(str(error)) from None
+            raise CannotTune(f"--shape {text}: {error}") from None
+        if adapters.dtype_of(case).itemsize != 2:
+            raise CannotTune(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
         found += [(text, Job(op, case, pass_)) for pass_ in PASSES[op]]
     return found
 
@@ -340,11 +307,11 @@ def jobs_of(op: str, shapes: Sequence[str], dtype: str) -> list[tuple[str, Job]]
 def show(title: str, found: Sequence[Candidate], everything: bool, console: Console) -> None:
     ranked = sorted(found, key=lambda c: c.ms)
     used = next((c for c in ranked if c.used), None)
-    table = Table("Config", "ms", "against today's", title=title)
+    table = Table("Config", "ms", "speedup", title=title)
     for candidate in ranked if everything else dict.fromkeys([*ranked[:3], *([used] if used else [])]):
         ratio = f"{used.ms / candidate.ms:.3f}x" if used else "-"
         table.add_row(
-            f"Config{candidate.config}", f"{candidate.ms:.4f}", f"{ratio} (today's)" if candidate.used else ratio
+            f"Config{candidate.config}", f"{candidate.ms:.4f}", f"{ratio} (in use)" if candidate.used else ratio
         )
     console.print(table)
     best = ranked[0]

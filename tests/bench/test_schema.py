@@ -55,13 +55,20 @@ def test_a_cell_measured_again_replaces_the_first(tmp_path: Path) -> None:
         (schema.dumps(cell()).replace('"ok"', '"fine"') + "\n", "fine"),
         (schema.dumps(cell()).replace("[1.0, 1.5]", '["1.0"]') + "\n", "samples_ms must be numbers"),
         (schema.dumps(cell()).replace('"case": {"B": 1, "N": 8}', '"case": 7') + "\n", "case is int"),
-        (schema.dumps(cell()).replace('"seed": 0', '"sead": 0') + "\n", "sead"),
+        (schema.dumps(cell()).replace('"competitor"', '"contender"') + "\n", "competitor"),
     ],
 )
 def test_a_foreign_line_is_named_with_its_place(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(schema.BadResults, match=r"x\.jsonl:2: ") as error:
         schema.read([written(tmp_path / "x.jsonl", RUN, line)])
     assert words in str(error.value)
+
+
+def test_fields_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
+    lines = [json.dumps(json.loads(schema.dumps(r)) | {"colour": "blue"}) + "\n" for r in (RUN, cell())]
+    results = schema.read([written(tmp_path / "x.jsonl", *lines)])
+    assert results.runs == {"r1": RUN}
+    assert results.cells == [cell()]
 
 
 def test_a_cell_without_its_run(tmp_path: Path) -> None:

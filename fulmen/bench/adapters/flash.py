@@ -1,4 +1,4 @@
-"""Softmax attention as the benchmark sees it; see the package."""
+"""Softmax attention for the benchmark; the package describes the names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen import dispatch, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, refusal, shapes, size_of, small_case
+from fulmen import hardware
+from fulmen.bench.adapters import dtype_of, head_of, normal, shapes, small_case
 from fulmen.bench.gate import Problem
-from fulmen.bench.resources import Native
+from fulmen.bench.kernels import Native
 from fulmen.flash.op import FlashSpec, flash_attention, flash_attention_with_lse
 from fulmen.testing import Expected
 from fulmen.testing import flash as testing
@@ -26,7 +26,7 @@ MATRICES = 16  # fp64 (N, N) alive at once while a gradient is checked
 
 
 def complete(case: dict[str, Any]) -> dict[str, Any]:
-    """N_Q is said where queries are not as many as keys, which are N."""
+    """A case has N_Q only where it differs from N, the number of keys."""
     done = KEYS | case
     if done["N_Q"] in (None, done["N"]):
         del done["N_Q"]
@@ -93,7 +93,7 @@ def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
 
 
 def attend_fully(backend: str) -> Callable[[testing.Inputs], tuple[Tensor, Tensor]] | None:
-    if backend in ("sdpa", "flash_attn", "auto"):  # no gradient of lse; what auto chooses is gated under its name
+    if backend in ("sdpa", "flash_attn", "auto"):  # no gradient of lse; what auto takes is gated under its own name
         return None
     return lambda x: flash_attention_with_lse(x.q, x.k, x.v, causal=x.causal, backend=backend)
 
@@ -102,15 +102,6 @@ def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
     B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
     call = FlashSpec(B, H, H_KV, case.get("N_Q", N), N, D, E, dtype_of(case), device, D**-0.5)
     return call._replace(right=0 if case["causal"] else None, needs_grad=bool(case.get("grad", True)))
-
-
-def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    return None if backend == "auto" else refusal("flash", spec(case, device), backend)
-
-
-def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
-    kernel = dispatch.pick("flash", spec(case, device), backend)
-    return kernel.name if kernel.detail is None else f"{kernel.name} ({kernel.detail(spec(case, device))})"
 
 
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
@@ -159,10 +150,3 @@ def native_forward(call: FlashSpec, hw: hardware.Hardware) -> list[Native]:
         return [one]
     rows = call.B * call.H * call.N_Q
     return [one, Native(cuda_sm90.merge_variant(call), rows, cuda_sm90.MERGE_THREADS, cuda_sm90.MERGE_BYTES, 1)]
-
-
-def floors(case: dict[str, Any]) -> dict[str, int]:
-    q, k, v, o = shapes(case)
-    dtype = dtype_of(case)
-    given = size_of(dtype, q, k, v)
-    return {"inputs": given, "output": size_of(dtype, o), "gradients": given}

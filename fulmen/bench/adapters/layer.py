@@ -1,7 +1,7 @@
-"""Whole attention layers as the benchmark sees them; see the package.
+"""Whole attention layers for the benchmark; the package describes the names.
 
-The call is layer(x), its inputs x and every parameter. At the timed shape all results are compared whole, with the
-eager layer in fp64, whose memory is bounded; at the gate's small shape with the reference.
+The call is layer(x); x and every parameter get a gradient. All results are compared whole: at the timed shape with the
+eager layer in fp64, whose memory is bounded, at the gate's small shape with the reference.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fulmen import hardware
-from fulmen.bench import floors as least
-from fulmen.bench.adapters import dtype_of, flash, normal, size_of, small_case
+from fulmen.bench.adapters import dtype_of, flash, normal, small_case
 from fulmen.bench.gate import Problem
+from fulmen.flash.op import FlashSpec
 from fulmen.layers import (
     GroupedQueryAttention,
     MultiHeadAttention,
@@ -65,9 +65,6 @@ def function(case: dict[str, Any]) -> str:
     return f"{WORDS[case['layer']]}, {flash.function(case)}"
 
 
-# ------------------------------------------------------------------------------------------------- the layer
-
-
 class Inputs(NamedTuple):
     x: Tensor
     layer: nn.Module
@@ -109,11 +106,15 @@ def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
 
 
 def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    case = small_case(case) | {"hidden": None}
+    return drawn(shrunk(case), device, seed, "reference")
+
+
+def shrunk(case: dict[str, Any]) -> dict[str, Any]:
+    """The gate's case: an odd length, few heads, a small rank."""
+    case = small_case(case) | {"hidden": None, "rank": min(case["rank"], SMALL_RANK)}
     if case["layer"] == "mqa":
         case |= {"H": case["H"] // case["H_KV"], "H_KV": 1}
-    case["rank"] = min(case["rank"], SMALL_RANK)
-    return drawn(complete(case), device, seed, "reference")
+    return complete(case)
 
 
 def drawn(case: dict[str, Any], device: torch.device, seed: int, exactly: str) -> Problem:
@@ -144,9 +145,6 @@ def drawn(case: dict[str, Any], device: torch.device, seed: int, exactly: str) -
     return Problem(Inputs(x, layer, {}), {"x": x, **parameters}, {"o": do}, expected)
 
 
-# ------------------------------------------------------------------------------------------ who competes
-
-
 def attend(backend: str) -> Callable[[Inputs], Tensor]:
     return lambda p: p.on(backend)(p.x)
 
@@ -160,20 +158,9 @@ def of_flash(case: dict[str, Any]) -> dict[str, Any]:
     return {key: case[key] for key in flash.KEYS if key in case} | {"grad": case.get("grad", True)}
 
 
-def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    return flash.refuses(of_flash(case), device, backend)
-
-
-def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
-    return flash.chosen(of_flash(case), device, backend)
+def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
+    return flash.spec(of_flash(case), device)
 
 
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
     return flash.launches(of_flash(complete(case | {"hidden": None})), hw, backend, pass_, fully)
-
-
-def floors(case: dict[str, Any]) -> dict[str, int]:
-    weights = [(a, b) for a, b in least.projections_of(case)]
-    x = (case["B"], case["N"], case["hidden"])
-    given = size_of(dtype_of(case), x, *weights)
-    return {"inputs": given, "output": size_of(dtype_of(case), x), "gradients": given}

@@ -1,4 +1,4 @@
-"""Lightning attention as the benchmark sees it; see the package."""
+"""Lightning attention for the benchmark; the package describes the names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen import decay, dispatch, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, refusal, shapes, size_of, small_case
+from fulmen import decay, hardware
+from fulmen.bench.adapters import dtype_of, head_of, normal, shapes, small_case
 from fulmen.bench.gate import Problem
-from fulmen.bench.resources import Native
+from fulmen.bench.kernels import Native
 from fulmen.lightning.op import LightningSpec, lightning_attention, lightning_attention_with_state
 from fulmen.testing import lightning as testing
 
@@ -90,14 +90,6 @@ def spec(case: dict[str, Any], device: torch.device) -> LightningSpec:
     return LightningSpec(B, H, H_KV, N, D, E, dtype_of(case), device, has_decay=case["decay"])
 
 
-def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    return None if backend == "auto" else refusal("lightning", spec(case, device), backend)
-
-
-def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
-    return dispatch.pick("lightning", spec(case, device), backend).name
-
-
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
     if backend == "cuda":
         return native_launches(case, hw, pass_, fully)
@@ -151,10 +143,3 @@ def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, ful
     together = saves and call.D == 64
     last = [native("backward", 3)] if together else [native("backward", 2), native("backward", 1)]
     return [*forward, *([] if saves else gather()), *gather(), *last]
-
-
-def floors(case: dict[str, Any]) -> dict[str, int]:
-    q, k, v, o = shapes(case)
-    dtype = dtype_of(case)
-    given = size_of(dtype, q, k, v)
-    return {"inputs": given + 4 * case["H"] * case["decay"], "output": size_of(dtype, o), "gradients": given}
