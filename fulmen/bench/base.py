@@ -41,7 +41,7 @@ class Base:
         self.folder = Path(tempfile.mkdtemp(prefix="fulmen-base-"))
         self.tree = self.folder / "tree"
         self.process: subprocess.Popen[str] | None = None
-        self.asked = 0
+        self.asked, self.begun, self.done = 0, False, False
 
     def __enter__(self) -> Base:
         try:
@@ -111,9 +111,20 @@ class Base:
             raise BadRun(f"--base {self.ref}: {answer['error']}")
         return answer
 
-    def __call__(self, line: Line) -> Turn:
-        """The same line there, as what `runner.run` takes turns with."""
-        return Turn(self, {"suite": line.suite, "case": line.case})
+    # what `runner.run` takes turns with
+
+    def prepare(self, line: Line) -> None:
+        self.begun = True
+        self.done = self.ask("prepare", suite=line.suite, case=line.case)["done"]
+
+    def sample(self) -> None:
+        self.done = self.ask("sample")["done"]
+
+    def finish(self) -> None:
+        if self.begun:
+            self.begun = False
+            for text in self.ask("finish")["cells"]:
+                self.journal.write(schema.parse(text, f"--base {self.ref}"))
 
     def __exit__(self, *error: object) -> None:
         if self.process is not None and self.process.stdin is not None and self.process.stdout is not None:
@@ -127,25 +138,6 @@ class Base:
         if (self.tree / ".git").exists():
             git("worktree", "remove", "--force", str(self.tree))
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class Turn:
-    """One group of the other process."""
-
-    def __init__(self, base: Base, what: dict[str, Any]) -> None:
-        self.base, self.what, self.done, self.begun = base, what, False, False
-
-    def prepare(self) -> None:
-        self.begun = True
-        self.done = self.base.ask("prepare", **self.what)["done"]
-
-    def sample(self) -> None:
-        self.done = self.base.ask("sample")["done"]
-
-    def finish(self) -> None:
-        if self.begun:
-            for text in self.base.ask("finish")["cells"]:
-                self.base.journal.write(schema.parse(text, f"--base {self.base.ref}"))
 
 
 # -------------------------------------------------------------------------------- inside the other process

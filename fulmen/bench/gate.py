@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, NORMS, Expected
 
+DOUT_SEED = 1 << 40  # so that dO is not drawn from the numbers of an argument
 Attend = Callable[[Any], Any]  # a problem's arguments -> its first output, or several
 
 
@@ -99,7 +100,7 @@ class Formula:
                 raise ValueError(f"{name} must be a leaf: call requires_grad_() last")
         with torch.no_grad():
             shapes = self._outputs(arguments)
-        generator = torch.Generator(next(iter(shapes.values())).device).manual_seed(seed)
+        generator = torch.Generator(next(iter(shapes.values())).device).manual_seed(seed + DOUT_SEED)
         douts = {n: torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype) for n, o in shapes.items()}
         constants = {name: t for name, t in tensors.items() if name not in leaves}
 

@@ -212,11 +212,11 @@ def new_run(selection: Selection, machine: Machine) -> schema.Run:
 
 def run(
     selection: Selection, out: Path, *, resume: bool = False, monitor: Monitor | None = None,
-    other: Callable[[Line], Any] | None = None,
+    other: Any = None,
 ) -> schema.Run:  # fmt: skip
     """Measures what `selection` says into `out`; KeyboardInterrupt passes through when the file is in order.
 
-    other  a group elsewhere that measures the same line in turns with ours: see `fulmen.bench.base`.
+    other  another process that measures the same lines in turns with ours: see `fulmen.bench.base`.
     """
     monitor = monitor or Monitor()
     try:
@@ -250,7 +250,7 @@ def run(
             monitor.group(line.case, line.suite)
             _skip(line, entries, exhausted)
             group = Group(line, entries, machine, seed, monitor.say, passed)
-            _measure(group, record, journal, monitor, other(line) if other is not None else None)
+            _measure(group, record, journal, monitor, other)
             _remember(line, group.cells, exhausted)
     return record
 
@@ -267,7 +267,7 @@ def cells_of(
 def _measure(group: Group, record: schema.Run, journal: Journal, monitor: Monitor, other: Any) -> None:
     try:
         if other is not None:
-            other.prepare()
+            other.prepare(group.line)
         group.prepare()
         while not (group.done and (other is None or other.done)):
             if not group.done:

@@ -121,6 +121,16 @@ def test_rounds_interleave_and_shuffle(out: Path, monkeypatch: pytest.MonkeyPatc
     assert sum(x != y for x, y in itertools.pairwise(last)) >= 10
 
 
+def test_the_first_call_of_a_process_and_a_loop_of_calls(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'backends = ["eager"]\nfirst_call = true\nloop = 2\ncases = [{op = "flash", N = 32, D = 16}]'
+    monkeypatch.setattr(cases, "text_of", lambda suite: text)
+    runner.run(Selection(("startup",), device="cpu", passes=("forward",), seconds=0.0), out)
+    (cell,) = cells(out)
+    assert cell.status == "ok", cell.reason
+    assert cell.stats["first_call_s"] > 0
+    assert cell.stats["loop"] > 0
+
+
 # ---------------------------------------------------------------------------------------------------- statuses
 
 
@@ -375,11 +385,11 @@ def test_a_shape_selects_or_makes_cases() -> None:
 
 
 class Elsewhere:
-    """A group of another process that fails before ours has begun."""
+    """Another process that fails before our group has begun."""
 
     done = False
 
-    def prepare(self) -> None:
+    def prepare(self, line: Line) -> None:
         raise BadRun("--base HEAD: the process ended")
 
     def finish(self) -> None: ...
@@ -398,7 +408,7 @@ def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monke
 
     monkeypatch.setattr(environment, "Nvml", Nvml)
     with pytest.raises(BadRun, match="the process ended"):
-        runner.run(Selection(("quick",), **QUICK), out, other=lambda line: Elsewhere())
+        runner.run(Selection(("quick",), **QUICK), out, other=Elsewhere())
     assert {(c.status, c.reason) for c in cells(out)} == {("interrupted", "before it began")}
 
 

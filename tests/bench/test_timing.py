@@ -91,6 +91,13 @@ def test_a_cpu_has_no_graphs_and_no_kernels(timer: timing.Timer) -> None:
     assert timing.kernels_of(timer, lambda: None) == ([], None)
 
 
+def test_a_loop_is_as_long_as_its_calls(timer: timing.Timer) -> None:
+    calls: list[int] = []
+    ms = timing.loop_ms(timer, lambda: calls.append(0) or time.sleep(0.001), calls=3, rounds=2)
+    assert len(calls) == 15
+    assert 1 <= ms < 20
+
+
 def test_kernels_are_told_from_what_empties_the_cache() -> None:
     spin, fill, one, two = "at::cuda::(anonymous namespace)::spin_kernel(long)", "fill", "one", "two"
     first = [(fill, 70.0), (spin, 100.0), (one, 9.0), (two, 5.0), (spin, 1.0)]  # as slow as a first call is

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import random
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -128,7 +128,24 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
 
 
-def head_of(seed: int, batches: int, heads: int) -> tuple[int, int]:
-    """The batch and the head of k and v whose results of a timed shape are compared: nobody knows which."""
-    at = random.Random(seed).randrange(batches * heads)
-    return at // heads, at % heads
+class Heads(NamedTuple):
+    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those."""
+
+    batch: int
+    head: int
+    group: int
+    whole: bool
+    last: int | None = None  # queries
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, seed: int | None) -> Heads:
+        """`seed` draws the head, so that nobody knows which; None: the whole call."""
+        batch, head = divmod(random.Random(seed).randrange(max(1, k.shape[0] * k.shape[1])), k.shape[1])
+        return cls(batch, head, q.shape[1] // k.shape[1], seed is None)
+
+    def pick(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.whole:
+            return x
+        each = 1 if name in ("k", "v", "dk", "dv") else self.group
+        part = x[self.batch : self.batch + 1, self.head * each : (self.head + 1) * each]
+        return part[:, :, -self.last :] if self.last and name in ("q", "o", "do") else part

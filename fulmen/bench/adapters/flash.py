@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fulmen import hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, shapes, small_case
+from fulmen.bench.adapters import Heads, dtype_of, normal, shapes, small_case
 from fulmen.bench.gate import Problem
 from fulmen.bench.kernels import Native
 from fulmen.flash.op import FlashSpec, flash_attention, flash_attention_with_lse
@@ -58,27 +58,20 @@ def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = F
 def as_problem(x: testing.Inputs, use: tuple[str, ...], one_head: int | None = None) -> Problem:
     leaves = {name: getattr(x, name).requires_grad_() for name in ("q", "k", "v")}
     x = x._replace(**leaves)
-    group, N = x.q.shape[1] // x.k.shape[1], x.q.shape[2]
-    matrices = MATRICES * group * N * x.k.shape[2] * 8
-    b, h = head_of(one_head or 0, x.k.shape[0], x.k.shape[1])
-    few = one_head is not None and matrices > free_bytes(x.q.device) // 2
-
-    def pick(name: str, y: Tensor) -> Tensor:
-        if one_head is None:
-            return y
-        each = 1 if name in ("k", "v", "dk", "dv") else group
-        heads = y[b : b + 1, h * each : (h + 1) * each]
-        return heads[:, :, -LAST_QUERIES:] if few and name in ("q", "o", "do") else heads
+    heads = Heads.of(x.q, x.k, one_head)
+    matrices = MATRICES * heads.group * x.q.shape[2] * x.k.shape[2] * 8
+    if one_head is not None and matrices > free_bytes(x.q.device) // 2:
+        heads = heads._replace(last=LAST_QUERIES)
 
     def expected() -> dict[str, Expected]:
-        part: dict[str, Any] = {name: pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
+        part: dict[str, Any] = {name: heads.pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
         part["dlse"] = x.dlse if x.dlse.numel() else part["q"].new_zeros(part["q"].shape[:3], dtype=x.dlse.dtype)
         found = testing.expected(x._replace(**part), use)
-        kept = {"o"} if few else set(found) - (set() if "lse" in use else {"lse"})
+        kept = {"o"} if heads.last else set(found) - (set() if "lse" in use else {"lse"})
         return {name: wanted for name, wanted in found.items() if name in kept}
 
     douts = {"o": x.do, "lse": x.dlse}
-    return Problem(x, leaves, {name: douts[name] for name in use}, expected, pick=pick)
+    return Problem(x, leaves, {name: douts[name] for name in use}, expected, pick=heads.pick)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fulmen import hardware
 from fulmen.bench.adapters import dtype_of, flash, normal, small_case
-from fulmen.bench.gate import Problem
+from fulmen.bench.gate import Formula, Problem
 from fulmen.flash.op import FlashSpec
 from fulmen.layers import (
     GroupedQueryAttention,
@@ -24,7 +25,6 @@ from fulmen.layers import (
     MultiHeadSelfAttention,
     MultiQueryAttention,
 )
-from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected
 
 BACKENDS_OF = "flash"
 KEYS: dict[str, Any] = {
@@ -118,31 +118,20 @@ def shrunk(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def drawn(case: dict[str, Any], device: torch.device, seed: int, exactly: str) -> Problem:
+    """`exactly`: the backend of the fp64 layer."""
     generator = torch.Generator(device).manual_seed(seed)
-    dtype, shape = dtype_of(case), (case["B"], case["N"], case["hidden"])
-    x = normal(shape, dtype, generator).requires_grad_()
-    do = normal(shape, dtype, generator)
-    layer = filled(made(case, device, dtype, "eager"), generator)
+    x = normal((case["B"], case["N"], case["hidden"]), dtype_of(case), generator).requires_grad_()
+    layer = filled(made(case, device, dtype_of(case), "eager"), generator)
     parameters = dict(layer.named_parameters())
 
-    def results(at: Tensor, of: nn.Module) -> dict[str, Tensor]:
-        at = at.detach().requires_grad_()
-        y = of(at)
-        leaves = {"x": at, **dict(of.named_parameters())}
-        grads = torch.autograd.grad(y, list(leaves.values()), do.to(y.dtype))
-        return {"o": y.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+    def formula(x: Tensor, *weights: Tensor) -> Tensor:
+        backend = exactly if x.dtype == torch.float64 else "eager"
+        values = dict(zip(parameters, weights, strict=True))
+        y: Tensor = functional_call(made(case, device, x.dtype, backend), values, (x,))
+        return y
 
-    def expected() -> dict[str, Expected]:
-        low = results(x, layer)
-        exact_layer = made(case, device, torch.float64, exactly)
-        with torch.no_grad():
-            for name, p in exact_layer.named_parameters():
-                p.copy_(parameters[name])
-        exact = results(x.double(), exact_layer)
-        factors = {"o": FORWARD_FACTOR}
-        return {name: Expected(low[name], exact[name], factors.get(name, GRADIENT_FACTOR)) for name in low}
-
-    return Problem(Inputs(x, layer, {}), {"x": x, **parameters}, {"o": do}, expected)
+    arguments = (x, *parameters.values())
+    return Formula(formula).problem(Inputs(x, layer, {}), arguments, ["x", *parameters], seed)
 
 
 def attend(backend: str) -> Callable[[Inputs], Tensor]:

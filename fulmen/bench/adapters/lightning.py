@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fulmen import decay, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, shapes, small_case
+from fulmen.bench.adapters import Heads, dtype_of, normal, shapes, small_case
 from fulmen.bench.gate import Problem
 from fulmen.bench.kernels import Native
 from fulmen.lightning.op import LightningSpec, lightning_attention, lightning_attention_with_state
+from fulmen.testing import Expected
 from fulmen.testing import lightning as testing
 
 KEYS: dict[str, Any] = {
@@ -55,26 +56,22 @@ def as_problem(x: testing.Inputs, use: tuple[str, ...], one_head: int | None = N
     names = ["q", "k", "v"] + (["initial_state"] if x.initial_state is not None else [])
     leaves = {name: getattr(x, name).requires_grad_() for name in names}
     x = x._replace(**leaves)
-    group = x.q.shape[1] // x.k.shape[1]
-    b, h = head_of(one_head or 0, x.k.shape[0], x.k.shape[1])
+    heads = Heads.of(x.q, x.k, one_head)
 
-    def pick(name: str, y: Tensor) -> Tensor:
-        each = 1 if name in ("k", "v", "dk", "dv") else group
-        return y if one_head is None else y[b : b + 1, h * each : (h + 1) * each]
-
-    def expected() -> dict[str, Any]:
-        part: dict[str, Any] = {name: pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
-        if one_head is not None:
-            s = None if x.decay is None else x.decay[h * group : (h + 1) * group]
-            found = testing.expected(x._replace(**part, decay=s), use, rows=ROWS)
-        else:
+    def expected() -> dict[str, Expected]:
+        if heads.whole:
             found = testing.expected(x, use)
+        else:
+            part: dict[str, Any] = {name: heads.pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
+            of_heads = slice(heads.head * heads.group, (heads.head + 1) * heads.group)
+            part["decay"] = None if x.decay is None else x.decay[of_heads]
+            found = testing.expected(x._replace(**part), use, rows=ROWS)
         renamed = {"dinitial": "dinitial_state"}
         return {renamed.get(name, name): wanted for name, wanted in found.items()}
 
     douts = {"o": x.do, "state": x.dstate}
     constants = {} if x.decay is None else {"decay": x.decay}
-    return Problem(x, leaves, {name: douts[name] for name in use}, expected, constants, pick)
+    return Problem(x, leaves, {name: douts[name] for name in use}, expected, constants, heads.pick)
 
 
 def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
