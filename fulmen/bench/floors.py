@@ -52,7 +52,7 @@ def _dtype_name(dtype: str) -> str | None:
 class Sequences(NamedTuple):
     """Sequences of equal lengths, and how many there are."""
 
-    count: int
+    B: int
     N_Q: int
     N_KV: int
 
@@ -69,11 +69,11 @@ class Shape(NamedTuple):
 
     @property
     def queries(self) -> int:
-        return sum(s.count * s.N_Q for s in self.batches)
+        return sum(s.B * s.N_Q for s in self.batches)
 
     @property
     def keys(self) -> int:
-        return sum(s.count * s.N_KV for s in self.batches)
+        return sum(s.B * s.N_KV for s in self.batches)
 
     @classmethod
     def of(cls, case: Mapping[str, Any]) -> Shape | None:
@@ -208,14 +208,14 @@ def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> W
     H, D, E = shape.H, shape.D, shape.E
     keys = read = shape.keys
     if kind == "softmax":
-        each = [(s.count, *seen(s.N_Q, s.N_KV, Mask.of(case))) for s in shape.batches]
-        forward = 2.0 * H * sum(count * pairs for count, pairs, _ in each) * (D + E)
-        read = sum(count * few for count, _, few in each)
+        each = [(s.B, *seen(s.N_Q, s.N_KV, Mask.of(case))) for s in shape.batches]
+        forward = 2.0 * H * sum(B * pairs for B, pairs, _ in each) * (D + E)
+        read = sum(B * some for B, _, some in each)
     else:
         keys = read = shape.queries
         mask = Mask(right=None if case.get("causal", True) is False else 0)
         forward = H * sum(
-            s.count * min(4.0 * s.N_Q * D * E, 2.0 * seen(s.N_Q, s.N_Q, mask)[0] * (D + E)) for s in shape.batches
+            s.B * min(4.0 * s.N_Q * D * E, 2.0 * seen(s.N_Q, s.N_Q, mask)[0] * (D + E)) for s in shape.batches
         )
     flops = forward * {"forward": 1, "backward": 2, "total": 3}[pass_]
     recomputed = {"forward": 0, "backward": 0.5, "total": 0.5}[pass_] if kind == "softmax" else 0
@@ -248,18 +248,18 @@ def layer(pass_: str, within: Work, shape: Shape, sizes: list[tuple[int, int]]) 
     return Work(within.flops + minimum, reads, writes, within.usual_flops + usual, within.usual_bytes + reads + writes)
 
 
-def memory(kind: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, float] | None:
+def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, float] | None:
     """The least memory of a call: inputs, output, gradients, saved, peak. None where the case does not say enough.
 
-    The peak of a call with gradients holds inputs, output and gradients; dO may be one number, expanded. `kind` is
-    softmax, linear or layer, whose inputs are its x and its weights.
+    The peak of a call with gradients holds inputs, output and gradients; dO may be one number, expanded. The inputs of
+    a layer are its x and its weights.
     """
     shape = Shape.of(case)
-    if shape is None or kind not in ("softmax", "linear", "layer"):
+    if shape is None or not (op.startswith("layer") or family(op)):
         return None
     inputs = shape.queries * shape.H * shape.D + shape.keys * shape.H_KV * (shape.D + shape.E)
     output = shape.queries * shape.H * shape.E
-    if kind == "layer" and (sizes := projections_of(case)):
+    if op.startswith("layer") and (sizes := projections_of(case)):
         inputs, output = shape.queries * sizes[0][0] + sum(a * b for a, b in sizes), shape.queries * sizes[-1][1]
     given, made = (float(shape.itemsize * count) for count in (inputs, output))
     least = {"inputs": given, "output": made, "gradients": given, "saved": 0.0}

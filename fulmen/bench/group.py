@@ -206,27 +206,24 @@ class Group:
         self.throttled = self.machine.nvml.throttle()
         with self.machine.on_stream():
             for competitor, cells in self.entries:
-                for status, why in (("unsupported", competitor.refusal), ("skipped", competitor.skip)):
-                    if why is not None:
-                        for cell in cells:
-                            cell.status, cell.reason = status, why.splitlines()[0]
-                        break
-                else:
+                if competitor.refusal is None and competitor.skip is None:
                     self._try(competitor, cells)
+                    continue
+                status = "skipped" if competitor.refusal is None else "unsupported"
+                for cell in cells:
+                    cell.status, cell.reason = status, str(competitor.refusal or competitor.skip).splitlines()[0]
 
     def _try(self, competitor: Competitor, cells: list[schema.Cell]) -> None:
-        error: BaseException | None = None
         try:
             with competitor.pinned():
                 self._prepare(competitor, cells)
         except KeyboardInterrupt:
             raise
-        except BaseException as why:
-            error = why
-        if patched := timing.repaired():
-            error = Wrong(patched)
-        if error is not None:
+        except BaseException as error:
             fail(cells, error)
+        if patched := timing.restore_clocks():
+            fail(cells, Wrong(patched))
+        if any(cell.status != "ok" for cell in cells):
             self.tasks = [t for t in self.tasks if t.competitor is not competitor]
             self.machine.collect_garbage()
 
@@ -238,8 +235,7 @@ class Group:
             if row["error"] >= found.get(name, row)["error"]:
                 found[name] = row | {"timed_shape": True}
         self.say(f"{competitor.name}: memory")
-        kind = "layer" if competitor.op.startswith("layer") else floors.family(competitor.op) or ""
-        least = floors.memory(kind, self.line.case) or {}
+        least = floors.memory(competitor.op, self.line.case) or {}
         parts = memory.breakdown(problems[0], competitor.attend, self.machine.device, least, self.grad)
         self.say(f"{competitor.name}: warm-up")
         for cell in cells:
@@ -357,7 +353,7 @@ class Group:
         task.spacer_ms = max(task.spacer_ms, sample.spacer_ms)
         if sample.late:  # it synchronises, so a longer spacer is no use
             task.tries = 1
-        if patched := timing.repaired():
+        if patched := timing.restore_clocks():
             raise Wrong(patched)
         return sample
 

@@ -92,7 +92,8 @@ def lines_of(selection: Selection, device: torch.device) -> list[Line]:
     for line in lines:
         passes = tuple(p for p in line.settings.passes if not selection.passes or p in selection.passes)
         seconds = line.settings.seconds if selection.seconds is None else selection.seconds
-        settings = replace(line.settings, passes=passes, seconds=seconds, kernels=selection.kernels)
+        kernels_ = line.settings.kernels or selection.kernels
+        settings = replace(line.settings, passes=passes, seconds=seconds, kernels=kernels_)
         line = replace(line, settings=settings)
         if passes and line not in chosen:
             chosen.append(line)
@@ -136,8 +137,7 @@ def caches_of(line: Line, machine: Machine) -> tuple[str, ...]:
     """A hot cache is measured, too, where everything a call touches fits the GPU's L2."""
     if machine.device.type != "cuda":
         return ("cold",)
-    family = "layer" if line.op.startswith("layer") else floors.family(line.op) or ""
-    least = floors.memory(family, line.case) or {}
+    least = floors.memory(line.op, line.case) or {}
     touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
     return ("cold", "hot") if 2 * touched < machine.timer.l2_bytes else ("cold",)
 

@@ -2,7 +2,7 @@
 
 A sample on a GPU: the L2 cache is overwritten, a spacer kernel keeps the device busy while the host queues everything,
 two events bracket the call. On a CPU: the last-level cache is overwritten, then the wall clock. The clocks are bound
-when this module is imported, before any competitor is: see `intact`.
+when this module is imported, before any competitor is: see `restore_clocks`.
 """
 
 from __future__ import annotations
@@ -41,29 +41,21 @@ SPACER = "spin_kernel"  # of torch.cuda._sleep
 Work = Callable[[], Any]
 
 
-def intact() -> str | None:
-    """None, or which clock somebody replaced since this module was imported. We keep using the true ones."""
+def restore_clocks() -> str | None:
+    """None, or which clock somebody replaced since this module was imported; the true ones are put back.
+
+    We keep using the true ones in any case.
+    """
+    global _now, _Event, _synchronize
+    why = None
+    if (_now, _Event, _synchronize) != (_BOUND[0], _BOUND[3], _BOUND[4]):
+        why = "the benchmark's own clock was replaced while it ran"
+        _now, _Event, _synchronize = _BOUND[0], _BOUND[3], _BOUND[4]
     for (owner, name), true in zip(_CLOCKS, _BOUND, strict=True):
         if getattr(owner, name) is not true:
-            return f"{owner.__name__}.{name} was replaced while it ran"
-    if (_now, _Event, _synchronize) != (_BOUND[0], _BOUND[3], _BOUND[4]):
-        return "the benchmark's own clock was replaced while it ran"
-    return None
-
-
-def repair() -> None:
-    """Puts the true clocks back, for whoever is measured next."""
-    global _now, _Event, _synchronize
-    for (owner, name), true in zip(_CLOCKS, _BOUND, strict=True):
-        setattr(owner, name, true)
-    _now, _Event, _synchronize = _BOUND[0], _BOUND[3], _BOUND[4]
-
-
-def repaired() -> str | None:
-    """None, or which clock was replaced; it is put back."""
-    if patched := intact():
-        repair()
-    return patched
+            why = f"{owner.__name__}.{name} was replaced while it ran"
+            setattr(owner, name, true)
+    return why
 
 
 class Sample(NamedTuple):

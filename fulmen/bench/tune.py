@@ -14,7 +14,6 @@ import random
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from fulmen import hardware
 from fulmen.bench import adapters, cases, kernels
@@ -76,17 +76,6 @@ def nearest_first(op: str, current: Tiles) -> list[Tiles]:
     return [current, *sorted((c for c in tiles(op) if c != current), key=steps)]
 
 
-@contextmanager
-def using(module: Any, config: Tiles) -> Iterator[None]:
-    """The kernel's `config` answers with this one."""
-    true = module.config
-    module.config = lambda *_, **__: module.Config(*config)
-    try:
-        yield
-    finally:
-        module.config = true
-
-
 # --------------------------------------------------------------------------------------------- launches of a pass
 
 
@@ -106,62 +95,60 @@ class Job(NamedTuple):
         return tuple(self.module.config(spec, hw, *([self.pass_] if self.op == "flash" else [])))
 
 
-@dataclass
-class Arguments:
-    """Random tensors of a job, made once for all tiles: `x` what a pass reads, `results` what it writes.
+class Bound(NamedTuple):
+    """A pass on tensors, made once for all tiles.
 
-    On the device "meta" they are shapes only, which is enough to compile.
+    launches  its launches at the tiles that `config` gives
+    results   what they write
+    before    the launches of what they read
     """
 
-    spec: Any
-    x: Any  # the op's Residuals
-    do: Any
-    outputs: Any  # forward: o and lse; backward: Gradients, or flash's Backward
-    results: list[Any]
+    launches: Callable[[], list[Any]]
+    results: list[Tensor]
+    before: Callable[[], list[Any]] = list
 
-    @classmethod
-    def of(cls, job: Job, device: torch.device) -> Arguments:
-        if device.type == "meta":
-            dtype = adapters.dtype_of(job.case)
-            q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in adapters.shapes(job.case))
-            slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
-        else:
-            given = adapters.of(job.op).problem(job.case, device, 1).x
-            q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
-            slopes = getattr(given, "decay", None)
-        spec = adapters.of(job.op).spec(job.case, device)
-        if job.op == "lightning":
-            x: Any = LightningResiduals(q, k, v, slopes, None, None)
-            if job.pass_ == "forward":
-                o = torch.empty_like(do)
-                return cls(spec, x, do, o, [o])
-            grads = job.module.Gradients.empty(spec, x)
-            return cls(spec, x, do, grads, list(grads))
-        x, o = FlashResiduals(q, k, v), torch.empty_like(do)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+
+def bind(job: Job, hw: hardware.Hardware, device: torch.device) -> Bound:
+    """Random tensors; on the device "meta" shapes only, which is enough to compile."""
+    adapter, module = adapters.of(job.op), job.module
+    if device.type == "meta":
+        dtype = adapters.dtype_of(job.case)
+        q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in adapters.shapes(job.case))
+        slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
+    else:
+        given = adapter.problem(job.case, device, 1).x
+        q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
+        slopes = getattr(given, "decay", None)
+    spec, o = adapter.spec(job.case, device), torch.empty_like(do)
+    if job.op == "lightning":
+        x = LightningResiduals(q, k, v, slopes, None, None)
         if job.pass_ == "forward":
-            return cls(spec, x, do, (o, lse), [o])
-        dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))
-        y = job.module.Backward(o, lse, do, None, delta, dq, dk, dv)
-        return cls(spec, x, do, y, [dq] if job.pass_ == "dq" else [dk, dv])
+            return Bound(lambda: module.forward_launches(spec, hw, x, o, None), [o])
+        grads = module.Gradients.empty(spec, x)
+        return Bound(lambda: module.backward_launches(spec, hw, x, do, None, grads, None), list(grads))
+    y, lse = FlashResiduals(q, k, v), torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+    dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))
 
-    def before(self, job: Job, hw: hardware.Hardware) -> None:
-        """What the backward of softmax attention reads: o, lse and delta."""
-        if job.op == "flash" and job.pass_ != "forward":
-            run([job.module.forward_launch(self.spec, hw, self.x, self.outputs.o, self.outputs.lse)])
-            run(job.module.backward_launches(self.spec, hw, self.x, self.outputs)[:1])
+    def forward() -> list[Any]:
+        return [module.forward_launch(spec, hw, y, o, lse)]
 
-    def launches(self, job: Job, hw: hardware.Hardware, config: Tiles) -> list[Any]:
-        module = job.module
-        with using(module, config):
-            if job.op == "lightning":
-                if job.pass_ == "forward":
-                    return list(module.forward_launches(self.spec, hw, self.x, self.outputs, None))
-                return list(module.backward_launches(self.spec, hw, self.x, self.do, None, self.outputs, None))
-            if job.pass_ == "forward":
-                return [module.forward_launch(self.spec, hw, self.x, *self.outputs)]
-            both = module.backward_launches(self.spec, hw, self.x, self.outputs)
-            return [both[0] if job.pass_ == "dq" else both[1]]
+    def backward() -> list[Any]:
+        return list(module.backward_launches(spec, hw, y, module.Backward(o, lse, do, None, delta, dq, dk, dv)))
+
+    if job.pass_ == "forward":
+        return Bound(forward, [o])
+    at, results = (0, [dq]) if job.pass_ == "dq" else (1, [dk, dv])
+    return Bound(lambda: [backward()[at]], results, lambda: [*forward(), backward()[0]])  # dq's launch makes delta, too
+
+
+def launches_at(job: Job, bound: Bound, config: Tiles) -> list[Any]:
+    """The launches of a pass at some tiles, in place of those that `config` of the kernel's file would give."""
+    true = job.module.config
+    job.module.config = lambda *_, **__: job.module.Config(*config)
+    try:
+        return bound.launches()
+    finally:
+        job.module.config = true
 
 
 def run(launches: Sequence[Any]) -> None:
@@ -174,7 +161,7 @@ def run(launches: Sequence[Any]) -> None:
 
 def compile_one(job: Job, hw: hardware.Hardware, config: Tiles) -> None:
     """In a process of its own: the binary goes to Triton's cache on disk, where the run finds it."""
-    for launch in Arguments.of(job, torch.device("meta")).launches(job, hw, config):
+    for launch in launches_at(job, bind(job, hw, torch.device("meta")), config):
         kernels.compiled(launch, hw.arch)
 
 
@@ -210,17 +197,17 @@ def compiled(
 def candidates(
     job: Job, hw: hardware.Hardware, configs: Sequence[Tiles], machine: Machine, until: float
 ) -> list[Candidate]:
-    """Those that give the results of the first, which are the tiles in use; as many as can be tried by `until`."""
-    arguments = Arguments.of(job, machine.device)
-    arguments.before(job, hw)
+    """Those that give the results of the first, the tiles in use; as many as can be tried by `until`."""
+    bound = bind(job, hw, machine.device)
+    run(bound.before())
     found: list[Candidate] = []
     wanted: list[Any] = []
     for config in configs:
         if wanted and clock.monotonic() > until:
             break
         try:
-            launches = arguments.launches(job, hw, config)
-            for x in arguments.results:
+            launches = launches_at(job, bound, config)
+            for x in bound.results:
                 x.fill_(float("nan"))
             run(launches)
             machine.timer.synchronize()
@@ -229,12 +216,9 @@ def candidates(
                 raise CannotTune(f"the tiles in use, {config}, do not run at this shape: {error}") from error
             continue
         if not wanted:
-            wanted = [x.clone() for x in arguments.results]
-        worst = max(
-            float((x.float() - y.float()).norm() / y.float().norm())
-            for x, y in zip(arguments.results, wanted, strict=True)
-        )
-        if worst < SAME:
+            wanted = [x.clone() for x in bound.results]
+        both = zip(bound.results, wanted, strict=True)
+        if max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in both) < SAME:
             work = lambda launches=launches: run(launches)  # noqa: E731
             found.append(Candidate(config, work, used=config == configs[0]))
     if not found:
@@ -243,7 +227,7 @@ def candidates(
 
 
 def time(found: list[Candidate], machine: Machine, until: float) -> list[Candidate]:
-    """In turns, in an order drawn anew each round, with cold L2; those far behind after two rounds have no more."""
+    """Interleaved, in an order drawn anew each round, with cold L2; those far behind after two rounds are dropped."""
     for turn in range(ROUNDS + 2):
         if turn == 2:
             best = min(c.ms for c in found)
@@ -306,17 +290,13 @@ def jobs_of(op: str, shapes: Sequence[str], dtype: str) -> list[tuple[str, Job]]
 
 def show(title: str, found: Sequence[Candidate], everything: bool, console: Console) -> None:
     ranked = sorted(found, key=lambda c: c.ms)
-    used = next((c for c in ranked if c.used), None)
+    best, used = ranked[0], next(c for c in ranked if c.used)
     table = Table("Config", "ms", "speedup", title=title)
-    for candidate in ranked if everything else dict.fromkeys([*ranked[:3], *([used] if used else [])]):
-        ratio = f"{used.ms / candidate.ms:.3f}x" if used else "-"
-        table.add_row(
-            f"Config{candidate.config}", f"{candidate.ms:.4f}", f"{ratio} (in use)" if candidate.used else ratio
-        )
+    for candidate in ranked if everything else dict.fromkeys([*ranked[:3], used]):
+        ratio = f"{used.ms / candidate.ms:.3f}x" + (" (in use)" if candidate.used else "")
+        table.add_row(f"Config{candidate.config}", f"{candidate.ms:.4f}", ratio)
     console.print(table)
-    best = ranked[0]
-    if used is None or best.ms < 0.98 * used.ms:
-        before = "" if used is None else f", before {used.ms:.4f}"
-        console.print(f"propose: Config{best.config},  # {best.ms:.4f} ms{before}")
+    if best.ms < 0.98 * used.ms:
+        console.print(f"propose: Config{best.config},  # {best.ms:.4f} ms, before {used.ms:.4f}")
     else:
         console.print("the table's row is the fastest, or within 2 % of it")

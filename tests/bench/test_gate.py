@@ -157,8 +157,7 @@ def test_every_op_has_an_adapter() -> None:
         assert set(case) == set(adapter.KEYS) - {"N_Q"}  # said where it is not N
         assert None not in case.values()
         assert dataclasses.is_dataclass(gate.Problem)
-        family = "layer" if op.startswith("layer") else floors.family(op) or ""
-        least = floors.memory(family, case | {"dtype": "float32"})
+        least = floors.memory(op, case | {"dtype": "float32"})
         assert least is not None
         assert least["output"] == 4 * 8 * 1024 * 64
 

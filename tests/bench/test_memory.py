@@ -64,7 +64,7 @@ def test_without_gradients_nothing_is_saved() -> None:
 def test_our_ops_stay_above_their_floors(op: str) -> None:
     adapter = adapters.of(op)
     case = adapter.complete({"H": 2, "N": 256, "D": 32, "dtype": "float32"})
-    least = floors.memory(floors.family(op) or "", case)
+    least = floors.memory(op, case)
     assert least is not None
     parts = memory.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, least)
     for entries in parts.values():
