@@ -27,7 +27,7 @@ class Requires(click.Group):
         except ModuleNotFoundError as error:
             if error.name and error.name.partition(".")[0] == "fulmen":
                 raise
-            fail(f'{error.name} is not installed, which the benchmark needs: pip install "fulmen[bench]"')
+            fail(f'{error.name} is not installed, which this command needs: pip install "fulmen[bench]"')
 
 
 @click.group(cls=Requires, context_settings={"help_option_names": ["-h", "--help"]})
