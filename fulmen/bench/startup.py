@@ -26,7 +26,9 @@ def first_call(cell: schema.Cell, device: torch.device) -> float | None:
         path = {"TRITON_CACHE_DIR": caches, "FULMEN_CACHE_DIR": caches, "PYTHONPATH": str(PACKAGE.parent)}
         command = [sys.executable, "-m", "fulmen.bench.startup", given]
         done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
-    return float(done.stdout.split()[-1]) if done.returncode == 0 else None
+    if done.returncode != 0:
+        raise RuntimeError(f"in a fresh process: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    return float(done.stdout.split()[-1])
 
 
 def measure(op: str, case: dict[str, Any], backend: str, pass_: str, device: str) -> float:
