@@ -87,8 +87,8 @@ def exchange(a: Problem, b: Problem) -> None:
 class Formula:
     """Makes problems whose truth is a plain formula: exact in fp64, and how much it errs in the inputs' own dtype."""
 
-    def __init__(self, formula: Callable[..., Any]) -> None:
-        self.formula = formula
+    def __init__(self, formula: Callable[..., Any], output: str = "o") -> None:
+        self.formula, self.output = formula, output
         self.worst: dict[tuple[str, float], float] = {}  # by tensor and norm: the largest relative error seen
 
     def problem(self, x: Any, arguments: Sequence[Any], names: Sequence[str], seed: int) -> Problem:
@@ -112,7 +112,8 @@ class Formula:
 
     def _outputs(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
         given = self.formula(*arguments)
-        return {f"o{i or ''}": o for i, o in enumerate(given if isinstance(given, list | tuple) else (given,))}
+        outs = given if isinstance(given, list | tuple) else (given,)
+        return {f"{self.output}{i or ''}": o for i, o in enumerate(outs)}
 
     def _evaluate(
         self, arguments: Sequence[Any], douts: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype | None

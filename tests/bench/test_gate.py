@@ -194,14 +194,29 @@ def test_layers_pass_with_every_parameter(options: dict, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("options", LAYERS, ids=lambda o: o["layer"])
-def test_the_parts_of_a_layer_pass_with_every_gradient(options: dict) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_parts_of_a_layer_pass_with_every_gradient(options: dict, dtype: str) -> None:
     adapter = adapters.of("layer_parts")
-    case = adapter.complete({"B": 1, "N": 64, "H": 4, "D": 32, "dtype": "bfloat16"} | options)
+    case = adapter.complete({"B": 1, "N": 64, "H": 4, "D": 32, "dtype": dtype} | options)
     problems = [adapter.small(case, CPU, 1), adapter.small(case, CPU, 2), adapter.problem(case, CPU, 3)]
     found = gate.gate(problems, BASELINES["layer-parts"].call)
     products = {"mhsa": 2, "mla": 5}.get(options["layer"], 4)
-    outs = {f"o{i or ''}" for i in range(products + 1)}
-    assert set(found) == outs | {"dq", "dk", "dv"} | {f"d{name}{i}" for name in "xw" for i in range(products)}
+    outs = {f"y{i or ''}" for i in range(products)}
+    assert set(found) == outs | {"o", "dq", "dk", "dv"} | {f"d{name}{i}" for name in "xw" for i in range(products)}
+
+
+def test_parts_that_are_wrong_in_one_product_or_in_attention_are_red() -> None:
+    adapter = adapters.of("layer_parts")
+    problem = adapter.small(adapter.complete({"N": 64, "H": 4, "D": 32, "dtype": "float32"}), CPU, 1)
+    for i, name in ((0, "y"), (-1, "o")):
+
+        def wrong(given, i: int = i) -> list[Tensor]:
+            outs = adapter.attend("eager")(given)
+            outs[i] = 1.001 * outs[i]
+            return outs
+
+        with pytest.raises(gate.Wrong, match=f"^{name}: "):
+            gate.gate([problem], wrong)
 
 
 def test_a_layer_that_forgets_a_parameter_is_red() -> None:
