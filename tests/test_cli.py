@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -48,3 +49,58 @@ def test_python_dash_m_fulmen() -> None:
 
 def test_unknown_command_fails() -> None:
     assert CliRunner().invoke(main, ["nonsense"]).exit_code == 2
+
+
+WITHOUT_EXTRAS = """
+import runpy
+import sys
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"click", "rich", "numpy", "scipy", "matplotlib", "jinja2", "tomli", "pynvml"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Refuse())
+"""
+CORE = """
+import torch
+import fulmen
+import fulmen.layers
+
+for name in fulmen.__all__:
+    getattr(fulmen, name)
+q = torch.randn(1, 2, 8, 16, requires_grad=True)
+(fulmen.lightning_attention(q, q, q) + fulmen.flash_attention(q, q, q)).sum().backward()
+assert q.grad is not None
+"""
+
+
+def without_extras(code: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # which needs numpy
+    return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS + code], capture_output=True, text=True, env=env)
+
+
+def without_extras_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return without_extras(f"sys.argv = {['fulmen', *arguments]!r}\nrunpy.run_module('fulmen', run_name='__main__')")
+
+
+def test_the_core_needs_no_extra() -> None:
+    done = without_extras(CORE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_doctor_needs_no_extra() -> None:
+    done = without_extras_run("doctor")
+    assert done.returncode == 0, done.stderr
+    for word in ("torch", "devices", "lightning", "flash", "eager", "why not"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["bench", "run"], ["tune", "flash"], []])
+def test_without_the_extra_there_is_one_sentence(arguments: list[str]) -> None:
+    done = without_extras_run(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].endswith('pip install "fulmen[bench]"')
+    assert "Traceback" not in done.stderr

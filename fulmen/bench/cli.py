@@ -1,4 +1,4 @@
-"""`fulmen bench ...`. Commands import what they need when they run: asking for help must not wait for torch."""
+"""The commands of `fulmen`. They import what they need when they run: asking for help must not wait for torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any, NoReturn
 
 import click
 
+from fulmen import __version__
+
 RESULTS = click.Path(exists=True, dir_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def fail(error: object) -> NoReturn:
     raise click.ClickException(str(error)) from None
 
 
-class Needy(click.Group):
-    """Commands that say what to install instead of showing where it was missed."""
+class Requires(click.Group):
+    """Commands that need the extra `bench`, and say so in a sentence where it is not installed."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -24,12 +27,40 @@ class Needy(click.Group):
         except ModuleNotFoundError as error:
             if error.name and error.name.partition(".")[0] == "fulmen":
                 raise
-            fail(
-                f"{error.name} is not installed; the benchmark needs more than the library: pip install 'fulmen[bench]'"
-            )
+            fail(f'{error.name} is not installed, which this command needs: pip install "fulmen[bench]"')
 
 
-@click.group(cls=Needy)
+@click.group(cls=Requires, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="fulmen %(version)s", prog_name="fulmen")
+def main() -> None:
+    """fulmen: lightning (linear) and softmax attention for PyTorch, and a benchmark tool."""
+
+
+@main.command()
+def doctor() -> None:
+    """This machine's devices, and which backends run on them."""
+    from fulmen.doctor import examine
+
+    examine()
+
+
+@main.command()
+@click.argument("op", type=click.Choice(["lightning", "flash"]))
+@click.option("--shape", "shapes", multiple=True, help="B=4,H=32,N=8192,D=64; the usual ones without it.")
+@click.option("--dtype", default="bf16", show_default=True, help="bf16 or fp16.")
+@click.option("--all", "everything", is_flag=True, help="Show every candidate, not only the three best.")
+@click.option("--seconds", type=click.FloatRange(min=1), help="For all of it, about; nearest tiles first. All without.")
+def tune(op: str, shapes: tuple[str, ...], dtype: str, everything: bool, seconds: float | None) -> None:
+    """Time the tiles of our Triton kernels on this GPU and propose rows for the tables of OP."""
+    from fulmen.bench.tune import CannotTune, tune
+
+    try:
+        tune(op, shapes, dtype, everything, seconds)
+    except CannotTune as error:
+        fail(error)
+
+
+@main.group()
 def bench() -> None:
     """Measure attention kernels: proved right first, timed, and checked against physics."""
 
@@ -47,7 +78,7 @@ def bench() -> None:
 @click.option(
     "--kernels", is_flag=True, help="Record which kernels ran, and their own time; the profiler slows what comes after."
 )
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
+@click.option("--out", type=FILE, help="Results, JSON lines.")
 @click.option("--resume", is_flag=True, help="Go on with the file --out.")
 @click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes, and stop.")
 @click.option("--base", metavar="GITREF|FOLDER", help="Measure the kernels of that commit in turns with these.")
@@ -56,53 +87,43 @@ def run(
 ) -> None:  # fmt: skip
     """Measure SUITES (quick, if none is named); see `fulmen bench list`."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its remarks would tear the table
-    from rich.console import Console
-
-    from fulmen.bench import live, runner, schema
-    from fulmen.bench.cases import BadSuite
-
     if "scaling" in suites:
         fail("scaling takes several processes and has a command of its own: fulmen bench scaling")
     if resume and out is None:
         fail("--resume needs --out, the file to go on with")
-    seconds = options["seconds"]
-    if seconds is not None and not 0 <= seconds < float("inf"):
+    if dry_run and (resume or base is not None):
+        fail("--dry-run says what a whole run would measure: it goes with neither --resume nor --base")
+    if (seconds := options["seconds"]) is not None and not 0 <= seconds < float("inf"):
         fail(f"--seconds {seconds}: must be a number of seconds")
-    choice = runner.Choice(suites or ("quick",), **options)
-    out = out or runner.default_out(choice.suites)
-    console = Console()
-    if dry_run:
-        if resume or base is not None:
-            fail("--dry-run says what a whole run would measure: it goes with neither --resume nor --base")
-        _preview(choice, console)
-        return
+    from rich.console import Console
+
+    from fulmen.bench import runner, schema
+    from fulmen.bench.cases import BadSuite
+
+    selection, console = runner.Selection(suites or ("quick",), **options), Console()
+    out = out or runner.default_out(selection.suites)
     try:
-        with live.Screen(console) as screen:
-            if base is None:
-                runner.run(choice, out, resume=resume, watcher=screen)
-            else:
-                _against(base, choice, out, resume, screen)
+        if dry_run:
+            _preview(selection, console)
+        elif base is None:
+            _measure(selection, out, resume, console)
+        else:
+            _against(base, selection, out, resume, console)
     except (runner.BadRun, BadSuite, schema.BadResults) as error:
         fail(error)
     except KeyboardInterrupt:
         console.print(f"interrupted; what is done is in {out}, and the same command with --resume goes on")
         raise SystemExit(130) from None
-    console.print(f"results: {out}")
-    if base is not None:
-        _show_comparison(out.with_suffix(".base.jsonl"), out, console)
-    else:
-        console.print(f"a report: fulmen bench report {out} --out report")
 
 
-def _preview(choice: Any, console: Any) -> None:
+def _preview(selection: Any, console: Any) -> None:
     from fulmen.bench import environment, runner
-    from fulmen.bench.cases import BadSuite
 
     try:
-        device = environment.device_of(choice.device)
-        found = runner.preview(choice, device)
-    except (runner.BadRun, BadSuite, ValueError) as error:
+        device = environment.device_of(selection.device)
+    except ValueError as error:
         fail(error)
+    found = runner.preview(selection, device)
     for suite, lines, cells, refused, _ in found:
         no = f", {refused} that nobody here can (`fulmen bench list` says why)" if refused else ""
         console.print(f"{suite}: {lines} cases, {cells} cells to measure{no}", soft_wrap=True)
@@ -110,30 +131,33 @@ def _preview(choice: Any, console: Any) -> None:
     console.print(f"on {device} at most about {max(1, round(seconds / 60))} min, unless single calls take seconds")
 
 
-def _against(ref: str, choice: Any, out: Path, resume: bool, screen: Any) -> None:
+def _measure(selection: Any, out: Path, resume: bool, console: Any) -> None:
+    from fulmen.bench import runner
+    from fulmen.bench.screen import Screen
+
+    with Screen(console) as screen:
+        runner.run(selection, out, resume=resume, monitor=screen)
+    console.print(f"results: {out}")
+    console.print(f"a report: fulmen bench report {out} --out report")
+
+
+def _against(ref: str, selection: Any, out: Path, resume: bool, console: Any) -> None:
     from dataclasses import replace
 
-    from fulmen.bench import runner
+    from fulmen.bench import comparing, runner, schema
     from fulmen.bench.base import Base
+    from fulmen.bench.screen import Screen
 
     other = out.with_suffix(".base.jsonl")
     if other.exists() or resume:
         fail(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
-    choice = replace(choice, seed=choice.seed if choice.seed is not None else 1)  # the same inputs on both sides
-    screen.say(f"checking out {ref}")
-    with Base(ref, choice, other) as base:
-        runner.run(choice, out, watcher=screen, other=base)
-
-
-def _show_comparison(a: Path, b: Path, console: Any) -> None:
-    from fulmen.bench import schema
-
-    try:
-        from fulmen.bench import comparing
-    except ImportError:
-        console.print(f"compare: fulmen bench compare {a} {b}")
-        return
-    comparing.render(comparing.compare(schema.read([a]), schema.read([b])), console)
+    selection = replace(selection, seed=selection.seed if selection.seed is not None else 1)  # equal inputs for both
+    with Screen(console) as screen:
+        screen.say(f"checking out {ref}")
+        with Base(ref, selection, other) as base:
+            runner.run(selection, out, monitor=screen, other=base)
+    console.print(f"results: {out}")
+    comparing.render(comparing.compare(schema.read([other]), schema.read([out])), console)
 
 
 @bench.command(name="list")
@@ -153,18 +177,21 @@ def list_() -> None:
     import torch
 
     from fulmen import dispatch
-    from fulmen.bench import adapters, baselines
+    from fulmen.bench import adapters
+    from fulmen.bench.baselines import BASELINES
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [
+        (f"fulmen {name}", op, reason)
+        for op in sorted({line.op for suite in cases.names() for line in cases.read(suite)})
+        for name, reason in dispatch.report(adapters.backends_of(op), device)
+    ]
+    for name, baseline in sorted(BASELINES.items()):
+        case = adapters.of(baseline.op).complete({"dtype": "bfloat16"})
+        rows.append((name, baseline.op, baseline.requires(case, device)))
     table = Table("name", "computes", "here", title=f"competitors on {device}")
-    for op in adapters.ops():
-        for name, reason in dispatch.report(adapters.backends_of(op), device):
-            table.add_row(f"fulmen {name}", op, "yes" if reason is None else f"[yellow]no[/]: {escape(reason)}")
-    for name in baselines.names():
-        module = baselines.of(name)
-        case = adapters.of(module.COMPUTES).complete({"dtype": "bfloat16"})
-        reason = module.refuses(case, device)
-        table.add_row(name, module.COMPUTES, "yes" if reason is None else f"[yellow]no[/]: {escape(reason)}")
+    for name, op, reason in rows:
+        table.add_row(name, op, "yes" if reason is None else f"[yellow]no[/]: {escape(reason)}")
     console.print(table)
 
 
@@ -176,7 +203,7 @@ def list_() -> None:
 @click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, help="D.")
 @click.option("--samples", type=click.IntRange(1), default=15, show_default=True, help="Calls of each, in turns.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]), help="gloo, a thread a rank; or NCCL.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Results, JSON lines.")
+@click.option("--out", type=FILE, help="Results, JSON lines.")
 def scaling(
     ways: tuple[str, ...], ranks: str, tokens: str, heads: int, head_dim: int, samples: int, device: str,
     out: Path | None,
@@ -192,10 +219,10 @@ def scaling(
     except ValueError:
         fail(f"--ranks {ranks} --tokens {tokens}: must be numbers separated by commas")
     dtype = "float32" if device == "cpu" else "bfloat16"
-    choice = Scaling(ways or Scaling.ways, counts, lengths, 1, heads, head_dim, samples, device, dtype)
+    selection = Scaling(ways or Scaling.ways, counts, lengths, 1, heads, head_dim, samples, device, dtype)
     out = out or runner.default_out(("scaling",))
     try:
-        rows = measure(choice, out)
+        rows = measure(selection, out)
     except BadScaling as error:
         fail(error)
     render(rows, Console())
@@ -218,11 +245,8 @@ def read(*paths: Path) -> Any:
 def report(results: tuple[Path, ...], out: Path) -> None:
     """Write report.html, report.md, results.csv and plots from RESULTS."""
     from fulmen.bench import schema
+    from fulmen.bench.report import write
 
-    try:
-        from fulmen.bench.report import write
-    except ImportError as error:
-        fail(f"the report needs more than the measurement: {error}; pip install 'fulmen[bench]'")
     try:
         for path in write(read(*results), out):
             click.echo(path)

@@ -1,8 +1,10 @@
-"""Who competes in a case: our backends, from the registry, and other people's kernels, from `baselines/`."""
+"""Who competes in a case: our backends, from the registry, and other people's kernels, from `baselines`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,10 +12,11 @@ from typing import Any
 
 import torch
 
+import fulmen
 from fulmen import dispatch, hardware
-from fulmen.bench import adapters, baselines
+from fulmen.bench import adapters, baselines, kernels, schema
 from fulmen.bench.cases import BadSuite, Line
-from fulmen.bench.gate import Attend
+from fulmen.bench.gate import Attend, Problem
 
 OURS = "fulmen "  # begins the names of our competitors
 
@@ -22,18 +25,23 @@ OURS = "fulmen "  # begins the names of our competitors
 class Competitor:
     """One implementation in one case.
 
-    attend     what is timed: a problem's arguments -> o
-    fully      the same with every output it has, for the gate; None: attend has all
+    attend     the timed call: a problem's arguments -> o
+    problem    seed -> arguments of the timed shape
+    small      seed, fully -> arguments of an odd shape, for the gate
+    fully      the call with every output it has, for the gate; None: attend returns all
     refusal    why it cannot take the case; None: it can
-    skip       why it need not be tried; None: it need
+    skip       why it is not tried; None: it is
+    backend    what "auto" took, or the version of the package
     pinned     a context around its calls, outside what is timed
-    resources  the pass -> what its kernels take
+    resources  the pass -> what its kernels take of the GPU
     """
 
     name: str
     op: str
     function: str
     attend: Attend
+    problem: Callable[[int], Problem]
+    small: Callable[..., Problem]
     fully: Attend | None = None
     refusal: str | None = None
     backend: str = ""
@@ -42,103 +50,84 @@ class Competitor:
     pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     resources: Callable[[str], list[dict[str, Any]]] = lambda pass_: []
 
+    def cell(self, line: Line, run: schema.Run, pass_: str, cache: str, seed: int, command: str) -> schema.Cell:
+        """An empty cell; its command, which begins with `command`, measures it alone."""
+        ours = self.name.startswith(OURS)
+        who = (self.name.removeprefix(OURS), "none") if ours else ("none", self.name)
+        words = {True: "yes", False: "no"}
+        values = {"op": line.op} | {k: words[v] if isinstance(v, bool) else v for k, v in line.case.items()}
+        shape = shlex.quote(",".join(f"{key}={value}" for key, value in values.items()))
+        alone = f"--backend {who[0]} --baseline {who[1]} --pass {pass_} --shape {shape} --seed {seed}"
+        return schema.Cell(
+            run.run_id, line.suite, self.op, self.function, dict(line.case), self.name, pass_, backend=self.backend,
+            version=self.version, cache=cache, seed=seed, command=f"{command} {alone}",
+        )  # fmt: skip
 
-def names_in(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = ()) -> list[str]:
-    """The names after "vs", ours first, with "*" and "-name" worked out; `backends` and `rivals` replace its own."""
-    mine, others = sides(line, backends, rivals)
-    return list(dict.fromkeys([*mine, *others]))
 
+def rivals(line: Line, backends: Sequence[str] = (), others: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Our backends and the baselines of a line, by name; `backends` and `others` replace the line's own.
 
-def sides(line: Line, backends: Sequence[str] = (), rivals: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Our backends and other people's kernels; of one name ("sdpa") "*" means the backend."""
+    "*" is every registered backend but the reference, "-name" leaves one out, "none" stands for nobody.
+    """
     op = adapters.backends_of(line.op)
-    known = [name for name in dispatch.kernels(op) if name != "reference"] if op in dispatch.OPS else []
-    gone = {word[1:] for word in line.competitors if word.startswith("-")}
+    registered = dispatch.kernels(op)
     ours: list[str] = []
-    theirs: list[str] = []
-    for word in line.competitors:
-        if word == "*":
-            ours += known
-        elif not word.startswith("-"):
-            (theirs if word in baselines.names() else ours).append(word)
-    ours, theirs = ([n for n in side if n not in gone] for side in (ours, theirs))
-    if backends:
-        ours = [n for n in backends if n != "none"]
-    if rivals:
-        theirs = [n for n in rivals if n != "none"]
-        for name in theirs:
-            if name not in baselines.names():
-                raise BadSuite(f"no baseline {name!r}; there are {', '.join(baselines.names())}")
-    every = [*dispatch.kernels(op), *dispatch._missing[op], "auto"] if op in dispatch.OPS else ours
+    for name in backends or line.backends:
+        if name == "*":
+            ours += [kernel for kernel in registered if kernel != "reference"]
+        elif name != "none" and not name.startswith("-"):
+            ours.append(name)
+    ours = [name for name in ours if f"-{name}" not in (backends or line.backends)]
+    known = [*registered, *dispatch._missing[op], "auto"]
     for name in ours:
-        if name not in every:
-            raise BadSuite(f"{line.op} has no backend {name!r}; there are {', '.join(every)}")
-    return list(dict.fromkeys(ours)), list(dict.fromkeys(theirs))
+        if name not in known:
+            raise BadSuite(f"{line.op} has no backend {name!r}; there are {', '.join(known)}")
+    others = [name for name in others or line.baselines if name != "none"]
+    for name in others:
+        if name not in baselines.BASELINES:
+            raise BadSuite(f"no baseline {name!r}; there are {', '.join(baselines.names())}")
+    return list(dict.fromkeys(ours)), list(dict.fromkeys(others))
 
 
-def ours(line: Line, case: dict[str, Any], device: torch.device, backend: str) -> Competitor:
-    adapter = adapters.of(line.op)
-    refusal, chosen = adapter.refuses(case, device, backend), backend
+def of(line: Line, device: torch.device, backends: Sequence[str] = (), others: Sequence[str] = ()) -> list[Competitor]:
+    """The competitors of a line whose case is complete."""
+    ours, others = rivals(line, backends, others)
+    return [backend(line, device, name) for name in ours] + [baseline(line, device, name) for name in others]
+
+
+def backend(line: Line, device: torch.device, name: str) -> Competitor:
+    """One of ours."""
+    op, case, adapter = line.op, line.case, adapters.of(line.op)
+    refusal, chosen = adapters.refuses(op, case, device, name), name
     if refusal is None:
         try:
-            chosen = adapter.chosen(case, device, backend)
+            chosen = adapters.chosen(op, case, device, name)
         except NotImplementedError as error:
             refusal = str(error)
 
     def resources(pass_: str) -> list[dict[str, Any]]:
-        from fulmen.bench import resources as binaries
-
-        if device.type != "cuda":
-            return []
         hw = hardware.of(device)
-        return binaries.of_launches(adapter.launches(case, hw, chosen, pass_), hw)
-
-    import fulmen
+        return kernels.resources(adapter.launches(case, hw, chosen, pass_), hw) if device.type == "cuda" else []
 
     return Competitor(
-        f"{OURS}{backend}", line.op, adapter.function(case), adapter.attend(backend), adapter.attend_fully(backend),
-        refusal, chosen, version=fulmen.__version__, resources=resources,
+        f"{OURS}{name}", op, adapter.function(case), adapter.attend(name),
+        functools.partial(adapter.problem, case, device), functools.partial(adapter.small, case, device),
+        adapter.attend_fully(name), refusal, chosen, version=fulmen.__version__, resources=resources,
     )  # fmt: skip
 
 
-def theirs(line: Line, case: dict[str, Any], device: torch.device, name: str) -> Competitor:
-    module = baselines.of(name)
-    adapter = adapters.of(module.COMPUTES)
-    own = {key: case[key] for key in adapter.KEYS if key in case}
+def baseline(line: Line, device: torch.device, name: str) -> Competitor:
+    """One of other people's, on the case in the words of the operation it computes."""
+    entry = baselines.BASELINES[name]
+    adapter = adapters.of(entry.op)
+    own = {key: line.case[key] for key in adapter.KEYS if key in line.case}
     try:
-        function, refusal = adapter.function(adapter.complete(own)), module.refuses(case, device)
+        own = adapter.complete(own)
+        function, refusal = adapter.function(own), entry.requires(line.case, device)
     except ValueError as error:
-        function, refusal = module.COMPUTES, str(error)
+        function, refusal = entry.op, str(error)
     return Competitor(
-        name, module.COMPUTES, function, module.attend, None, refusal, module.version(), version=module.version(),
-        pinned=getattr(module, "pinned", contextlib.nullcontext),
+        name, entry.op, function, entry.call, functools.partial(adapter.problem, own, device),
+        functools.partial(adapter.small, own, device), None, refusal, entry.version(), version=entry.version(),
+        pinned=entry.pinned,
     )  # fmt: skip
-
-
-def of(line: Line, device: torch.device, backends: Sequence[str] = (), rivals: Sequence[str] = ()) -> list[Competitor]:
-    case = complete(line, device)
-    mine, others = sides(line, backends, rivals)
-    made = [ours(line, case, device, name) for name in mine]
-    return made + [theirs(line, case, device, name) for name in others]
-
-
-def complete(line: Line, device: torch.device) -> dict[str, Any]:
-    """The case with every key filled in; "auto" is fp32 on a CPU and bf16 on a GPU."""
-    adapter = adapters.of(line.op)
-    unknown = set(line.case) - set(adapter.KEYS) - {"grad"}
-    if unknown:
-        raise BadSuite(f"{line.op} has no {', '.join(sorted(unknown))}; a case says {', '.join(adapter.KEYS)}")
-    try:
-        case = adapter.complete(line.case)
-        if case["dtype"] == "auto":
-            case["dtype"] = "float32" if device.type == "cpu" else "bfloat16"
-        adapters.dtype_of(case)
-    except ValueError as error:
-        raise BadSuite(f"{line.suite}: {error}") from None
-    sizes = {key: case[key] for key in ("B", "H", "H_KV", "N", "N_Q", "D", "E") if key in case}
-    for key, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise BadSuite(f"{key}={value}: must be a whole number, 1 at least")
-    if "H_KV" in case and case["H"] % case["H_KV"]:
-        raise BadSuite(f"H={case['H']} must be a multiple of H_KV={case['H_KV']}")
-    return case

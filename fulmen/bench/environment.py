@@ -1,6 +1,6 @@
-"""Where and with what was measured: the device, versions, the commit, NVML's view, and what the device can do at most.
+"""Where and with what was measured: the device, versions, the commit, NVML's facts, and the device's ceilings.
 
-Nothing here changes anything: clocks, power limits and persistence stay as they are.
+Nothing is changed: clocks, power limits and persistence stay as they are.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ import torch
 
 import fulmen
 from fulmen import hardware
+from fulmen.bench import floors
 from fulmen.bench.timing import Timer
 
 PACKAGE = Path(fulmen.__file__).parent
+THROTTLE = {
+    0x4: "SW power cap", 0x8: "HW slowdown", 0x10: "sync boost", 0x20: "SW thermal slowdown",
+    0x40: "HW thermal slowdown", 0x80: "HW power brake", 0x100: "display clocks",
+}  # fmt: skip
 
 
 class Nvml:
@@ -52,50 +57,33 @@ class Nvml:
         return pynvml.nvmlDeviceGetHandleByIndex(index)
 
     def ask(self, name: str, *args: Any) -> Any:
+        """What NVML's function says; `args` that are text name its constants."""
         if self.nvml is None:
             return None
         try:
-            return getattr(self.nvml, name)(self.handle, *args)
+            constants = (getattr(self.nvml, arg) if isinstance(arg, str) else arg for arg in args)
+            return getattr(self.nvml, name)(self.handle, *constants)
         except Exception:  # not supported on this GPU, or in this container
             return None
 
     def clock_mhz(self) -> float | None:
-        value = self.ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM) if self.nvml else None
+        value = self.ask("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM")
         return None if value is None else float(value)
-
-    def max_mhz(self, clock: str) -> float | None:
-        value = self.ask("nvmlDeviceGetMaxClockInfo", getattr(self.nvml, clock)) if self.nvml else None
-        return None if value is None else float(value)
-
-    def power_w(self) -> float | None:
-        value = self.ask("nvmlDeviceGetPowerUsage")
-        return None if value is None else value / 1e3
-
-    def power_limit_w(self) -> float | None:
-        value = self.ask("nvmlDeviceGetEnforcedPowerLimit")
-        return None if value is None else value / 1e3
-
-    def temperature_c(self) -> float | None:
-        return self.ask("nvmlDeviceGetTemperature", 0)
 
     def throttle(self) -> list[str]:
-        """Why the clock is below what it could be, in NVML's names; [] where nothing holds it back or nobody says."""
-        for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
-            bits = self.ask(name)
-            if bits is not None:
-                break
-        if not bits:
-            return []
-        reasons = {
-            0x4: "SW power cap", 0x8: "HW slowdown", 0x10: "sync boost", 0x20: "SW thermal slowdown",
-            0x40: "HW thermal slowdown", 0x80: "HW power brake", 0x100: "display clocks",
-        }  # fmt: skip
-        return [word for bit, word in reasons.items() if bits & bit]
+        """Why the clock is below what it could be; [] where nothing holds it back or nobody says."""
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        bits = next((bits for bits in map(self.ask, names) if bits is not None), 0)
+        return [word for bit, word in THROTTLE.items() if bits & bit]
 
-    def other_processes(self) -> int | None:
-        """How many others compute on this GPU; one of them is us, by whatever number a container knows us."""
-        found = self.ask("nvmlDeviceGetComputeRunningProcesses")
-        return None if found is None else max(0, len(found) - 1)
+    def state(self, throttled: list[str]) -> dict[str, Any]:
+        """What a cell records: throttle reasons, those of before among them, power, temperature."""
+        if self.nvml is None:
+            return {}
+        power, temperature = self.ask("nvmlDeviceGetPowerUsage"), self.ask("nvmlDeviceGetTemperature", 0)
+        found = {"power_w": None if power is None else power / 1e3, "temperature_c": temperature}
+        known = {name: value for name, value in found.items() if value is not None}
+        return {"throttle": sorted({*throttled, *self.throttle()})} | known
 
     def facts(self) -> dict[str, Any]:
         if self.nvml is None:
@@ -104,14 +92,16 @@ class Nvml:
             driver = self.nvml.nvmlSystemGetDriverVersion()
         except Exception:
             driver = "unknown"
+        limit, processes = (self.ask(f"nvmlDeviceGet{x}") for x in ("EnforcedPowerLimit", "ComputeRunningProcesses"))
+        sm, memory = (self.ask("nvmlDeviceGetMaxClockInfo", f"NVML_CLOCK_{x}") for x in ("SM", "MEM"))
         found = {
             "driver": driver.decode() if isinstance(driver, bytes) else str(driver),
-            "clock_sm_max_mhz": self.max_mhz("NVML_CLOCK_SM"),
-            "clock_memory_max_mhz": self.max_mhz("NVML_CLOCK_MEM"),
+            "clock_sm_max_mhz": None if sm is None else float(sm),
+            "clock_memory_max_mhz": None if memory is None else float(memory),
             "memory_bus_bits": self.ask("nvmlDeviceGetMemoryBusWidth"),
-            "power_limit_w": self.power_limit_w(),
-            "temperature_c": self.temperature_c(),
-            "other_processes": self.other_processes(),
+            "power_limit_w": None if limit is None else limit / 1e3,
+            "temperature_c": self.ask("nvmlDeviceGetTemperature", 0),
+            "other_processes": None if processes is None else max(0, len(processes) - 1),  # one of them is us
         }
         return {name: value for name, value in found.items() if value is not None} | {"throttle": self.throttle()}
 
@@ -175,12 +165,13 @@ def cpu_name() -> str:
 # ---------------------------------------------------------------------------------------------- the commit
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> tuple[bool, str]:
+    """Whether git did it, and what it says."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+        done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        return False, f"git cannot be run ({error.strerror})"
+    return done.returncode == 0, done.stdout if done.returncode == 0 else done.stderr
 
 
 def commit() -> dict[str, Any]:
@@ -188,14 +179,13 @@ def commit() -> dict[str, Any]:
 
     In a tree that `git archive` made, git has written the commit into a file.
     """
-    sha, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD", "--", str(PACKAGE))
-    tracked = _git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py")) is not None
-    if sha is None or diff is None or not tracked:  # no repository, or not ours
+    commands = (("rev-parse", "HEAD"), ("diff", "HEAD", "--", str(PACKAGE)))
+    tracked, _ = git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py"))  # else the repository is not ours
+    (found, sha), (compared, diff) = (git(*command) for command in commands)
+    if not (found and compared and tracked):
         return {"sha": archived(), "dirty": None, "diff": None, "source": source_hash()}
-    return {
-        "sha": sha.strip(), "dirty": bool(diff), "diff": hashlib.sha256(diff.encode()).hexdigest()[:16] if diff else "",
-        "source": source_hash(),
-    }  # fmt: skip
+    shortened = hashlib.sha256(diff.encode()).hexdigest()[:16] if diff else ""
+    return {"sha": sha.strip(), "dirty": bool(diff), "diff": shortened, "source": source_hash()}
 
 
 def archived(tree: Path | None = None) -> str | None:
@@ -232,10 +222,6 @@ def ceilings(device: torch.device, timer: Timer, known: dict[str, Any]) -> dict[
         found["clock_max_mhz"] = clock
     if memory and bits:
         found["bytes_hard"] = 2 * memory * 1e6 * bits / 8
-    try:
-        from fulmen.bench import floors
-    except ImportError:
-        return found
     sheet = floors.gpu(known["device"])
     if sheet is not None:
         rated = floors.of_gpu(sheet, "bf16")

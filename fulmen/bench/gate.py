@@ -1,9 +1,8 @@
-"""The gate: what is timed is proved right first, and its timed results are looked at again.
+"""The gate: an implementation is proved right before it is timed.
 
 A `Problem` is one set of arguments with everything that must come out. An implementation is called on it with every
-allocation filled with NaN, twice with other values in the same memory; its results and its complete set of gradients
-are compared with fp64 under the derived tolerance of `fulmen.testing`; and its arguments must be as they were. What
-fails says which tensor it was, and gets no time.
+allocation filled with NaN, then with other values in the same memory. Its results and all gradients are compared with
+fp64 under the derived tolerance of `fulmen.testing`, and its arguments must be unchanged. A failure names the tensor.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.testing import NORMS, Expected
+from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, NORMS, Expected
 
+DOUT_SEED = 1 << 40  # so that dO is not drawn from the numbers of an argument
 Attend = Callable[[Any], Any]  # a problem's arguments -> its first output, or several
 
 
 class Wrong(Exception):
-    """An implementation does not compute what it says: `str` begins with the name of the tensor."""
+    """An implementation does not compute what it says; the message begins with the name of the tensor."""
 
     def __init__(self, why: str, correctness: dict[str, dict[str, Any]] | None = None) -> None:
         super().__init__(why)
@@ -42,11 +42,11 @@ class Problem:
     """One set of arguments: what goes in, what comes back to it, and what is right.
 
     x          what an implementation is called with
-    leaves     the tensors in it whose gradients count, by name; they ask for gradients
-    douts      what comes back to each output, by the output's name, in order; random and contiguous
+    leaves     the tensors in it that require a gradient, by name
+    douts      the gradient of each output, by the output's name, in order; random and contiguous
     constants  the other tensors in it
     expected   what must come out, by name: outputs, and "d" + a leaf's name for its gradient
-    pick       the part of a result that `expected` speaks of: at the sizes that are timed, a few heads
+    pick       the part of a result that `expected` describes: at the timed sizes, a few heads
     """
 
     x: Any
@@ -84,43 +84,115 @@ def exchange(a: Problem, b: Problem) -> None:
     a.pick, b.pick = b.pick, a.pick
 
 
+class Formula:
+    """Makes problems whose truth is a plain formula: exact in fp64, and how much it errs in the inputs' own dtype."""
+
+    def __init__(self, formula: Callable[..., Any], output: str = "o") -> None:
+        self.formula, self.output = formula, output
+        self.worst: dict[tuple[str, float], float] = {}  # by tensor and norm: the largest relative error seen
+
+    def problem(self, x: Any, arguments: Sequence[Any], names: Sequence[str], seed: int) -> Problem:
+        """The call on `x`, which holds `arguments`, those of the formula, called `names`."""
+        tensors = {name: t for name, t in zip(names, arguments, strict=True) if isinstance(t, Tensor)}
+        leaves = {name: t for name, t in tensors.items() if t.requires_grad}
+        for name, t in leaves.items():
+            if not t.is_leaf:
+                raise ValueError(f"{name} must be a leaf: call requires_grad_() last")
+        with torch.no_grad():
+            shapes = self._outputs(arguments)
+        generator = torch.Generator(next(iter(shapes.values())).device).manual_seed(seed + DOUT_SEED)
+        douts = {n: torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype) for n, o in shapes.items()}
+        constants = {name: t for name, t in tensors.items() if name not in leaves}
+
+        def expected() -> dict[str, Expected]:
+            exact, low = (self._evaluate(arguments, douts, list(leaves), dtype) for dtype in (torch.float64, None))
+            return {name: self._expected(name, low[name], value) for name, value in exact.items()}
+
+        return Problem(x, leaves, douts, expected, constants)
+
+    def _outputs(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
+        given = self.formula(*arguments)
+        outs = given if isinstance(given, list | tuple) else (given,)
+        return {f"{self.output}{i or ''}": o for i, o in enumerate(outs)}
+
+    def _evaluate(
+        self, arguments: Sequence[Any], douts: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
+    ) -> dict[str, Tensor]:
+        """Outputs and gradients, in another dtype or in the arguments' own."""
+
+        def cast(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            new = t.detach().to(dtype) if dtype is not None and t.is_floating_point() else t.detach().clone()
+            return new.requires_grad_(t.requires_grad)
+
+        own = [cast(t) for t in arguments]
+        outs = self._outputs(own)
+        results = {name: o.detach() for name, o in outs.items()}
+        leaves = [t for t in own if isinstance(t, Tensor) and t.requires_grad]
+        if leaves:
+            back = [douts[name].to(o.dtype) for name, o in outs.items()]
+            grads = torch.autograd.grad(list(outs.values()), leaves, back, materialize_grads=True)
+            results |= {f"d{name}": g for name, g in zip(names, grads, strict=True)}
+        return results
+
+    def _expected(self, name: str, low: Tensor, exact: Tensor) -> Expected:
+        """The factor grows if the formula has erred more on other arguments: a small error here may be luck."""
+        ratio = 1.0
+        for _, order in NORMS:
+            size, error = (float(torch.linalg.vector_norm(y, order)) for y in (exact, low.double() - exact))
+            if size and error:
+                worst = max(self.worst.get((name, order), 0.0), error / size)
+                self.worst[name, order] = worst
+                ratio = max(ratio, worst * size / error)
+        return Expected(low, exact, ratio * (GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR))
+
+
 # ------------------------------------------------------------------------------------------- one evaluation
 
 
-def outputs_of(problem: Problem, attend: Attend) -> dict[str, Tensor]:
-    """The named outputs of one call."""
-    given = attend(problem.x)
+def outputs_by_name(problem: Problem, given: Any) -> dict[str, Tensor]:
+    """What a call returned, as named outputs; raises Wrong where one is missing or of another kind."""
     outs = tuple(given) if isinstance(given, list | tuple) else (given,)
     if len(outs) < len(problem.douts):
         raise Wrong(f"{list(problem.douts)[len(outs)]}: not returned, the call gave {len(outs)} results")
     named = dict(zip(problem.douts, outs, strict=False))
     for name, y in named.items():
+        dout = problem.douts[name]
         if type(y) is not Tensor:
             raise Wrong(f"{name}: is a {type(y).__name__}, must be a torch.Tensor")
-        if y.shape != problem.douts[name].shape:
-            raise Wrong(f"{name}: has shape {tuple(y.shape)}, must be {tuple(problem.douts[name].shape)}")
-        if y.dtype != problem.douts[name].dtype:
-            raise Wrong(f"{name}: is {y.dtype}, must be {problem.douts[name].dtype}")
+        if y.shape != dout.shape:
+            raise Wrong(f"{name}: has shape {tuple(y.shape)}, must be {tuple(dout.shape)}")
+        if y.dtype != dout.dtype:
+            raise Wrong(f"{name}: is {y.dtype}, must be {dout.dtype}")
     return named
 
 
-def gradients_of(problem: Problem, outs: dict[str, Tensor], retain_graph: bool = False) -> dict[str, Tensor]:
-    """The gradient of every leaf; one that is missing is wrong."""
-    for name, y in outs.items():
-        if not y.requires_grad:
-            raise Wrong(f"{name}: is cut off from {', '.join(problem.leaves)}: there is no backward")
-    found = torch.autograd.grad(
-        list(outs.values()), list(problem.leaves.values()), [problem.douts[n] for n in outs],
-        retain_graph=retain_graph, allow_unused=True,
-    )  # fmt: skip
-    grads: dict[str, Tensor] = {}
-    for (name, leaf), grad in zip(problem.leaves.items(), found, strict=True):
+def gradients_by_name(problem: Problem, given: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """The gradient of every leaf; raises Wrong where one is missing or of another kind."""
+    named: dict[str, Tensor] = {}
+    for (name, leaf), grad in zip(problem.leaves.items(), given, strict=True):
         if grad is None:
             raise Wrong(f"d{name}: no gradient comes back to {name}")
         if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
             raise Wrong(f"d{name}: is {tuple(grad.shape)} {grad.dtype}, must be {tuple(leaf.shape)} {leaf.dtype}")
-        grads[f"d{name}"] = grad
-    return grads
+        named[f"d{name}"] = grad
+    return named
+
+
+def outputs_of(problem: Problem, attend: Attend) -> dict[str, Tensor]:
+    return outputs_by_name(problem, attend(problem.x))
+
+
+def gradients_of(problem: Problem, outs: dict[str, Tensor]) -> dict[str, Tensor]:
+    for name, y in outs.items():
+        if not y.requires_grad:
+            raise Wrong(f"{name}: is cut off from {', '.join(problem.leaves)}: there is no backward")
+    douts = [problem.douts[name] for name in outs]
+    return gradients_by_name(
+        problem,
+        torch.autograd.grad(list(outs.values()), list(problem.leaves.values()), douts, allow_unused=True),
+    )
 
 
 def compare(problem: Problem, results: dict[str, Tensor]) -> dict[str, dict[str, Any]]:

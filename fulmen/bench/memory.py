@@ -1,14 +1,14 @@
 """Where the memory of a call goes: inputs, output, what is saved for the backward, workspaces, gradients, the peak.
 
-On a GPU by the allocator's counters, on a CPU by the profiler's record of allocations; what is saved by autograd's own
-hooks, without the inputs and the output, which are counted already. Bytes.
+Bytes: by the allocator's counters on a GPU, by the profiler's record of allocations on a CPU. What is saved comes from
+autograd's hooks, without inputs and outputs, which are counted already.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +27,13 @@ def saved_bytes(problem: Problem, attend: Attend) -> int:
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
         if x.device.type != "meta":
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         outs = outputs_of(problem, attend)
-    known = [*problem.tensors().values(), *outs.values()]
-    for x in known:
+    for x in (*problem.tensors().values(), *outs.values()):
         kept.pop(x.untyped_storage().data_ptr(), None)
     return sum(kept.values())
 
@@ -48,17 +46,15 @@ class Use(NamedTuple):
     result: Any
 
 
-def cuda_use(work: Callable[[], Any], device: torch.device) -> Use:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = work()
-    torch.cuda.synchronize(device)
-    peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    return Use(peak - before, left - before, result)
-
-
-def cpu_use(work: Callable[[], Any]) -> Use:
+def use_of(work: Callable[[], Any], device: torch.device) -> Use:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        torch.cuda.synchronize(device)
+        peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return Use(peak - before, left - before, result)
     from torch.profiler import ProfilerActivity, profile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells the terminal of every start and stop
@@ -72,46 +68,30 @@ def cpu_use(work: Callable[[], Any]) -> Use:
 
 
 def breakdown(
-    problem: Problem, attend: Attend, device: torch.device, floors: dict[str, int], backward: bool = True
+    problem: Problem, attend: Attend, device: torch.device, floors: Mapping[str, float], backward: bool = True
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """By pass, the memory of a call whose inputs and dO are there and nothing else of it."""
-
-    def use(work: Callable[[], Any]) -> Use:
-        return cuda_use(work, device) if device.type == "cuda" else cpu_use(work)
-
-    def entry(size: float, floor: float) -> dict[str, float]:
-        return {"bytes": float(max(size, 0)), "floor": float(floor)}
-
+    """By pass and kind, {"bytes": ..., "floor": ...}; only the inputs and dO are there when the call begins."""
+    least = {name: floors.get(name, 0) for name in ("inputs", "output", "gradients")}
     given = bytes_of(*problem.leaves.values(), *problem.constants.values())
-    inputs, least_out = entry(given, floors["inputs"]), floors["output"]
-    if not backward:
-        with torch.no_grad():
-            forward = use(lambda: outputs_of(problem, attend))
-        output = bytes_of(*forward.result.values())
-        least = floors["inputs"] + least_out
-        return {
-            "forward": {
-                "inputs": inputs, "output": entry(output, least_out),
-                "workspace_forward": entry(forward.peak - forward.left, 0), "peak": entry(given + forward.peak, least),
-            }
-        }  # fmt: skip
-    saved = saved_bytes(problem, attend)
-    forward = use(lambda: outputs_of(problem, attend))
-    output = bytes_of(*forward.result.values())
-    outs = forward.result
-    after = use(lambda: gradients_of(problem, outs))
-    gradients = bytes_of(*after.result.values())
-    least = floors["inputs"] + least_out + floors["gradients"]
-    shared = {"inputs": inputs, "output": entry(output, least_out), "saved": entry(saved, 0)}
-    work_forward = {"workspace_forward": entry(forward.peak - forward.left, 0)}
-    work_backward = {
-        "workspace_backward": entry(after.peak - gradients, 0), "gradients": entry(gradients, floors["gradients"]),
-    }  # fmt: skip
-    dout = bytes_of(*problem.douts.values())
-    peak_backward = given + dout + forward.left + after.peak
-    peak_forward = given + forward.peak
-    return {
-        "forward": shared | work_forward | {"peak": entry(peak_forward, floors["inputs"] + least_out)},
-        "backward": shared | work_backward | {"peak": entry(peak_backward, least)},
-        "total": shared | work_forward | work_backward | {"peak": entry(max(peak_forward, peak_backward), least)},
-    }
+
+    def entries(peak: int, **sizes: int) -> dict[str, dict[str, float]]:
+        lowest = sum(least[name] for name in sizes if name in least)
+        rows = {name: (size, least.get(name, 0)) for name, size in sizes.items()} | {"peak": (peak, lowest)}
+        return {name: {"bytes": float(max(size, 0)), "floor": float(floor)} for name, (size, floor) in rows.items()}
+
+    saved = {"saved": saved_bytes(problem, attend)} if backward else {}
+    with torch.set_grad_enabled(backward):
+        forward = use_of(lambda: outputs_of(problem, attend), device)
+    shared = {"inputs": given, "output": bytes_of(*forward.result.values())} | saved
+    going = {"workspace_forward": forward.peak - forward.left}
+    peak = given + forward.peak
+    parts = {"forward": entries(peak, **shared, **going)}
+    if backward:
+        outs = forward.result
+        after = use_of(lambda: gradients_of(problem, outs), device)
+        gradients = bytes_of(*after.result.values())
+        coming = {"workspace_backward": after.peak - gradients, "gradients": gradients}
+        peak_after = given + bytes_of(*problem.douts.values()) + forward.left + after.peak
+        parts["backward"] = entries(peak_after, **shared, **coming)
+        parts["total"] = entries(max(peak, peak_after), **shared, **going, **coming)
+    return parts

@@ -1,4 +1,4 @@
-"""A whole run: plans the groups of the suites asked for, measures them one by one, and appends every cell to a file.
+"""A whole run: plans the cells of the suites asked for, measures them group by group, and appends each to a file.
 
 What is done stays done: a cell is written and flushed when its group is finished, an interrupt keeps the rest of the
 group as "interrupted", and `resume` takes up a file where it ends. After a cell ran out of memory or time, larger N of
@@ -20,8 +20,14 @@ from typing import Any
 import torch
 
 from fulmen import hardware
-from fulmen.bench import adapters, cases, competitors, environment, schema
-from fulmen.bench.group import Group, Machine, Plan
+from fulmen.bench import adapters, cases, competitors, environment, floors, kernels, schema
+from fulmen.bench.cases import Line
+from fulmen.bench.competitors import Competitor
+from fulmen.bench.group import Group, Machine
+
+PREPARING = 0.5  # seconds of a cell's gate, warm-up and replay; and of a case, the results in fp64
+COMPILING = 45.0
+NOBODY = "nothing to measure: nobody competes (--backend none and --baseline none?)"
 
 
 class BadRun(Exception):
@@ -29,7 +35,7 @@ class BadRun(Exception):
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What the user asked for."""
 
     suites: tuple[str, ...]
@@ -41,14 +47,14 @@ class Choice:
     shapes: tuple[str, ...] = ()
     seconds: float | None = None
     seed: int | None = None
-    kernels: bool = False  # ask the profiler which kernels ran
+    kernels: bool = False
 
-    def command(self, every: bool = True) -> str:
-        """What would repeat it; `every`: with the options that choose competitors, passes, shapes and the seed."""
-        words = ["fulmen", "bench", "run", *self.suites]
+    def command(self, suite: str | None = None) -> str:
+        """What would repeat it; of one suite: without the options that single out a cell."""
+        words = ["fulmen", "bench", "run", *(self.suites if suite is None else [suite])]
         for name, value in (("device", self.device), ("dtype", self.dtype), ("seconds", self.seconds)):
             words += [] if value is None else [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
-        if every:
+        if suite is None:
             many = (("backend", self.backends), ("baseline", self.baselines), ("pass", self.passes))
             for name, values in (*many, ("shape", self.shapes)):
                 words += [word for value in values for word in (f"--{name}", value)]
@@ -56,8 +62,7 @@ class Choice:
         return shlex.join(words)
 
 
-@dataclass
-class Watcher:
+class Monitor:
     """Whom a run tells of its progress; this one says nothing."""
 
     def begin(self, run: schema.Run, cells: int, skipped: int) -> None: ...
@@ -70,75 +75,57 @@ class Watcher:
 # ------------------------------------------------------------------------------------------------ planning
 
 
-NOBODY = "nothing to measure: nobody competes (--backend none and --baseline none?)"
-Planned = tuple[Plan, list[competitors.Competitor]]
-
-
-def lines_of(choice: Choice) -> list[cases.Line]:
-    lines = [line for suite in choice.suites for line in cases.read(suite)]
-    if choice.dtype is not None:
-        dtype = cases.DTYPES.get(choice.dtype, choice.dtype)
-        lines = [replace(line, case=line.case | {"dtype": dtype}) for line in lines]
-        lines = [line for i, line in enumerate(lines) if line not in lines[:i]]
-    if choice.shapes:
-        keys = {line.op: {*adapters.of(line.op).KEYS, "grad"} for line in lines}
-        shapes = [cases.shape(text) for text in choice.shapes]
-        lines = cases.select(lines, shapes, keys)
-    for line in lines:
-        if (why := adapters.wrong_value(line.op, line.case)) is not None:
-            raise cases.BadSuite(f"{'--shape: ' if choice.shapes else ''}{why}")
+def lines_of(selection: Selection, device: torch.device) -> list[Line]:
+    """The lines of the suites that are asked for, their cases complete."""
+    lines = [line for suite in selection.suites for line in cases.read(suite)]
+    try:
+        if selection.dtype is not None:
+            dtype = cases.DTYPES.get(selection.dtype, selection.dtype)
+            lines = [replace(line, case=line.case | {"dtype": dtype}) for line in lines]
+        if selection.shapes:
+            keys = {line.op: set(adapters.keys_of(line.op)) for line in lines}
+            lines = cases.select(lines, [cases.shape(text) for text in selection.shapes], keys)
+        lines = [replace(line, case=adapters.complete(line.op, line.case, device)) for line in lines]
+    except ValueError as error:
+        raise cases.BadSuite(f"{'--shape: ' if selection.shapes else ''}{error}") from None
     chosen = []
     for line in lines:
-        passes = tuple(p for p in line.settings.passes if not choice.passes or p in choice.passes)
-        if passes:
-            seconds = line.settings.seconds if choice.seconds is None else choice.seconds
-            chosen.append(replace(line, settings=replace(line.settings, passes=passes, seconds=seconds)))
+        passes = tuple(p for p in line.settings.passes if not selection.passes or p in selection.passes)
+        seconds = line.settings.seconds if selection.seconds is None else selection.seconds
+        kernels_ = line.settings.kernels or selection.kernels
+        settings = replace(line.settings, passes=passes, seconds=seconds, kernels=kernels_)
+        line = replace(line, settings=settings)
+        if passes and line not in chosen:
+            chosen.append(line)
     if not chosen:
         raise BadRun("nothing to measure: no case of the suites has the passes asked for")
+    if not any(names for line in chosen for names in competitors.rivals(line, selection.backends, selection.baselines)):
+        raise BadRun(NOBODY)
     return chosen
 
 
-def plans_of(choice: Choice, machine: Machine, run_id: str, seed: int) -> list[Planned]:
-    found = []
-    for line in lines_of(choice):
-        case = competitors.complete(line, machine.device)
-        command = replace(choice, suites=(line.suite,)).command(every=False)
-        plan = Plan(line, case, run_id, seed, command, hot=is_small(line.op, case, machine))
-        who = competitors.of(line, machine.device, choice.backends, choice.baselines)
-        if who:
-            found.append((plan, who))
-    if not found:
-        raise BadRun(NOBODY)
-    return found
-
-
-def compiled_plans(choice: Choice, machine: Machine, run_id: str, seed: int, watcher: Watcher) -> list[Planned]:
-    """`plans_of`, and on a GPU all kernels of ours that they need on disk."""
-    if machine.device.type != "cuda":
-        return plans_of(choice, machine, run_id, seed)
-    from fulmen.bench.precompile import precompile, precompile_native
-
-    hw = hardware.of(machine.device)
-    watcher.say("compiling our kernels on all cores")
-    if not choice.backends or {"auto", "cuda"} & set(choice.backends):
-        precompile_native(lines_of(choice), machine.device, hw)
-    plans = plans_of(choice, machine, run_id, seed)
-    precompile(plans, hw)
+def plans_of(
+    selection: Selection, lines: Sequence[Line], device: torch.device, say: Callable[[str], None]
+) -> list[tuple[Line, list[Competitor]]]:
+    """The lines with those who compete in them; on a GPU all kernels of ours that they need are compiled."""
+    if device.type == "cuda":
+        say("compiling our kernels on all cores")
+        if not selection.backends or {"auto", "cuda"} & set(selection.backends):
+            kernels.compile_natives(lines, hardware.of(device))
+    plans = [(line, competitors.of(line, device, selection.backends, selection.baselines)) for line in lines]
+    if device.type == "cuda":
+        kernels.compile_ahead(plans, hardware.of(device))
     return plans
 
 
-PREPARING = 0.5  # seconds of a cell's gate, warm-up and replay; and of a case, the results in fp64
-COMPILING = 45.0
-
-
-def preview(choice: Choice, device: torch.device) -> list[tuple[str, int, int, int, float]]:
+def preview(selection: Selection, device: torch.device) -> list[tuple[str, int, int, int, float]]:
     """By suite: cases, cells to measure, cells nobody can measure here, and the seconds that takes at the most."""
     found = []
-    for suite in choice.suites:
-        lines, cells, refused, seconds = lines_of(replace(choice, suites=(suite,))), 0, 0, 0.0
+    for suite in selection.suites:
+        lines, cells, refused, seconds = lines_of(replace(selection, suites=(suite,)), device), 0, 0, 0.0
         for line in lines:
             passes = len(line.settings.passes)
-            who = competitors.of(line, device, choice.backends, choice.baselines)
+            who = competitors.of(line, device, selection.backends, selection.baselines)
             able = passes * sum(c.refusal is None for c in who)
             cells, refused = cells + able, refused + passes * len(who) - able
             seconds += able * (line.settings.seconds + PREPARING) + 2 * PREPARING
@@ -146,11 +133,13 @@ def preview(choice: Choice, device: torch.device) -> list[tuple[str, int, int, i
     return found
 
 
-def is_small(op: str, case: dict[str, Any], machine: Machine) -> bool:
-    """Whether everything a call touches fits the GPU's L2, so that a hot cache is a question worth asking."""
+def caches_of(line: Line, machine: Machine) -> tuple[str, ...]:
+    """A hot cache is measured, too, where everything a call touches fits the GPU's L2."""
     if machine.device.type != "cuda":
-        return False
-    return 2 * sum(adapters.of(op).floors(case).values()) < machine.timer.l2_bytes
+        return ("cold",)
+    least = floors.memory(line.op, line.case) or {}
+    touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
+    return ("cold", "hot") if 2 * touched < machine.timer.l2_bytes else ("cold",)
 
 
 # ------------------------------------------------------------------------------------------------- results
@@ -158,7 +147,7 @@ def is_small(op: str, case: dict[str, Any], machine: Machine) -> bool:
 
 @dataclass
 class Journal:
-    """The results file: append, flush, and be done."""
+    """The results file; a record is on disk when `write` returns."""
 
     path: Path
     finished: set[str] = field(default_factory=set)
@@ -170,24 +159,20 @@ class Journal:
             os.fsync(file.fileno())
 
 
-def open_journal(path: Path, run: schema.Run, resume: bool) -> tuple[Journal, schema.Run]:
+def open_journal(path: Path, run: schema.Run) -> tuple[Journal, schema.Run]:
     """A new file with `run` in it, or an old one with the run it holds and what is finished of it."""
-    if not path.exists():
-        journal = Journal(path)
+    if path.exists():
+        mend(path)
+        results = schema.read([path])
+    else:
+        results = schema.Results({}, [])
+    if not results.runs:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            journal.write(run)
+            Journal(path).write(run)
         except OSError as error:
             raise BadRun(f"{path}: cannot be written: {error.strerror}") from None
-        return journal, run
-    if not resume:
-        raise BadRun(f"{path} exists: --resume goes on with it, another --out leaves it alone")
-    mend(path)
-    results = schema.read([path])
-    if not results.runs:
-        journal = Journal(path)
-        journal.write(run)
-        return journal, run
+        return Journal(path), run
     old = list(results.runs.values())[-1]
     for what, was, now in (
         ("on another device", old.environment.get("device"), run.environment.get("device")),
@@ -215,115 +200,107 @@ def mend(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- the whole run
 
 
-def new_run(choice: Choice, machine: Machine, seed: int) -> schema.Run:
+def new_run(selection: Selection, machine: Machine) -> schema.Run:
     now = datetime.now(timezone.utc)
+    seed = secrets.randbits(31) if selection.seed is None else selection.seed
     known = environment.facts(machine.device, machine.nvml, machine.timer) | {"seed": seed}
     return schema.Run(
-        f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}",
-        now.isoformat(timespec="seconds"),
-        choice.command(),
-        known,
-        environment.commit(),
-        environment.ceilings(machine.device, machine.timer, known),
-    )
+        f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds"), selection.command(), known,
+        environment.commit(), environment.ceilings(machine.device, machine.timer, known),
+    )  # fmt: skip
 
 
 def run(
-    choice: Choice, out: Path, *, resume: bool = False, watcher: Watcher | None = None,
-    other: Callable[[Plan], Any] | None = None,
+    selection: Selection, out: Path, *, resume: bool = False, monitor: Monitor | None = None,
+    other: Any = None,
 ) -> schema.Run:  # fmt: skip
-    """Measures what `choice` says into `out`; KeyboardInterrupt passes through when the file is in order.
+    """Measures what `selection` says into `out`; KeyboardInterrupt passes through when the file is in order.
 
-    other  a group elsewhere that measures the same plan in turns with ours: see `fulmen.bench.base`.
+    other  another process that measures the same lines in turns with ours: see `fulmen.bench.base`.
     """
-    watcher = watcher or Watcher()
+    monitor = monitor or Monitor()
     try:
-        device = environment.device_of(choice.device)
+        device = environment.device_of(selection.device)
     except ValueError as error:
         raise BadRun(str(error)) from None
     if out.exists() and not resume:
         raise BadRun(f"{out} exists: --resume goes on with it, another --out leaves it alone")
-    lines = lines_of(choice)
-    found = 0
-    for line in lines:  # what is wrong is worth saying before a minute has gone by, and a file is there
-        competitors.complete(line, device)
-        found += len(competitors.names_in(line, choice.backends, choice.baselines))
-    if not found:
-        raise BadRun(NOBODY)
-    watcher.say("asking the device what it can do")
+    lines = lines_of(selection, device)  # what is wrong is said before a minute has gone by, and a file is there
+    monitor.say("asking the device what it can do")
     machine = Machine.of(device)
     machine.burn_in()
-    seed = secrets.randbits(31) if choice.seed is None else choice.seed
-    record = new_run(choice, machine, seed)
-    journal, record = open_journal(out, record, resume)
-    seed = int(record.environment.get("seed", seed))
-    plans = compiled_plans(choice, machine, record.run_id, seed, watcher)
-    seen, wanted = set(journal.finished), []
-    for plan, who in plans:  # lines that a --shape made equal share their cells
-        wanted.append(_hashes(plan, who) - seen)
-        seen |= wanted[-1]
-    every = set().union(*(_hashes(plan, who) for plan, who in plans))
-    watcher.begin(record, sum(map(len, wanted)), len(every & journal.finished))
-    exhausted: dict[str, tuple[int, str]] = {}
+    journal, record = open_journal(out, new_run(selection, machine))
+    seed = int(record.environment.get("seed", 0))
+    plans = []
+    seen: set[str] = set()
+    again = 0  # cells that were measured before
+    for line, who in plans_of(selection, lines, device, monitor.say):
+        entries = cells_of(line, who, record, seed, machine, selection)
+        for _, cells in entries:  # lines that a --shape made equal share their cells
+            again += sum(c.config_hash in journal.finished and c.config_hash not in seen for c in cells)
+            new = [c for c in cells if c.config_hash not in seen | journal.finished]
+            seen |= {c.config_hash for c in cells}
+            cells[:] = new
+        plans.append((line, [(competitor, cells) for competitor, cells in entries if cells]))
+    monitor.begin(record, sum(len(cells) for _, entries in plans for _, cells in entries), again)
     passed: dict[Any, dict[str, Any]] = {}
-    for (plan, who), hashes in zip(plans, wanted, strict=True):
-        if not hashes:
-            continue
-        watcher.group(plan.case, plan.line.suite)
-        _skip(who, plan, exhausted)
-        group = Group(plan, who, machine, hashes, watcher.say, passed=passed, kernels=choice.kernels)
-        _measure(group, record, journal, watcher, other(plan) if other is not None else None)
-        _remember(group.cells, plan, exhausted)
+    exhausted: dict[str, tuple[int, str]] = {}
+    for line, entries in plans:
+        if entries:
+            monitor.group(line.case, line.suite)
+            _skip(line, entries, exhausted)
+            group = Group(line, entries, machine, seed, monitor.say, passed)
+            _measure(group, record, journal, monitor, other)
+            _remember(line, group.cells, exhausted)
     return record
 
 
-def _hashes(plan: Plan, who: Sequence[competitors.Competitor]) -> set[str]:
-    caches = ("cold", "hot") if plan.hot else ("cold",)
-    return {plan.cell(c, p, cache).config_hash for c in who for p in plan.line.settings.passes for cache in caches}
+def cells_of(
+    line: Line, who: Sequence[Competitor], run: schema.Run, seed: int, machine: Machine, selection: Selection
+) -> list[tuple[Competitor, list[schema.Cell]]]:
+    """The cells of a line, by competitor."""
+    what = [(pass_, cache) for pass_ in line.settings.passes for cache in caches_of(line, machine)]
+    command = selection.command(line.suite)
+    return [(c, [c.cell(line, run, pass_, cache, seed, command) for pass_, cache in what]) for c in who]
 
 
-def _measure(group: Group, record: schema.Run, journal: Journal, watcher: Watcher, other: Any) -> None:
+def _measure(group: Group, record: schema.Run, journal: Journal, monitor: Monitor, other: Any) -> None:
     try:
         if other is not None:
-            other.prepare()
+            other.prepare(group.line)
         group.prepare()
         while not (group.done and (other is None or other.done)):
             if not group.done:
                 group.sample()
             if other is not None and not other.done:
                 other.sample()
-            watcher.sampled(group)
+            monitor.sampled(group)
     finally:
         for cell in group.finish(record):
             journal.write(cell)
-            watcher.cell(cell)
+            monitor.cell(cell)
         if other is not None:
             other.finish()
 
 
-def _family(cell_or: str, case: dict[str, Any]) -> str:
-    return json.dumps([cell_or, sorted((k, str(v)) for k, v in case.items() if k != "N")])
+def _series(competitor: str, case: dict[str, Any]) -> str:
+    """Names a kernel at a case of any length."""
+    return json.dumps([competitor, sorted((k, str(v)) for k, v in case.items() if k != "N")])
 
 
-def _remember(cells: Sequence[schema.Cell], plan: Plan, exhausted: dict[str, tuple[int, str]]) -> None:
+def _remember(line: Line, cells: Sequence[schema.Cell], exhausted: dict[str, tuple[int, str]]) -> None:
     for cell in cells:
-        if cell.status in ("oom", "timeout") and "N" in plan.case:
+        if cell.status in ("oom", "timeout") and "N" in line.case:
             words = "ran out of memory" if cell.status == "oom" else "took too long"
-            exhausted.setdefault(_family(cell.competitor, plan.case), (plan.case["N"], words))
+            exhausted.setdefault(_series(cell.competitor, line.case), (line.case["N"], words))
 
 
-def _skip(who: Sequence[competitors.Competitor], plan: Plan, exhausted: dict[str, tuple[int, str]]) -> None:
-    for competitor in who:
-        known = exhausted.get(_family(competitor.name, plan.case))
-        if known is not None and plan.case["N"] > known[0]:
+def _skip(line: Line, entries: Sequence[tuple[Competitor, Any]], exhausted: dict[str, tuple[int, str]]) -> None:
+    for competitor, _ in entries:
+        known = exhausted.get(_series(competitor.name, line.case))
+        if known is not None and line.case["N"] > known[0]:
             competitor.skip = f"not tried: it {known[1]} at N={known[0]}"
 
 
 def default_out(suites: Sequence[str]) -> Path:
     return Path(f"bench-{'-'.join(suites)}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
-
-
-def device_words(record: schema.Run) -> str:
-    known = record.environment
-    where = f"{known['device']}, torch {known['torch']}"
-    return where + (f", {known['threads']} threads" if known.get("kind") == "cpu" else "")

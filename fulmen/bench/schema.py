@@ -81,7 +81,7 @@ class Cell:
     clocks_mhz: list[float] = field(default_factory=list)  # of the SMs, one per sample or round; empty where unknown
     stats: dict[str, Any] = field(default_factory=dict)
     # median, low, high (95 %), p20, p80, min, mad, n, outliers, stop (why sampling ended), enqueue (host's ms until the
-    # call returns), throttle (names of the reasons), power_w, temperature_c
+    # call returns), loop (host's ms of a call in a loop), first_call_s, throttle (reasons), power_w, temperature_c
     device_ms: float | None = None  # by graph replay, without the host
     kernels_ms: float | None = None  # kernels alone, by the profiler, without the gaps between them
     host_ms: float | None = None  # wall time of a synchronised call
@@ -141,9 +141,11 @@ def parse(line: str, where: str) -> Run | Cell:
     kind = kinds.get(values.get("kind"))
     if kind is None:
         raise BadResults(f"{where}: kind {values.get('kind')!r}, must be 'run' or 'cell'")
-    values.pop("config_hash", None)
+    known = {f.name for f in dataclasses.fields(kind)}
     try:
-        record = kind(**values)
+        record = kind(
+            **{name: value for name, value in values.items() if name in known}
+        )  # a newer version may add some
     except TypeError as error:
         raise BadResults(f"{where}: {error}") from None
     check(record, where)

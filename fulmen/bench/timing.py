@@ -1,8 +1,8 @@
-"""Clocks: how long one call takes on a GPU or a CPU, with cold or hot caches, and what many such samples say.
+"""Clocks: how long one call takes on a GPU or a CPU, with cold or hot caches, and statistics of many samples.
 
 A sample on a GPU: the L2 cache is overwritten, a spacer kernel keeps the device busy while the host queues everything,
-two events bracket the call. On a CPU: the last-level cache is overwritten, then the wall clock. Whatever measures time
-is bound here, when this module is imported, which is before any competitor is: see `intact`.
+two events bracket the call. On a CPU: the last-level cache is overwritten, then the wall clock. The clocks are bound
+when this module is imported, before any competitor is: see `restore_clocks`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ SPACER = "spin_kernel"  # of torch.cuda._sleep
 Work = Callable[[], Any]
 
 
-def intact() -> str | None:
-    """None, or which clock somebody replaced since this module was imported. We keep using the true ones."""
+def restore_clocks() -> str | None:
+    """None, or which clock somebody replaced since this module was imported; the true ones are put back.
+
+    We keep using the true ones in any case.
+    """
+    global _now, _Event, _synchronize
+    why = None
+    if (_now, _Event, _synchronize) != (_BOUND[0], _BOUND[3], _BOUND[4]):
+        why = "the benchmark's own clock was replaced while it ran"
+        _now, _Event, _synchronize = _BOUND[0], _BOUND[3], _BOUND[4]
     for (owner, name), true in zip(_CLOCKS, _BOUND, strict=True):
         if getattr(owner, name) is not true:
-            return f"{owner.__name__}.{name} was replaced while it ran"
-    if (_now, _Event, _synchronize) != (_BOUND[0], _BOUND[3], _BOUND[4]):
-        return "the benchmark's own clock was replaced while it ran"
-    return None
-
-
-def repair() -> None:
-    """Puts the true clocks back, for whoever is measured next."""
-    global _now, _Event, _synchronize
-    for (owner, name), true in zip(_CLOCKS, _BOUND, strict=True):
-        setattr(owner, name, true)
-    _now, _Event, _synchronize = _BOUND[0], _BOUND[3], _BOUND[4]
+            why = f"{owner.__name__}.{name} was replaced while it ran"
+            setattr(owner, name, true)
+    return why
 
 
 class Sample(NamedTuple):
@@ -67,6 +66,14 @@ class Sample(NamedTuple):
     result: Any
     spacer_ms: float = 0.0
     late: bool = False
+
+
+class Wall(NamedTuple):
+    """Milliseconds of a call: until it returns, until its stream is done, until the whole device is."""
+
+    returned: float
+    stream: float
+    device: float
 
 
 class Timer:
@@ -143,8 +150,8 @@ class Timer:
             self.slow_clock = _now() - begin > SLOW_CLOCK_NS
         return value
 
-    def wall(self, work: Work) -> tuple[float, float, float]:
-        """Milliseconds of one call: until it returns, until its stream is done, until the whole device is."""
+    def wall(self, work: Work) -> Wall:
+        """One call on the host's clock."""
         self.synchronize()
         begin = _now()
         result = work()
@@ -155,7 +162,7 @@ class Timer:
         self.synchronize()
         done = _now()
         del result
-        return (returned - begin) * 1e-6, (stream - begin) * 1e-6, (done - begin) * 1e-6
+        return Wall(*((at - begin) * 1e-6 for at in (returned, stream, done)))
 
     def overhead_ms(self) -> float:
         """What two events around nothing say."""
@@ -183,6 +190,19 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def loop_ms(timer: Timer, work: Work, calls: int, rounds: int = 10) -> float:
+    """The host's time of one call in a loop without a pause: where the device needs less, what the host costs."""
+    times = []
+    for _ in range(rounds + 3):
+        timer.synchronize()
+        begin = _now()
+        for _ in range(calls):
+            work()
+        times.append((_now() - begin) * 1e-6 / calls)
+    timer.synchronize()
+    return median(times[3:])
 
 
 # --------------------------------------------------------------------------------------- graph replay

@@ -1,30 +1,34 @@
-"""`fulmen tune`: times tile choices of our Triton kernels on this GPU and proposes rows for their tables.
+"""`fulmen tune`: times tiles of our Triton kernels on this GPU and proposes rows for the tables of `policy.py`.
 
-Nothing is changed: a person looks at the rows, and puts them into `policy.py` of the operation with the measurement
-beside them. Candidates are compiled on all cores, those nearest to the tiles in use first; the result of each is
-compared with that of the tiles in use before it is timed. `seconds` bounds the whole: what was not compiled in its
-share of the time is left out, and counted.
+Nothing is changed: a person puts the rows into `policy.py` of the operation, with the measurement beside them.
+Candidates are compiled on all cores, those nearest to the tiles in use first. The result of each is compared with that
+of the tiles in use before it is timed. `seconds` bounds the whole: what was not compiled in its share is left out.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
-import multiprocessing
-import os
 import random
-import signal
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from fulmen.bench import cases
+from fulmen import dispatch, hardware
+from fulmen.bench import adapters, cases, kernels
+from fulmen.bench.group import Machine
+from fulmen.flash.spec import Residuals as FlashResiduals
+from fulmen.launch import run as run_one
+from fulmen.lightning.spec import Residuals as LightningResiduals
 
 ROUNDS = 15
 HOPELESS = 2.0  # times slower than the fastest in the first rounds: timed no further
@@ -47,7 +51,7 @@ class Candidate:
     config: Tiles
     work: Callable[[], Any]
     samples: list[float] = field(default_factory=list)
-    used: bool = False  # what the table says today
+    used: bool = False  # the table's row
     spacer_ms: float = 0.1
 
     @property
@@ -84,120 +88,86 @@ class Job(NamedTuple):
 
     @property
     def module(self) -> Any:
-        import importlib
-
         return importlib.import_module(f"fulmen.{self.op}.triton")
 
-    @property
-    def adapter(self) -> Any:
-        from fulmen.bench import adapters
-
-        return adapters.of(self.op)
-
-    def tile(self, hw: Any, config: Tiles | None = None) -> Any:
+    def tile(self, hw: hardware.Hardware, config: Tiles | None = None) -> Any:
         """What the kernel is launched with; with `config`, in this pass."""
-        import torch
-
-        from fulmen import dispatch
-
-        spec, policy = self.adapter.spec(self.case, torch.device("meta")), dispatch.policy(self.op)
+        spec, policy = adapters.of(self.op).spec(self.case, torch.device("meta")), dispatch.policy(self.op)
         tile = policy.choose(spec, hw, "triton").tile
         if config is None:
             return tile
         one = policy.TritonTile(*config)
         return one if self.op == "lightning" else tile._replace(**{self.pass_: one})
 
-    def current(self, hw: Any) -> Tiles:
+    def current(self, hw: hardware.Hardware) -> Tiles:
         tile = self.tile(hw)
         return tuple(tile if self.op == "lightning" else getattr(tile, self.pass_))
 
 
-@dataclass
-class Arguments:
-    """Random tensors of a job, made once for all tiles: `x` what a pass reads, `results` what it writes.
+class Bound(NamedTuple):
+    """A pass on tensors, made once for all tiles.
 
-    On the device "meta" they are shapes only, which is enough to compile.
+    launches  its launches at a tile
+    results   what they write
+    before    the launches of what they read, at a tile
     """
 
-    spec: Any
-    x: Any  # the op's Residuals
-    do: Any
-    outputs: Any  # forward: o and lse; backward: Gradients, or flash's Backward
-    results: list[Any]
+    launches: Callable[[Any], list[Any]]
+    results: list[Tensor]
+    before: Callable[[Any], list[Any]] = lambda tile: []
 
-    @classmethod
-    def of(cls, job: Job, device: Any) -> Arguments:
-        import torch
 
-        from fulmen.bench.adapters import dtype_of, shapes
-
-        if device.type == "meta":
-            dtype = dtype_of(job.case)
-            q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes(job.case))
-            slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
-        else:
-            given = job.adapter.problem(job.case, device, 1).x
-            q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
-            slopes = getattr(given, "decay", None)
-        spec = job.adapter.spec(job.case, device)
-        if job.op == "lightning":
-            from fulmen.lightning.op import Residuals as Lightning
-
-            x: Any = Lightning(q, k, v, slopes, None, None)
-            if job.pass_ == "forward":
-                o = torch.empty_like(do)
-                return cls(spec, x, do, o, [o])
-            grads = job.module.Gradients.empty(spec, x)
-            return cls(spec, x, do, grads, list(grads))
-        from fulmen.flash.op import Residuals
-
-        x, o = Residuals(q, k, v), torch.empty_like(do)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+def bind(job: Job, device: torch.device) -> Bound:
+    """Random tensors; on the device "meta" shapes only, which is enough to compile."""
+    adapter, module = adapters.of(job.op), job.module
+    if device.type == "meta":
+        dtype = adapters.dtype_of(job.case)
+        q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in adapters.shapes(job.case))
+        slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
+    else:
+        given = adapter.problem(job.case, device, 1).x
+        q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
+        slopes = getattr(given, "decay", None)
+    spec, o = adapter.spec(job.case, device), torch.empty_like(do)
+    if job.op == "lightning":
+        x = LightningResiduals(q, k, v, slopes, None, None)
         if job.pass_ == "forward":
-            return cls(spec, x, do, (o, lse), [o])
-        dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))
-        y = job.module.Backward(o, lse, do, None, delta, dq, dk, dv)
-        return cls(spec, x, do, y, [dq] if job.pass_ == "dq" else [dk, dv])
+            return Bound(lambda tile: module.forward_launches(spec, tile, x, o, None), [o])
+        grads = module.Gradients.empty(spec, x)
+        return Bound(lambda tile: module.backward_launches(spec, tile, x, do, None, grads, None), list(grads))
+    y, lse = FlashResiduals(q, k, v), torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+    dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))
 
-    def before(self, job: Job, hw: Any) -> None:
-        """What the backward of softmax attention reads: o, lse and delta."""
-        if job.op == "flash" and job.pass_ != "forward":
-            run([job.module.forward_launch(self.spec, job.tile(hw), self.x, self.outputs.o, self.outputs.lse)])
-            run(job.module.backward_launches(self.spec, job.tile(hw), self.x, self.outputs)[:1])
+    def forward(tile: Any) -> list[Any]:
+        return [module.forward_launch(spec, tile, y, o, lse)]
 
-    def launches(self, job: Job, hw: Any, config: Tiles) -> list[Any]:
-        module, tile = job.module, job.tile(hw, config)
-        if job.op == "lightning":
-            if job.pass_ == "forward":
-                return list(module.forward_launches(self.spec, tile, self.x, self.outputs, None))
-            return list(module.backward_launches(self.spec, tile, self.x, self.do, None, self.outputs, None))
-        if job.pass_ == "forward":
-            return [module.forward_launch(self.spec, tile, self.x, *self.outputs)]
-        both = module.backward_launches(self.spec, tile, self.x, self.outputs)
-        return [both[0] if job.pass_ == "dq" else both[1]]
+    def backward(tile: Any) -> list[Any]:
+        return list(module.backward_launches(spec, tile, y, module.Backward(o, lse, do, None, delta, dq, dk, dv)))
+
+    if job.pass_ == "forward":
+        return Bound(forward, [o])
+    at, results = (0, [dq]) if job.pass_ == "dq" else (1, [dk, dv])
+    before = lambda tile: [*forward(tile), backward(tile)[0]]  # noqa: E731  (dq's launch makes delta, too)
+    return Bound(lambda tile: [backward(tile)[at]], results, before)
 
 
 def run(launches: Sequence[Any]) -> None:
-    from fulmen.launch import run as one
-
     for launch in launches:
-        one(launch)
+        run_one(launch)
 
 
 # ------------------------------------------------------------------------------------------------------ compiling
 
 
-def compile_one(job: Job, hw: Any, config: Tiles) -> None:
+def compile_one(job: Job, hw: hardware.Hardware, config: Tiles) -> None:
     """In a process of its own: the binary goes to Triton's cache on disk, where the run finds it."""
-    import torch
-
-    from fulmen.bench import resources
-
-    for launch in Arguments.of(job, torch.device("meta")).launches(job, hw, config):
-        resources.compiled(launch, hw.arch)
+    for launch in bind(job, torch.device("meta")).launches(job.tile(hw, config)):
+        kernels.compiled(launch, hw.arch)
 
 
-def compiled(job: Job, hw: Any, order: Sequence[Tiles], pool: Executor, workers: int, until: float) -> list[Tiles]:
+def compiled(
+    job: Job, hw: hardware.Hardware, order: Sequence[Tiles], pool: Executor, workers: int, until: float
+) -> list[Tiles]:
     """Those of `order` that compile before the time `until`, the first in any case."""
     done: list[Tiles] = []
     waiting = list(order)
@@ -221,26 +191,23 @@ def compiled(job: Job, hw: Any, order: Sequence[Tiles], pool: Executor, workers:
     return [config for config in order if config in done]
 
 
-def new_pool(workers: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))  # Ctrl-C: no traces
-
-
 # --------------------------------------------------------------------------------------------------------- timing
 
 
-def candidates(job: Job, hw: Any, configs: Sequence[Tiles], machine: Any, until: float) -> list[Candidate]:
-    """Those that give the results of the first, which are the tiles in use; as many as can be tried by `until`."""
-    arguments = Arguments.of(job, machine.device)
-    arguments.before(job, hw)
+def candidates(
+    job: Job, hw: hardware.Hardware, configs: Sequence[Tiles], machine: Machine, until: float
+) -> list[Candidate]:
+    """Those that give the results of the first, the tiles in use; as many as can be tried by `until`."""
+    bound = bind(job, machine.device)
+    run(bound.before(job.tile(hw)))
     found: list[Candidate] = []
     wanted: list[Any] = []
     for config in configs:
         if wanted and clock.monotonic() > until:
             break
         try:
-            launches = arguments.launches(job, hw, config)
-            for x in arguments.results:
+            launches = bound.launches(job.tile(hw, config))
+            for x in bound.results:
                 x.fill_(float("nan"))
             run(launches)
             machine.timer.synchronize()
@@ -249,12 +216,9 @@ def candidates(job: Job, hw: Any, configs: Sequence[Tiles], machine: Any, until:
                 raise CannotTune(f"the tiles in use, {config}, do not run at this shape: {error}") from error
             continue
         if not wanted:
-            wanted = [x.clone() for x in arguments.results]
-        worst = max(
-            float((x.float() - y.float()).norm() / y.float().norm())
-            for x, y in zip(arguments.results, wanted, strict=True)
-        )
-        if worst < SAME:
+            wanted = [x.clone() for x in bound.results]
+        both = zip(bound.results, wanted, strict=True)
+        if max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in both) < SAME:
             work = lambda launches=launches: run(launches)  # noqa: E731
             found.append(Candidate(config, work, used=config == configs[0]))
     if not found:
@@ -262,8 +226,8 @@ def candidates(job: Job, hw: Any, configs: Sequence[Tiles], machine: Any, until:
     return found
 
 
-def time(found: list[Candidate], machine: Any, until: float) -> list[Candidate]:
-    """In turns, in an order drawn anew each round, with cold L2; those far behind after two rounds have no more."""
+def time(found: list[Candidate], machine: Machine, until: float) -> list[Candidate]:
+    """Interleaved, in an order drawn anew each round, with cold L2; those far behind after two rounds are dropped."""
     for turn in range(ROUNDS + 2):
         if turn == 2:
             best = min(c.ms for c in found)
@@ -286,19 +250,14 @@ def tune(
     """`seconds`: for all of it; every pass of every shape has an equal share of what is left when it begins."""
     begin = clock.monotonic()
     console = console or Console()
-    import torch
-
     if not torch.cuda.is_available():
         raise CannotTune("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
-    from fulmen import hardware
-    from fulmen.bench.group import Machine
-
     device = torch.device("cuda", torch.cuda.current_device())
     jobs = jobs_of(op, shapes, dtype)
     hw, machine = hardware.of(device), Machine.of(device)
     machine.burn_in()
-    workers = max(1, min(os.cpu_count() or 1, 14))
-    pool = new_pool(workers)
+    workers = kernels.workers()
+    pool = kernels.new_pool(workers)
     try:
         for number, (text, job) in enumerate(jobs):
             now = clock.monotonic()
@@ -317,37 +276,27 @@ def tune(
 
 
 def jobs_of(op: str, shapes: Sequence[str], dtype: str) -> list[tuple[str, Job]]:
-    from fulmen.bench import adapters
-
-    adapter, found = adapters.of(op), []
+    found = []
     for text in shapes or SHAPES[op]:
         try:
-            given = cases.shape(text)
-            unknown = sorted(set(given) - set(adapter.KEYS))
-            if unknown:
-                raise ValueError(f"--shape: {op} has no {', '.join(unknown)}; it has {', '.join(adapter.KEYS)}")
-            case = adapter.complete({"dtype": cases.DTYPES.get(dtype, dtype)} | given)
-            if adapters.dtype_of(case).itemsize != 2:
-                raise ValueError(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
+            case = adapters.complete(op, {"dtype": dtype} | cases.shape(text), torch.device("cuda"))
         except (ValueError, cases.BadSuite) as error:
-            raise CannotTune(str(error)) from None
+            raise CannotTune(f"--shape {text}: {error}") from None
+        if adapters.dtype_of(case).itemsize != 2:
+            raise CannotTune(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
         found += [(text, Job(op, case, pass_)) for pass_ in PASSES[op]]
     return found
 
 
 def show(title: str, found: Sequence[Candidate], everything: bool, console: Console) -> None:
     ranked = sorted(found, key=lambda c: c.ms)
-    used = next((c for c in ranked if c.used), None)
-    table = Table("Config", "ms", "against today's", title=title)
-    for candidate in ranked if everything else dict.fromkeys([*ranked[:3], *([used] if used else [])]):
-        ratio = f"{used.ms / candidate.ms:.3f}x" if used else "-"
-        table.add_row(
-            f"Config{candidate.config}", f"{candidate.ms:.4f}", f"{ratio} (today's)" if candidate.used else ratio
-        )
+    best, used = ranked[0], next(c for c in ranked if c.used)
+    table = Table("Config", "ms", "speedup", title=title)
+    for candidate in ranked if everything else dict.fromkeys([*ranked[:3], used]):
+        ratio = f"{used.ms / candidate.ms:.3f}x" + (" (in use)" if candidate.used else "")
+        table.add_row(f"Config{candidate.config}", f"{candidate.ms:.4f}", ratio)
     console.print(table)
-    best = ranked[0]
-    if used is None or best.ms < 0.98 * used.ms:
-        before = "" if used is None else f", before {used.ms:.4f}"
-        console.print(f"propose: Config{best.config},  # {best.ms:.4f} ms{before}")
+    if best.ms < 0.98 * used.ms:
+        console.print(f"propose: Config{best.config},  # {best.ms:.4f} ms, before {used.ms:.4f}")
     else:
         console.print("the table's row is the fastest, or within 2 % of it")

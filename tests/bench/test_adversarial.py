@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fulmen
 from fulmen.bench import adapters, verify_and_time
-from fulmen.bench.gate import gate
+from fulmen.bench.gate import Formula, gate
 from fulmen.bench.verify import Outcome
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -284,14 +284,15 @@ def test_honest_kernels_are_never_rejected(who: str, dtype: str) -> None:
 
 
 def test_plain_sdpa_is_never_rejected() -> None:
-    from fulmen.bench.verify import YARDSTICKS, Reference, problem_of
+    from fulmen.bench.verify import YARDSTICKS
 
     for seed in range(200):
-        reference = Reference(plain)
+        formula = Formula(plain)
         for other in range(YARDSTICKS):
-            problem_of(reference, inputs(1000 + 7 * seed + other, odd=True), seed, ("q", "k", "v")).expected()
-        problem = problem_of(reference, inputs(seed, odd=seed % 2 == 0), seed, ("q", "k", "v"))
-        gate([problem], lambda x: scaled_dot_product_attention(*x))
+            x = inputs(1000 + 7 * seed + other, odd=True)
+            formula.problem(x, x, ("q", "k", "v"), seed).expected()
+        x = inputs(seed, odd=seed % 2 == 0)
+        gate([formula.problem(x, x, ("q", "k", "v"), seed)], lambda x: scaled_dot_product_attention(*x))
 
 
 def test_lightning_in_ten_lines() -> None:

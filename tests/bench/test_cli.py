@@ -139,16 +139,16 @@ def test_results_can_be_read_without_torch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_against_another_commit(tmp_path: Path) -> None:
     """The kernels of HEAD in turns with those of the working tree."""
-    if environment._git("rev-parse", "HEAD") is None:
+    if not environment.git("rev-parse", "HEAD")[0]:
         pytest.skip("no git repository here")
     out, done = against(tmp_path, "HEAD")
     assert done.exit_code == 0, done.output
-    ours, theirs = schema.read([out]), schema.read([tmp_path / "run.base.jsonl"])
-    assert {c.config_hash for c in ours.cells} == {c.config_hash for c in theirs.cells}
-    assert all(c.status == "ok" for c in [*ours.cells, *theirs.cells])
-    (run,) = theirs.runs.values()
+    ours, baseline = schema.read([out]), schema.read([tmp_path / "run.base.jsonl"])
+    assert {c.config_hash for c in ours.cells} == {c.config_hash for c in baseline.cells}
+    assert all(c.status == "ok" for c in [*ours.cells, *baseline.cells])
+    (run,) = baseline.runs.values()
     assert len(run.commit["sha"]) == 40
-    listed = environment._git("worktree", "list", "--porcelain") or ""
+    _, listed = environment.git("worktree", "list", "--porcelain")
     assert "fulmen-base-" not in listed
     assert json.dumps(run.commit)
 
@@ -181,11 +181,11 @@ def test_a_base_that_cannot_be_had_is_one_sentence(why: str, tmp_path: Path, mon
     if why == "no git":
         monkeypatch.setenv("PATH", str(tmp_path))
     elif why == "no repository":
-        monkeypatch.setattr(base, "PACKAGE", tmp_path)
+        monkeypatch.setattr(environment, "PACKAGE", tmp_path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     elif why == "no such commit":
         ref, words = "no-such-ref", "no such commit"
-        if environment._git("rev-parse", "HEAD") is None:
+        if not environment.git("rev-parse", "HEAD")[0]:
             pytest.skip("no git repository here")
     else:
         ref, words = str(tmp_path), "no package fulmen in that folder"

@@ -26,12 +26,13 @@ def test_pairs_are_counted_as_the_mask_says() -> None:
         left, right = (rng.choice([None, 0, 1, 3, 20]) for _ in range(2))
         top_left = rng.random() < 0.5
         expected = brute_pairs(N_Q, N_KV, left, right, top_left)
-        assert floors.pairs(N_Q, N_KV, left, right, top_left) == expected, (N_Q, N_KV, left, right, top_left)
+        pairs, _ = floors.seen(N_Q, N_KV, floors.Mask(left, right, top_left))
+        assert pairs == expected, (N_Q, N_KV, left, right, top_left)
 
 
 def test_alignments_of_causal_differ() -> None:
-    assert floors.pairs(2, 10, right=0, top_left=True) == 1 + 2
-    assert floors.pairs(2, 10, right=0) == 9 + 10
+    assert floors.seen(2, 10, floors.Mask(right=0, top_left=True))[0] == 1 + 2
+    assert floors.seen(2, 10, floors.Mask(right=0))[0] == 9 + 10
 
 
 def test_softmax_is_the_four_products_of_a_backward() -> None:

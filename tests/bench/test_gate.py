@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch
-from fulmen.bench import adapters, baselines, gate
+from fulmen.bench import adapters, floors, gate
+from fulmen.bench.baselines import BASELINES
 
 CPU = torch.device("cpu")
 CASE = {"B": 2, "H": 4, "H_KV": 2, "N": 40, "D": 16, "dtype": "float32"}
@@ -156,7 +157,9 @@ def test_every_op_has_an_adapter() -> None:
         assert set(case) == set(adapter.KEYS) - {"N_Q"}  # said where it is not N
         assert None not in case.values()
         assert dataclasses.is_dataclass(gate.Problem)
-        assert adapter.floors(case | {"dtype": "float32"})["output"] == 4 * 8 * 1024 * 64
+        least = floors.memory(op, case | {"dtype": "float32"})
+        assert least is not None
+        assert least["output"] == 4 * 8 * 1024 * 64
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -169,7 +172,7 @@ def test_fewer_queries_than_keys(causal: bool) -> None:
     assert set(gate.gate(problems, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
     with pytest.raises(gate.Wrong):
         gate.gate(problems, lambda x: adapter.attend("eager")(x) * 1.01)
-    assert (baselines.of("sdpa").refuses(case, CPU) is not None) == causal
+    assert (BASELINES["sdpa"].requires(case, CPU) is not None) == causal
     assert "N_Q" not in adapter.complete({"N": 90, "N_Q": 90})
 
 
@@ -185,9 +188,35 @@ def test_layers_pass_with_every_parameter(options: dict, dtype: str) -> None:
     adapter = adapters.of("layer")
     case = adapter.complete({"B": 1, "N": 64, "H": 4, "D": 32, "dtype": dtype} | options)
     problems = [adapter.small(case, CPU, 1), adapter.small(case, CPU, 2), adapter.problem(case, CPU, 3)]
-    for attend in (adapter.attend("auto"), adapter.attend("eager"), baselines.of("sdpa-layer").attend):
+    for attend in (adapter.attend("auto"), adapter.attend("eager"), BASELINES["sdpa-layer"].call):
         found = gate.gate(problems, attend)
         assert set(found) == {"o", "dx", *(f"d{name}" for name, _ in problems[0].x.layer.named_parameters())}
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=lambda o: o["layer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_parts_of_a_layer_pass_with_every_gradient(options: dict, dtype: str) -> None:
+    adapter = adapters.of("layer_parts")
+    case = adapter.complete({"B": 1, "N": 64, "H": 4, "D": 32, "dtype": dtype} | options)
+    problems = [adapter.small(case, CPU, 1), adapter.small(case, CPU, 2), adapter.problem(case, CPU, 3)]
+    found = gate.gate(problems, BASELINES["layer-parts"].call)
+    products = {"mhsa": 2, "mla": 5}.get(options["layer"], 4)
+    outs = {f"y{i or ''}" for i in range(products)}
+    assert set(found) == outs | {"o", "dq", "dk", "dv"} | {f"d{name}{i}" for name in "xw" for i in range(products)}
+
+
+def test_parts_that_are_wrong_in_one_product_or_in_attention_are_red() -> None:
+    adapter = adapters.of("layer_parts")
+    problem = adapter.small(adapter.complete({"N": 64, "H": 4, "D": 32, "dtype": "float32"}), CPU, 1)
+    for i, name in ((0, "y"), (-1, "o")):
+
+        def wrong(given, i: int = i) -> list[Tensor]:
+            outs = adapter.attend("eager")(given)
+            outs[i] = 1.001 * outs[i]
+            return outs
+
+        with pytest.raises(gate.Wrong, match=f"^{name}: "):
+            gate.gate([problem], wrong)
 
 
 def test_a_layer_that_forgets_a_parameter_is_red() -> None:

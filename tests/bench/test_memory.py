@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fulmen import hardware
-from fulmen.bench import adapters, memory, resources
+from fulmen.bench import adapters, floors, kernels, memory
 from fulmen.bench.gate import Problem
 
 CPU = torch.device("cpu")
@@ -64,7 +64,9 @@ def test_without_gradients_nothing_is_saved() -> None:
 def test_our_ops_stay_above_their_floors(op: str) -> None:
     adapter = adapters.of(op)
     case = adapter.complete({"H": 2, "N": 256, "D": 32, "dtype": "float32"})
-    parts = memory.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, adapter.floors(case))
+    least = floors.memory(op, case)
+    assert least is not None
+    parts = memory.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, least)
     for entries in parts.values():
         for name, entry in entries.items():
             assert entry["bytes"] >= entry["floor"], name
@@ -96,11 +98,11 @@ def test_every_part_is_found_on_a_gpu() -> None:
     ],
 )
 def test_occupancy(arch: int, registers: int, shared: int, warps: int, share: float) -> None:
-    assert resources.occupancy(arch, registers, shared, warps) == pytest.approx(share)
+    assert kernels.occupancy(arch, registers, shared, warps) == pytest.approx(share)
 
 
 def test_no_table_no_occupancy() -> None:
-    assert resources.occupancy(75, 32, 0, 4) is None
+    assert kernels.occupancy(75, 32, 0, 4) is None
 
 
 def test_under_the_interpreter_there_are_no_binaries() -> None:
@@ -111,7 +113,7 @@ def test_under_the_interpreter_there_are_no_binaries() -> None:
     lightning = adapters.of("lightning")
     hw = hardware.TARGETS[90]
     assert (
-        resources.of_launches(lightning.launches(lightning.complete({"dtype": "bfloat16"}), hw, "triton", "total"), hw)
+        kernels.resources(lightning.launches(lightning.complete({"dtype": "bfloat16"}), hw, "triton", "total"), hw)
         == []
     )
 
@@ -126,14 +128,12 @@ def test_launches_of_forward_and_backward(op: str, launches: int) -> None:
 
 
 def test_what_a_run_compiles_before_it_measures() -> None:
-    from fulmen.bench import cases, competitors, precompile
-    from fulmen.bench.group import Plan
+    from fulmen.bench import competitors, runner
 
-    line = next(line for line in cases.read("lightning"))
-    case = competitors.complete(line, CPU)
-    who = [competitors.ours(line, case, CPU, backend) for backend in ("triton", "eager")]
+    line = runner.lines_of(runner.Selection(("lightning",)), CPU)[0]
+    who = [competitors.backend(line, CPU, name) for name in ("triton", "eager")]
     who[0].refusal = None
-    jobs = precompile.jobs_of([(Plan(line, case, "", 0, ""), who)])
+    jobs = kernels.jobs_of([(line, who)])
     assert [(job.backend, job.case["N"], job.fully) for job in jobs] == [
         ("triton", 1024, False), ("triton", 333, False), ("triton", 333, True),
     ]  # fmt: skip

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.bench import adapters, baselines, cases, competitors, environment, live, precompile, runner, schema
+from fulmen.bench import adapters, baselines, cases, competitors, environment, kernels, runner, schema, screen
 from fulmen.bench.cases import BadSuite, Line
-from fulmen.bench.runner import BadRun, Choice
+from fulmen.bench.runner import BadRun, Selection
 
 TINY = ("B=1,H=2,N=32,D=16",)
 QUICK: dict[str, Any] = {
@@ -51,7 +51,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     def of(line: Line, device: torch.device, *more: Any) -> list[competitors.Competitor]:
         found = true(line, device, *more)
         for competitor in found:
-            spoil(competitor, competitors.complete(line, device))
+            spoil(competitor, line.case)
         return found
 
     monkeypatch.setattr(competitors, "of", of)
@@ -61,8 +61,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
 
 
 def test_a_run_writes_every_cell_with_all_it_knows(out: Path) -> None:
-    choice = Choice(("quick",), device="cpu", shapes=TINY, backends=("auto",), baselines=("sdpa",), seconds=0.0)
-    record = runner.run(choice, out)
+    selection = Selection(("quick",), device="cpu", shapes=TINY, backends=("auto",), baselines=("sdpa",), seconds=0.0)
+    record = runner.run(selection, out)
     results = schema.read([out])
     assert results.runs == {record.run_id: record}
     assert record.environment["torch"] == torch.__version__
@@ -86,16 +86,16 @@ def test_a_run_writes_every_cell_with_all_it_knows(out: Path) -> None:
 
 
 def test_the_command_of_a_cell_finds_that_cell_alone(out: Path) -> None:
-    runner.run(Choice(("quick",), **QUICK), out)
+    runner.run(Selection(("quick",), **QUICK), out)
     for cell in cells(out)[:2]:
         words = cell.command.split()
-        choice = Choice(
+        selection = Selection(
             (words[3],), words[words.index("--device") + 1], None, (words[words.index("--backend") + 1],),
             (words[words.index("--baseline") + 1],), (words[words.index("--pass") + 1],),
             (words[words.index("--shape") + 1],), 0.0, int(words[words.index("--seed") + 1]),
         )  # fmt: skip
         again = out.with_name(f"{cell.pass_}.jsonl")
-        runner.run(choice, again)
+        runner.run(selection, again)
         assert [c.config_hash for c in cells(again)] == [cell.config_hash]
         assert {c.seed for c in cells(again)} == {cell.seed}
 
@@ -113,12 +113,22 @@ def test_rounds_interleave_and_shuffle(out: Path, monkeypatch: pytest.MonkeyPatc
         competitor.attend = spied
 
     spoiled(monkeypatch, spoil)
-    choice = Choice(("quick",), **QUICK | {"baselines": ("sdpa",), "passes": ("forward",), "seconds": 1.0})
-    runner.run(choice, out)
+    selection = Selection(("quick",), **QUICK | {"baselines": ("sdpa",), "passes": ("forward",), "seconds": 1.0})
+    runner.run(selection, out)
     names = {c.competitor for c in cells(out)}
     last = order[-42:-2]  # where pairs begin is not known, and one may end earlier: how often the turn changes is
     assert len(names) == 2
     assert sum(x != y for x, y in itertools.pairwise(last)) >= 10
+
+
+def test_the_first_call_of_a_process_and_a_loop_of_calls(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'backends = ["eager"]\nfirst_call = true\nloop = 2\ncases = [{op = "flash", N = 32, D = 16}]'
+    monkeypatch.setattr(cases, "text_of", lambda suite: text)
+    runner.run(Selection(("startup",), device="cpu", passes=("forward",), seconds=0.0), out)
+    (cell,) = cells(out)
+    assert cell.status == "ok", cell.reason
+    assert cell.stats["first_call_s"] > 0
+    assert cell.stats["loop"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------- statuses
@@ -131,7 +141,7 @@ def test_a_wrong_kernel_is_a_row_without_a_time(out: Path, monkeypatch: pytest.M
         competitor.fully = None
 
     spoiled(monkeypatch, spoil)
-    runner.run(Choice(("quick",), **QUICK), out)
+    runner.run(Selection(("quick",), **QUICK), out)
     for cell in cells(out):
         assert cell.status == "failed"
         assert cell.reason.startswith("o: ")
@@ -153,8 +163,8 @@ def test_larger_n_are_skipped_after_running_out_of_memory(out: Path, monkeypatch
 
     spoiled(monkeypatch, spoil)
     shapes = tuple(f"B=1,H=2,N={n},D=16" for n in (32, 48, 64, 80))
-    choice = Choice(("lightning",), dtype="fp32", **QUICK | {"shapes": shapes, "passes": ("forward",)})
-    runner.run(choice, out)
+    selection = Selection(("lightning",), dtype="fp32", **QUICK | {"shapes": shapes, "passes": ("forward",)})
+    runner.run(selection, out)
     found = {(c.case["N"], c.case["decay"]): (c.status, c.reason) for c in cells(out)}
     assert [found[n, True][0] for n in (32, 48, 64, 80)] == ["ok", "oom", "skipped", "skipped"]
     assert "7 GiB" in found[48, True][1]
@@ -162,18 +172,20 @@ def test_larger_n_are_skipped_after_running_out_of_memory(out: Path, monkeypatch
 
 
 def test_a_call_that_takes_too_long_is_a_timeout(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "set limit=0.001 warmup=1\nlightning B=1 H=4 N=512 D=64 vs eager"
-    monkeypatch.setattr(cases, "text_of", lambda suite: line)
-    runner.run(Choice(("quick",), device="cpu"), out)
+    text = (
+        'op = "lightning"\nbackends = ["eager"]\nlimit = 0.001\nwarmup = 1\ncases = [{B = 1, H = 4, N = 512, D = 64}]'
+    )
+    monkeypatch.setattr(cases, "text_of", lambda suite: text)
+    runner.run(Selection(("quick",), device="cpu"), out)
     assert {c.status for c in cells(out)} == {"timeout"}
     assert "more than 0.001" in cells(out)[0].reason
 
 
 def test_what_a_backend_cannot_do_is_a_row_with_its_sentence(out: Path) -> None:
-    choice = Choice(
+    selection = Selection(
         ("quick",), **QUICK | {"backends": ("none",), "baselines": ("sdpa-cudnn", "fla-chunk", "flash-attn")}
     )
-    runner.run(choice, out)
+    runner.run(selection, out)
     assert {c.status for c in cells(out)} == {"unsupported"}
     assert all(c.reason for c in cells(out))
 
@@ -182,10 +194,9 @@ def test_absent_packages_are_reasons() -> None:
     assert baselines.absent("no_such_package_anywhere", "that package") == "that package is not installed"
     assert baselines.absent("torch", "torch") is None
     case = {"B": 1, "H": 2, "H_KV": 2, "N": 8, "D": 16, "E": 16, "dtype": "bfloat16", "causal": True, "decay": True}
-    for name in baselines.names():
-        module = baselines.of(name)
-        assert module.refuses(case, torch.device("cpu")) is None or name != "sdpa"
-        assert isinstance(module.version(), str)
+    for name, baseline in baselines.BASELINES.items():
+        assert baseline.requires(case, torch.device("cpu")) is None or name != "sdpa"
+        assert isinstance(baseline.version(), str)
 
 
 # ---------------------------------------------------------------------------------------- interrupts and resuming
@@ -213,41 +224,41 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(
     out: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    choice = Choice(("quick",), **QUICK)
+    selection = Selection(("quick",), **QUICK)
     with monkeypatch.context() as patch:
         interrupting(patch, calls)
         with pytest.raises(KeyboardInterrupt):
-            runner.run(choice, out)
+            runner.run(selection, out)
     before = cells(out)
     assert "interrupted" in {c.status for c in before}
     with pytest.raises(BadRun, match="--resume"):
-        runner.run(choice, out)
-    runner.run(choice, out, resume=True)
+        runner.run(selection, out)
+    runner.run(selection, out, resume=True)
     after = schema.read([out])
     assert len(after.runs) == 1
     assert {c.status for c in after.cells} == {"ok"}
     kept = {c.config_hash: c.samples_ms for c in before if c.status == "ok"}
     assert all(c.samples_ms == kept[c.config_hash] for c in after.cells if c.config_hash in kept)
     size = out.stat().st_size
-    runner.run(choice, out, resume=True)
+    runner.run(selection, out, resume=True)
     assert out.stat().st_size == size
 
 
 def test_a_line_cut_off_is_dropped_when_resuming(out: Path) -> None:
-    choice = Choice(("quick",), **QUICK | {"passes": ("forward",)})
-    runner.run(choice, out)
+    selection = Selection(("quick",), **QUICK | {"passes": ("forward",)})
+    runner.run(selection, out)
     whole = out.read_text()
     out.write_text(whole[:-200])
-    runner.run(choice, out, resume=True)
+    runner.run(selection, out, resume=True)
     assert len(cells(out)) == len(whole.splitlines()) - 1
 
 
 def test_resuming_elsewhere_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = Choice(("quick",), **QUICK | {"passes": ("forward",)})
-    runner.run(choice, out)
+    selection = Selection(("quick",), **QUICK | {"passes": ("forward",)})
+    runner.run(selection, out)
     monkeypatch.setattr(environment, "source_hash", lambda: "another")
     with pytest.raises(BadRun, match="another source"):
-        runner.run(choice, out, resume=True)
+        runner.run(selection, out, resume=True)
 
 
 # ------------------------------------------------------------------------------------------------------ suites
@@ -256,9 +267,8 @@ def test_resuming_elsewhere_is_refused(out: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("suite", cases.names())
 def test_suites_are_well_formed(suite: str) -> None:
     assert cases.description(suite)
-    for line in cases.read(suite):
-        assert competitors.complete(line, torch.device("cpu"))
-        assert competitors.names_in(line)
+    for line in runner.lines_of(Selection((suite,)), torch.device("cpu")):
+        assert any(competitors.rivals(line))
         assert set(line.settings.passes) <= set(schema.PASSES)
 
 
@@ -268,19 +278,19 @@ def test_a_new_backend_competes_without_an_edit(monkeypatch: pytest.MonkeyPatch)
     line = next(line for line in cases.read("lightning"))
     kernel = dispatch.kernels("lightning")["eager"]._replace(name="brand_new")
     monkeypatch.setitem(dispatch._kernels["lightning"], "brand_new", kernel)
-    names = competitors.names_in(line)
+    names, _ = competitors.rivals(line)
     assert "brand_new" in names
     assert "eager" not in names
     assert "reference" not in names
-    assert competitors.names_in(line, ["triton"], ["none"]) == ["triton"]
+    assert competitors.rivals(line, ["triton"], ["none"]) == (["triton"], [])
 
 
 def test_a_backend_is_not_the_baseline_of_its_name() -> None:
-    line = next(line for line in cases.read("flash"))
-    ours, theirs = (
+    line = runner.lines_of(Selection(("flash",)), torch.device("cpu"))[0]
+    ours, baseline = (
         competitors.of(line, torch.device("cpu"), *names)[0] for names in ((["sdpa"], ["none"]), (["none"], ["sdpa"]))
     )
-    assert (ours.name, theirs.name) == ("fulmen sdpa", "sdpa")
+    assert (ours.name, baseline.name) == ("fulmen sdpa", "sdpa")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +319,7 @@ def test_a_backend_is_not_the_baseline_of_its_name() -> None:
 def test_what_is_wrong_is_said_and_leaves_no_file(out: Path, more: dict[str, Any], why: str) -> None:
     given: dict[str, Any] = {"suites": ("quick",)} | QUICK | more
     with pytest.raises((BadSuite, BadRun), match=re.escape(why)):
-        runner.run(Choice(**given), out)
+        runner.run(Selection(**given), out)
     assert not out.exists()
 
 
@@ -318,13 +328,13 @@ def test_yes_and_no_in_any_case() -> None:
 
 
 def test_cases_whose_heads_do_not_divide_those_asked_for_are_left_out() -> None:
-    lines = runner.lines_of(Choice(("quick",), shapes=("op=flash,B=1,H=3,N=128",)))
+    lines = runner.lines_of(Selection(("quick",), shapes=("op=flash,B=1,H=3,N=128",)), torch.device("cpu"))
     assert lines
-    assert all(line.case["H"] == 3 and not line.case.get("H_KV") for line in lines)
+    assert all(line.case["H"] == line.case["H_KV"] == 3 for line in lines)
 
 
 def test_a_preview_counts_cells_and_seconds() -> None:
-    ((suite, lines, cells_, refused, seconds),) = runner.preview(Choice(("quick",)), torch.device("cpu"))
+    ((suite, lines, cells_, refused, seconds),) = runner.preview(Selection(("quick",)), torch.device("cpu"))
     assert (suite, lines, cells_, refused) == ("quick", 8, 47, 0)
     assert 30 < seconds < 180
 
@@ -332,14 +342,35 @@ def test_a_preview_counts_cells_and_seconds() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("set speed=9", "settings are"),
-        ("flash B", "must be key=value"),
-        ("flash B=", "must be key=value"),
+        ("flash B", "line 1"),
+        ('op = "flash"', "cases must be a list of tables"),
+        ("cases = [{N = 8}]", "case 1: op is missing"),
+        ('cases = [{op = "flash", seconds = "many"}]', "case 1: seconds = 'many': must be like 1.0"),
+        ('cases = [{op = "flash", samples = 9}]', "case 1: samples = 9: must be like"),
     ],
 )
 def test_a_bad_suite_says_where(text: str, words: str) -> None:
-    with pytest.raises(BadSuite, match=f"suite x, line 1: .*{words}"):
-        list(cases.parse(text, "x"))
+    with pytest.raises(BadSuite, match=f"suite x.*{words}"):
+        cases.parse(text, "x")
+
+
+@pytest.mark.parametrize(
+    ("case", "words"), [('op = "flsh"', "must be one of flash"), ('op = "flash", speed = 9', "flash has no speed")]
+)
+def test_a_case_that_no_operation_has(case: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "text_of", lambda suite: f"cases = [{{{case}}}]")
+    with pytest.raises(BadSuite, match=words):
+        runner.lines_of(Selection(("quick",)), torch.device("cpu"))
+
+
+def test_a_list_of_values_makes_a_case_of_each() -> None:
+    text = 'op = "flash"\ncausal = [true, false]\nseconds = 2\ncases = [{N = [8, 16], passes = ["forward"]}, {N = 8}]'
+    lines = cases.parse(text, "x")
+    assert [(line.case["causal"], line.case["N"]) for line in lines] == [
+        (True, 8), (True, 16), (False, 8), (False, 16), (True, 8), (False, 8),
+    ]  # fmt: skip
+    assert [line.settings.passes for line in lines[3:5]] == [("forward",), ("forward", "backward", "total")]
+    assert {line.settings.seconds for line in lines} == {2}
 
 
 def test_a_shape_selects_or_makes_cases() -> None:
@@ -354,11 +385,11 @@ def test_a_shape_selects_or_makes_cases() -> None:
 
 
 class Elsewhere:
-    """A group of another process that fails before ours has begun."""
+    """Another process that fails before our group has begun."""
 
     done = False
 
-    def prepare(self) -> None:
+    def prepare(self, line: Line) -> None:
         raise BadRun("--base HEAD: the process ended")
 
     def finish(self) -> None: ...
@@ -377,7 +408,7 @@ def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monke
 
     monkeypatch.setattr(environment, "Nvml", Nvml)
     with pytest.raises(BadRun, match="the process ended"):
-        runner.run(Choice(("quick",), **QUICK), out, other=lambda plan: Elsewhere())
+        runner.run(Selection(("quick",), **QUICK), out, other=Elsewhere())
     assert {(c.status, c.reason) for c in cells(out)} == {("interrupted", "before it began")}
 
 
@@ -387,7 +418,7 @@ HOPPER = hardware.TARGETS[90]
 def test_kernels_in_cuda_are_found_before_anybody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "of", lambda device: HOPPER)
     for suite, least in (("flash", 6), ("flash-small", 4), ("layers", 4), ("lightning", 4)):
-        found = precompile.natives_of(cases.read(suite), torch.device("cuda"), HOPPER)
+        found = kernels.natives_of(runner.lines_of(Selection((suite,)), torch.device("cuda")), HOPPER)
         assert len(found) == len(set(found)) >= least
         assert {v.source.split("/")[0] for v in found} == {"lightning" if suite == "lightning" else "flash"}
 
@@ -396,15 +427,15 @@ def test_what_cannot_be_compiled_ahead_is_left_to_the_run(monkeypatch: pytest.Mo
     def gone(variant: Any) -> bytes:
         raise cuda.Unavailable("no compiler")
 
+    lines = runner.lines_of(Selection(("flash-small",)), torch.device("cuda"))
     monkeypatch.setattr(cuda, "cubin", gone)
-    assert precompile.precompile_native(cases.read("flash-small"), torch.device("cuda"), HOPPER) == 0
+    assert kernels.compile_natives(lines, HOPPER) == 0
     monkeypatch.setattr(cuda, "cubin", lambda variant: b"code")
-    assert precompile.precompile_native(cases.read("flash-small"), torch.device("cuda"), HOPPER) >= 4
+    assert kernels.compile_natives(lines, HOPPER) >= 4
 
 
 def test_resources_of_cuda_and_of_its_triton_backward() -> None:
-    line = next(line for line in cases.read("flash"))
-    case = competitors.complete(line, torch.device("cuda"))
+    case = runner.lines_of(Selection(("flash",)), torch.device("cuda"))[0].case
     launches = adapters.of("flash").launches(case, HOPPER, "cuda (cuda_sm90.cu, some tiles)", "total")
     assert [type(x).__name__ for x in launches] == ["Native", "Launch", "Launch"]
     assert launches[0].threads % 128 == 0
@@ -420,9 +451,9 @@ def test_a_backend_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         spied = kernel._replace(supports=lambda spec, name=name: asked.append(name))
         monkeypatch.setitem(dispatch._kernels["flash"], name, spied)
     case = adapters.of("flash").complete({"dtype": "bfloat16"})
-    assert adapters.of("flash").refuses(case, torch.device("cuda"), "triton") is None
+    assert adapters.refuses("flash", case, torch.device("cuda"), "triton") is None
     assert asked == ["triton"]
-    assert "no backend 'warp'" in adapters.of("flash").refuses(case, torch.device("cuda"), "warp")
+    assert "no backend 'warp'" in str(adapters.refuses("flash", case, torch.device("cuda"), "warp"))
 
 
 # -------------------------------------------------------------------------------------------------- on screen
@@ -431,10 +462,10 @@ def test_a_backend_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_screen_shows_verdicts(out: Path, terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=160, force_terminal=terminal)
-    choice = Choice(("quick",), **QUICK | {"passes": ("forward",), "baselines": ("sdpa-cudnn",)})
-    with live.Screen(console) as screen:
-        runner.run(choice, out, watcher=screen)
-        console.print(screen.render())
+    selection = Selection(("quick",), **QUICK | {"passes": ("forward",), "baselines": ("sdpa-cudnn",)})
+    with screen.Screen(console) as watched:
+        runner.run(selection, out, monitor=watched)
+        console.print(watched.render())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "fulmen eager" in text
     assert "unsupported" in text
@@ -443,13 +474,13 @@ def test_the_screen_shows_verdicts(out: Path, terminal: bool) -> None:
 
 
 def test_times_are_short_and_plain() -> None:
-    assert [live.ms_words(x) for x in (0.01234, 1.2345, 12.345, 1234.5)] == ["0.0123", "1.23", "12.3", "1234"]
+    assert [screen.ms_words(x) for x in (0.01234, 1.2345, 12.345, 1234.5)] == ["0.0123", "1.23", "12.3", "1234"]
 
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu(out: Path) -> None:
-    choice = Choice(("quick",), shapes=("B=2,H=4,N=256,D=64",), seconds=0.05, kernels=True)
-    runner.run(choice, out)
+    selection = Selection(("quick",), shapes=("B=2,H=4,N=256,D=64",), seconds=0.05, kernels=True)
+    runner.run(selection, out)
     found = cells(out)
     assert {c.status for c in found} <= {"ok", "unsupported", "withheld"}, [c.reason for c in found]
     assert {c.cache for c in found} == {"cold", "hot"}
@@ -463,7 +494,5 @@ def test_a_run_on_a_gpu(out: Path) -> None:
 
 def test_a_shape_of_one_kind_of_layer_is_made_of_its_lines() -> None:
     for shape, count in (("layer=gqa,B=1,N=64,H=4,H_KV=2,D=32", 1), ("layer=mla,B=1,N=64,H=4,D=48,E=32,rank=32", 1)):
-        lines = runner.lines_of(runner.Choice(("layers",), shapes=(shape,)))
+        lines = runner.lines_of(Selection(("layers",), shapes=(shape,)), torch.device("cpu"))
         assert len(lines) == count
-        for line in lines:
-            competitors.complete(line, torch.device("cpu"))

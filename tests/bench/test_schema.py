@@ -55,7 +55,7 @@ def test_a_cell_measured_again_replaces_the_first(tmp_path: Path) -> None:
         (schema.dumps(cell()).replace('"ok"', '"fine"') + "\n", "fine"),
         (schema.dumps(cell()).replace("[1.0, 1.5]", '["1.0"]') + "\n", "samples_ms must be numbers"),
         (schema.dumps(cell()).replace('"case": {"B": 1, "N": 8}', '"case": 7') + "\n", "case is int"),
-        (schema.dumps(cell()).replace('"seed": 0', '"sead": 0') + "\n", "sead"),
+        (schema.dumps(cell()).replace('"competitor"', '"contender"') + "\n", "competitor"),
     ],
 )
 def test_a_foreign_line_is_named_with_its_place(tmp_path: Path, line: str, words: str) -> None:
@@ -78,6 +78,13 @@ def test_a_last_line_that_was_cut_off_is_skipped_and_told_of(tmp_path: Path) -> 
 
 def test_errors_do_not_drive_the_terminal() -> None:
     assert str(schema.BadResults("a\x1b[2Jb\x07c\n")) == "a\\x1b[2Jb\\x07c\\n"
+
+
+def test_fields_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
+    lines = [json.dumps(json.loads(schema.dumps(r)) | {"colour": "blue"}) + "\n" for r in (RUN, cell())]
+    results = schema.read([written(tmp_path / "x.jsonl", *lines)])
+    assert results.runs == {"r1": RUN}
+    assert results.cells == [cell()]
 
 
 def test_a_cell_without_its_run(tmp_path: Path) -> None:

@@ -65,19 +65,16 @@ def test_one_sample_is_its_own_interval() -> None:
 
 
 def test_clocks_are_bound_when_the_module_is_imported(monkeypatch: pytest.MonkeyPatch, timer: timing.Timer) -> None:
-    assert timing.intact() is None
+    assert timing.restore_clocks() is None
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
-    assert "time.perf_counter_ns was replaced" in str(timing.intact())
     assert timer.sample(lambda: time.sleep(0.002)).ms >= 2  # measured all the same
-    timing.repair()
-    assert timing.intact() is None
+    assert "time.perf_counter_ns was replaced" in str(timing.restore_clocks())
+    assert timing.restore_clocks() is None
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *_: 1e-9)
-    assert "elapsed_time was replaced" in str(timing.intact())
-    timing.repair()
+    assert "elapsed_time was replaced" in str(timing.restore_clocks())
     monkeypatch.setattr(timing, "_now", lambda: 0)
-    assert "own clock" in str(timing.intact())
-    timing.repair()
-    assert timing.intact() is None
+    assert "own clock" in str(timing.restore_clocks())
+    assert timing.restore_clocks() is None
 
 
 def test_no_garbage_is_collected_while_timing() -> None:
@@ -89,6 +86,13 @@ def test_no_garbage_is_collected_while_timing() -> None:
 def test_a_cpu_has_no_graphs_and_no_kernels(timer: timing.Timer) -> None:
     assert timing.graph_ms(timer, lambda: lambda: None) is None
     assert timing.kernels_of(timer, lambda: None) == ([], None)
+
+
+def test_a_loop_is_as_long_as_its_calls(timer: timing.Timer) -> None:
+    calls: list[int] = []
+    ms = timing.loop_ms(timer, lambda: calls.append(0) or time.sleep(0.001), calls=3, rounds=2)
+    assert len(calls) == 15
+    assert 1 <= ms < 20
 
 
 def test_kernels_are_told_from_what_empties_the_cache() -> None:

@@ -48,17 +48,17 @@ def test_tiles_are_compared_and_timed(op: str, pass_: str, machine: Machine) -> 
 def test_tiles_that_are_wrong_or_do_not_run_are_no_candidates(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, true = job_of("lightning", "forward"), tune.Arguments.launches
+    job, true = job_of("lightning", "forward"), tune.launches_at
     used, wrong, broken, late = (64, 64, 4, 4), (32, 64, 4, 4), (16, 64, 4, 4), (64, 32, 4, 4)
 
-    def launches(self: tune.Arguments, job: tune.Job, hw: object, config: tune.Tiles) -> list:
+    def launches(job: tune.Job, bound: tune.Bound, config: tune.Tiles) -> list:
         if config == broken:
             raise RuntimeError("out of resources: shared memory")
         if config == late:
             raise AssertionError("not tried: the time is over")
-        return [] if config == wrong else true(self, job, hw, config)
+        return [] if config == wrong else true(job, bound, config)
 
-    monkeypatch.setattr(tune.Arguments, "launches", launches)
+    monkeypatch.setattr(tune, "launches_at", launches)
     found = tune.candidates(job, HOPPER, [used, wrong, broken], machine, math.inf)
     assert [c.config for c in found] == [used]
     assert [c.config for c in tune.candidates(job, HOPPER, [used, late], machine, 0.0)] == [used]

@@ -72,7 +72,7 @@ def test_physics_judges_where_the_case_is_said() -> None:
         ("flsh", {"B": 1}, "op='flsh': must be 'flash' or 'lightning'"),
         ("flash", None, "op='flash' needs case"),
         ("custom", {"B": 1}, "once op says of what"),
-        ("flash", {"Q": 2}, "case has 'Q'; a case says B, H"),
+        ("flash", {"Q": 2}, "case: flash has no Q; a case says B, H"),
         ("flash", {"B": 1, "H": 2, "N": 32, "D": 16, "dtype": "bf17"}, "dtype=bf17: must be one of bf16"),
         ("flash", {"B": 1, "H": 2, "N": "32", "D": 16}, "N=32: must be a whole number above 0"),
         ("flash", {"B": 1, "H": 2, "N": 16384, "D": 16}, r"case says that q is \(1, 2, 16384, 16\), and no argument"),

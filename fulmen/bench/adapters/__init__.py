@@ -1,101 +1,96 @@
-"""How the benchmark speaks to an operation: one module an operation, named after it, with these verbs.
+"""Operations as the benchmark sees them: one module each, named after the operation, with these names.
 
-    KEYS                                 what a case says, with defaults; None: derived by `complete`
-    complete(case)                       the case with everything filled in
-    function(case)                       what is computed, in words
-    problem(case, device, seed)          the timed arguments (`gate.Problem`), compared in part
-    small(case, device, seed, fully)     an odd shape with the case's options, compared wholly; `fully` with the states
-    attend(backend), attend_fully(...)   our implementation as it is timed, and with every output it has
-    refuses(case, device, backend)       None, or why the backend cannot
-    chosen(case, device, backend)        what "auto" takes
+    KEYS                               the keys of a case with their defaults; None: derived by `complete`
+    complete(case)                     the case with every key filled in
+    function(case)                     what is computed, in words
+    problem(case, device, seed)        arguments of the timed shape (`gate.Problem`), compared in part
+    small(case, device, seed, fully)   an odd shape with the case's options, compared whole; `fully`: with states or lse
+    attend(backend)                    our implementation as it is timed
+    attend_fully(backend)              the same with every output it has; None: it has no more
+    spec(case, device)                 what the backends are asked about
     launches(case, hw, backend, pass_, fully)
-                                         our kernels' launches of a call, to compile them and ask what they take
-    floors(case)                         bytes of inputs, output and gradients
-    BACKENDS_OF                          the operation whose backends it takes, where that is another
+                                       the launches of our kernels, to compile them and to read their resources
+    BACKENDS_OF                        the operation whose backends serve it, where that is another
 
-A new operation is a file here and one in `suites/`.
+A new operation is a module here and a suite.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import random
-from typing import Any
+from importlib import resources
+from typing import Any, NamedTuple
 
 import torch
 
 from fulmen import dispatch
-from fulmen.bench.cases import DTYPES
+from fulmen.bench.cases import DTYPES, odd_heads
 
 ODD_TOKENS = 333  # no multiple of any tile
 
 
 def of(op: str) -> Any:
+    if op not in ops():
+        raise ValueError(f"op = {op!r}: must be one of {', '.join(ops())}")
     return importlib.import_module(f"fulmen.bench.adapters.{op}")
 
 
 def ops() -> list[str]:
-    from importlib import resources
-
     names = (f.name for f in resources.files("fulmen.bench.adapters").iterdir())
     return sorted(n.removesuffix(".py") for n in names if n.endswith(".py") and not n.startswith("_"))
 
 
 def backends_of(op: str) -> str:
-    """The operation of the registry whose backends serve it."""
-    return getattr(of(op), "BACKENDS_OF", op) if op in ops() else op
+    """The operation of the registry whose backends serve `op`."""
+    return getattr(of(op), "BACKENDS_OF", op)
 
 
-def dtype_of(case: dict[str, Any]) -> torch.dtype:
-    name = DTYPES.get(case["dtype"], case["dtype"])
-    if name not in DTYPES.values():
-        raise ValueError(f"dtype={case['dtype']}: must be one of {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+# ------------------------------------------------------------------------------------------------------- cases
 
 
-def wrong_value(op: str, case: dict[str, Any]) -> str | None:
-    """What of a case is no value of its kind: sizes are whole numbers above 0, options yes or no."""
-    usual = of(op).KEYS
+def keys_of(op: str) -> list[str]:
+    return [*of(op).KEYS, "grad"]
+
+
+def check(op: str, case: dict[str, Any]) -> None:
+    """Raises ValueError for a key that `op` does not have, and for a value that its key cannot have."""
+    if unknown := sorted(set(case) - set(keys_of(op))):
+        raise ValueError(f"{op} has no {', '.join(unknown)}; a case says {', '.join(of(op).KEYS)}")
+    usual = of(op).KEYS | {"grad": True}
     for key, value in case.items():
         if key == "dtype":
             if value != "auto" and DTYPES.get(value, value) not in DTYPES.values():
-                return f"dtype={value}: must be one of {', '.join(DTYPES)}"
-        elif key == "grad" or isinstance(usual[key], bool):
+                raise ValueError(f"dtype={value}: must be one of {', '.join(DTYPES)}")
+        elif isinstance(usual[key], bool):
             if not isinstance(value, bool):
-                return f"{key}={value}: must be yes or no"
+                raise ValueError(f"{key}={value}: must be yes or no")
         elif isinstance(usual[key], str):
             if not isinstance(value, str):
-                return f"{key}={value}: must be a name"
+                raise ValueError(f"{key}={value}: must be a name")
         elif value is not None and (type(value) is not int or (value < 1 and value != usual[key])):
-            return f"{key}={value}: must be a whole number above 0"
-    return None
+            raise ValueError(f"{key}={value}: must be a whole number above 0")
+    if why := odd_heads(case):
+        raise ValueError(why)
 
 
-def refusal(op: str, spec: Any, backend: str) -> str | None:
-    """Why that backend cannot; the others are not asked, since to answer one may have to compile."""
-    kernel = dispatch.kernels(op).get(backend)
-    if kernel is None:
-        return dispatch._missing[op].get(backend, f"there is no backend {backend!r}")
-    return kernel.supports(spec)
-
-
-def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Drawn on the generator's device: at the sizes that are timed the CPU would take longer than all the rest."""
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+def complete(op: str, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The case, checked, with every key filled in; dtype "auto" is fp32 on a CPU and bf16 on a GPU."""
+    check(op, case)
+    full: dict[str, Any] = of(op).complete(case)
+    usual = "float32" if device.type == "cpu" else "bfloat16"
+    return full | {"dtype": usual if full["dtype"] == "auto" else DTYPES.get(full["dtype"], full["dtype"])}
 
 
 def small_case(case: dict[str, Any]) -> dict[str, Any]:
-    """The shape of the gate: an odd length, few heads, as many of them to a head of k and v as in the case."""
+    """The shape of the gate: an odd length and few heads, as many to a head of k and v as in the case."""
     few = {"B": 2, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2, "N": min(ODD_TOKENS, case["N"] | 1)}
     return case | few | ({"N_Q": min(few["N"], case["N_Q"])} if "N_Q" in case else {})
 
 
-def head_of(seed: int, batches: int, heads: int) -> tuple[int, int]:
-    """The batch and the head of k and v whose results of a timed shape are compared: nobody knows which."""
-    at = random.Random(seed).randrange(batches * heads)
-    return at // heads, at % heads
+def dtype_of(case: dict[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, DTYPES.get(case["dtype"], case["dtype"]))
+    return dtype
 
 
 def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
@@ -105,5 +100,52 @@ def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     return (B, H, N_Q, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N_Q, E)
 
 
-def size_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
-    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+# ---------------------------------------------------------------------------------------------------- backends
+
+
+def refuses(op: str, case: dict[str, Any], device: torch.device, backend: str) -> str | None:
+    """None, or why that backend cannot; the others are not asked, since to answer one may have to compile."""
+    if backend == "auto":
+        return None
+    kernel = dispatch.kernels(backends_of(op)).get(backend)
+    if kernel is None:
+        return dispatch._missing[backends_of(op)].get(backend, f"there is no backend {backend!r}")
+    return kernel.supports(of(op).spec(case, device))
+
+
+def chosen(op: str, case: dict[str, Any], device: torch.device, backend: str) -> str:
+    """What "auto" takes, with its kernel where the backend has several."""
+    spec = of(op).spec(case, device)
+    choice = dispatch.choose(backends_of(op), spec, dispatch.pick(backends_of(op), spec, backend).name)
+    return choice.backend if choice.kernel == choice.backend else f"{choice.backend} ({choice})"
+
+
+# ------------------------------------------------------------------------------------------------------ inputs
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Drawn on the generator's device: at the timed sizes the CPU would take longer than all the rest."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+
+
+class Heads(NamedTuple):
+    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those."""
+
+    batch: int
+    head: int
+    group: int
+    whole: bool
+    last: int | None = None  # queries
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, seed: int | None) -> Heads:
+        """`seed` draws the head, so that nobody knows which; None: the whole call."""
+        batch, head = divmod(random.Random(seed).randrange(max(1, k.shape[0] * k.shape[1])), k.shape[1])
+        return cls(batch, head, q.shape[1] // k.shape[1], seed is None)
+
+    def pick(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.whole:
+            return x
+        each = 1 if name in ("k", "v", "dk", "dv") else self.group
+        part = x[self.batch : self.batch + 1, self.head * each : (self.head + 1) * each]
+        return part[:, :, -self.last :] if self.last and name in ("q", "o", "do") else part

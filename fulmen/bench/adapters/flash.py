@@ -1,4 +1,4 @@
-"""Softmax attention as the benchmark sees it; see the package."""
+"""Softmax attention for the benchmark; the package describes the names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, refusal, shapes, size_of, small_case
+from fulmen.bench.adapters import Heads, dtype_of, normal, shapes, small_case
 from fulmen.bench.gate import Problem
-from fulmen.bench.resources import Native
-from fulmen.flash.op import FlashSpec, flash_attention, flash_attention_with_lse
+from fulmen.bench.kernels import Native
+from fulmen.flash.op import flash_attention, flash_attention_with_lse
+from fulmen.flash.spec import FlashSpec
 from fulmen.testing import Expected
 from fulmen.testing import flash as testing
 
@@ -26,7 +27,7 @@ MATRICES = 16  # fp64 (N, N) alive at once while a gradient is checked
 
 
 def complete(case: dict[str, Any]) -> dict[str, Any]:
-    """N_Q is said where queries are not as many as keys, which are N."""
+    """A case has N_Q only where it differs from N, the number of keys."""
     done = KEYS | case
     if done["N_Q"] in (None, done["N"]):
         del done["N_Q"]
@@ -58,27 +59,20 @@ def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = F
 def as_problem(x: testing.Inputs, use: tuple[str, ...], one_head: int | None = None) -> Problem:
     leaves = {name: getattr(x, name).requires_grad_() for name in ("q", "k", "v")}
     x = x._replace(**leaves)
-    group, N = x.q.shape[1] // x.k.shape[1], x.q.shape[2]
-    matrices = MATRICES * group * N * x.k.shape[2] * 8
-    b, h = head_of(one_head or 0, x.k.shape[0], x.k.shape[1])
-    few = one_head is not None and matrices > free_bytes(x.q.device) // 2
-
-    def pick(name: str, y: Tensor) -> Tensor:
-        if one_head is None:
-            return y
-        each = 1 if name in ("k", "v", "dk", "dv") else group
-        heads = y[b : b + 1, h * each : (h + 1) * each]
-        return heads[:, :, -LAST_QUERIES:] if few and name in ("q", "o", "do") else heads
+    heads = Heads.of(x.q, x.k, one_head)
+    matrices = MATRICES * heads.group * x.q.shape[2] * x.k.shape[2] * 8
+    if one_head is not None and matrices > free_bytes(x.q.device) // 2:
+        heads = heads._replace(last=LAST_QUERIES)
 
     def expected() -> dict[str, Expected]:
-        part: dict[str, Any] = {name: pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
+        part: dict[str, Any] = {name: heads.pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
         part["dlse"] = x.dlse if x.dlse.numel() else part["q"].new_zeros(part["q"].shape[:3], dtype=x.dlse.dtype)
         found = testing.expected(x._replace(**part), use)
-        kept = {"o"} if few else set(found) - (set() if "lse" in use else {"lse"})
+        kept = {"o"} if heads.last else set(found) - (set() if "lse" in use else {"lse"})
         return {name: wanted for name, wanted in found.items() if name in kept}
 
     douts = {"o": x.do, "lse": x.dlse}
-    return Problem(x, leaves, {name: douts[name] for name in use}, expected, pick=pick)
+    return Problem(x, leaves, {name: douts[name] for name in use}, expected, pick=heads.pick)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -93,7 +87,7 @@ def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
 
 
 def attend_fully(backend: str) -> Callable[[testing.Inputs], tuple[Tensor, Tensor]] | None:
-    if backend in ("sdpa", "flash_attn", "auto"):  # no gradient of lse; what auto chooses is gated under its name
+    if backend in ("sdpa", "flash_attn", "auto"):  # no gradient of lse; what auto takes is gated under its own name
         return None
     return lambda x: flash_attention_with_lse(x.q, x.k, x.v, causal=x.causal, backend=backend)
 
@@ -104,23 +98,13 @@ def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
     return call._replace(right=0 if case["causal"] else None, needs_grad=bool(case.get("grad", True)))
 
 
-def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    return None if backend == "auto" else refusal("flash", spec(case, device), backend)
-
-
-def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
-    call = spec(case, device)
-    choice = dispatch.choose("flash", call, dispatch.pick("flash", call, backend).name)
-    return choice.backend if choice.kernel == choice.backend else f"{choice.backend} ({choice})"
-
-
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
     name = backend.partition(" ")[0]  # of "cuda (...)", as `chosen` says it
     if name not in ("triton", "cuda"):
         return []
     from fulmen.flash import policy
     from fulmen.flash import triton as module
-    from fulmen.flash.op import Residuals
+    from fulmen.flash.spec import Residuals
 
     make = functools.partial(torch.empty, dtype=dtype_of(case), device="meta")
     q, k, v, o = (make(shape) for shape in shapes(case))
@@ -163,10 +147,3 @@ def native_forward(call: FlashSpec, hw: hardware.Hardware) -> list[Native]:
         return [one]
     rows = call.B * call.H * call.N_Q
     return [one, Native(cuda_sm90.merge_variant(call), rows, cuda_sm90.MERGE_THREADS, cuda_sm90.MERGE_BYTES, 1)]
-
-
-def floors(case: dict[str, Any]) -> dict[str, int]:
-    q, k, v, o = shapes(case)
-    dtype = dtype_of(case)
-    given = size_of(dtype, q, k, v)
-    return {"inputs": given, "output": size_of(dtype, o), "gradients": given}

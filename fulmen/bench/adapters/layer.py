@@ -1,7 +1,7 @@
-"""Whole attention layers as the benchmark sees them; see the package.
+"""Whole attention layers for the benchmark; the package describes the names.
 
-The call is layer(x), its inputs x and every parameter. At the timed shape all results are compared whole, with the
-eager layer in fp64, whose memory is bounded; at the gate's small shape with the reference.
+The call is layer(x); x and every parameter get a gradient. All results are compared whole: at the timed shape with the
+eager layer in fp64, whose memory is bounded, at the gate's small shape with the reference.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fulmen import hardware
-from fulmen.bench import floors as least
-from fulmen.bench.adapters import dtype_of, flash, normal, size_of, small_case
-from fulmen.bench.gate import Problem
+from fulmen.bench.adapters import dtype_of, flash, normal, small_case
+from fulmen.bench.gate import Formula, Problem
+from fulmen.flash.spec import FlashSpec
 from fulmen.layers import (
     GroupedQueryAttention,
     MultiHeadAttention,
@@ -24,7 +25,6 @@ from fulmen.layers import (
     MultiHeadSelfAttention,
     MultiQueryAttention,
 )
-from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected
 
 BACKENDS_OF = "flash"
 KEYS: dict[str, Any] = {
@@ -63,9 +63,6 @@ def complete(case: dict[str, Any]) -> dict[str, Any]:
 
 def function(case: dict[str, Any]) -> str:
     return f"{WORDS[case['layer']]}, {flash.function(case)}"
-
-
-# ------------------------------------------------------------------------------------------------- the layer
 
 
 class Inputs(NamedTuple):
@@ -109,42 +106,32 @@ def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
 
 
 def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    case = small_case(case) | {"hidden": None}
+    return drawn(shrunk(case), device, seed, "reference")
+
+
+def shrunk(case: dict[str, Any]) -> dict[str, Any]:
+    """The gate's case: an odd length, few heads, a small rank."""
+    case = small_case(case) | {"hidden": None, "rank": min(case["rank"], SMALL_RANK)}
     if case["layer"] == "mqa":
         case |= {"H": case["H"] // case["H_KV"], "H_KV": 1}
-    case["rank"] = min(case["rank"], SMALL_RANK)
-    return drawn(complete(case), device, seed, "reference")
+    return complete(case)
 
 
 def drawn(case: dict[str, Any], device: torch.device, seed: int, exactly: str) -> Problem:
+    """`exactly`: the backend of the fp64 layer."""
     generator = torch.Generator(device).manual_seed(seed)
-    dtype, shape = dtype_of(case), (case["B"], case["N"], case["hidden"])
-    x = normal(shape, dtype, generator).requires_grad_()
-    do = normal(shape, dtype, generator)
-    layer = filled(made(case, device, dtype, "eager"), generator)
+    x = normal((case["B"], case["N"], case["hidden"]), dtype_of(case), generator).requires_grad_()
+    layer = filled(made(case, device, dtype_of(case), "eager"), generator)
     parameters = dict(layer.named_parameters())
 
-    def results(at: Tensor, of: nn.Module) -> dict[str, Tensor]:
-        at = at.detach().requires_grad_()
-        y = of(at)
-        leaves = {"x": at, **dict(of.named_parameters())}
-        grads = torch.autograd.grad(y, list(leaves.values()), do.to(y.dtype))
-        return {"o": y.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+    def formula(x: Tensor, *weights: Tensor) -> Tensor:
+        backend = exactly if x.dtype == torch.float64 else "eager"
+        values = dict(zip(parameters, weights, strict=True))
+        y: Tensor = functional_call(made(case, device, x.dtype, backend), values, (x,))
+        return y
 
-    def expected() -> dict[str, Expected]:
-        low = results(x, layer)
-        exact_layer = made(case, device, torch.float64, exactly)
-        with torch.no_grad():
-            for name, p in exact_layer.named_parameters():
-                p.copy_(parameters[name])
-        exact = results(x.double(), exact_layer)
-        factors = {"o": FORWARD_FACTOR}
-        return {name: Expected(low[name], exact[name], factors.get(name, GRADIENT_FACTOR)) for name in low}
-
-    return Problem(Inputs(x, layer, {}), {"x": x, **parameters}, {"o": do}, expected)
-
-
-# ------------------------------------------------------------------------------------------ who competes
+    arguments = (x, *parameters.values())
+    return Formula(formula).problem(Inputs(x, layer, {}), arguments, ["x", *parameters], seed)
 
 
 def attend(backend: str) -> Callable[[Inputs], Tensor]:
@@ -160,20 +147,9 @@ def of_flash(case: dict[str, Any]) -> dict[str, Any]:
     return {key: case[key] for key in flash.KEYS if key in case} | {"grad": case.get("grad", True)}
 
 
-def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    return flash.refuses(of_flash(case), device, backend)
-
-
-def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
-    return flash.chosen(of_flash(case), device, backend)
+def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
+    return flash.spec(of_flash(case), device)
 
 
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
     return flash.launches(of_flash(complete(case | {"hidden": None})), hw, backend, pass_, fully)
-
-
-def floors(case: dict[str, Any]) -> dict[str, int]:
-    weights = [(a, b) for a, b in least.projections_of(case)]
-    x = (case["B"], case["N"], case["hidden"])
-    given = size_of(dtype_of(case), x, *weights)
-    return {"inputs": given, "output": size_of(dtype_of(case), x), "gradients": given}

@@ -1,4 +1,4 @@
-"""Lightning attention as the benchmark sees it; see the package."""
+"""Lightning attention for the benchmark; the package describes the names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen import decay, dispatch, hardware
-from fulmen.bench.adapters import dtype_of, head_of, normal, refusal, shapes, size_of, small_case
+from fulmen import decay, hardware
+from fulmen.bench.adapters import Heads, dtype_of, normal, shapes, small_case
 from fulmen.bench.gate import Problem
-from fulmen.bench.resources import Native
-from fulmen.lightning.op import LightningSpec, lightning_attention, lightning_attention_with_state
+from fulmen.bench.kernels import Native
+from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
+from fulmen.lightning.spec import LightningSpec
+from fulmen.testing import Expected
 from fulmen.testing import lightning as testing
 
 KEYS: dict[str, Any] = {
@@ -55,26 +57,22 @@ def as_problem(x: testing.Inputs, use: tuple[str, ...], one_head: int | None = N
     names = ["q", "k", "v"] + (["initial_state"] if x.initial_state is not None else [])
     leaves = {name: getattr(x, name).requires_grad_() for name in names}
     x = x._replace(**leaves)
-    group = x.q.shape[1] // x.k.shape[1]
-    b, h = head_of(one_head or 0, x.k.shape[0], x.k.shape[1])
+    heads = Heads.of(x.q, x.k, one_head)
 
-    def pick(name: str, y: Tensor) -> Tensor:
-        each = 1 if name in ("k", "v", "dk", "dv") else group
-        return y if one_head is None else y[b : b + 1, h * each : (h + 1) * each]
-
-    def expected() -> dict[str, Any]:
-        part: dict[str, Any] = {name: pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
-        if one_head is not None:
-            s = None if x.decay is None else x.decay[h * group : (h + 1) * group]
-            found = testing.expected(x._replace(**part, decay=s), use, rows=ROWS)
-        else:
+    def expected() -> dict[str, Expected]:
+        if heads.whole:
             found = testing.expected(x, use)
+        else:
+            part: dict[str, Any] = {name: heads.pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
+            of_heads = slice(heads.head * heads.group, (heads.head + 1) * heads.group)
+            part["decay"] = None if x.decay is None else x.decay[of_heads]
+            found = testing.expected(x._replace(**part), use, rows=ROWS)
         renamed = {"dinitial": "dinitial_state"}
         return {renamed.get(name, name): wanted for name, wanted in found.items()}
 
     douts = {"o": x.do, "state": x.dstate}
     constants = {} if x.decay is None else {"decay": x.decay}
-    return Problem(x, leaves, {name: douts[name] for name in use}, expected, constants, pick)
+    return Problem(x, leaves, {name: douts[name] for name in use}, expected, constants, heads.pick)
 
 
 def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
@@ -90,14 +88,6 @@ def spec(case: dict[str, Any], device: torch.device) -> LightningSpec:
     return LightningSpec(B, H, H_KV, N, D, E, dtype_of(case), device, has_decay=case["decay"])
 
 
-def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | None:
-    return None if backend == "auto" else refusal("lightning", spec(case, device), backend)
-
-
-def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
-    return dispatch.pick("lightning", spec(case, device), backend).name
-
-
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
     if backend == "cuda":
         return native_launches(case, hw, pass_, fully)
@@ -106,7 +96,7 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     import importlib
 
     from fulmen.lightning import policy
-    from fulmen.lightning.op import Residuals, empty_states
+    from fulmen.lightning.spec import Residuals, empty_states
     from fulmen.lightning.triton import Gradients
 
     module = importlib.import_module(f"fulmen.lightning.{backend}")
@@ -126,7 +116,7 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
 def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, fully: bool) -> list[Any]:
     """Those of backend cuda, with gradients: what it saves, it saves. Between segments a scan of triton_split's."""
     from fulmen.lightning import cuda, policy, triton_split
-    from fulmen.lightning.op import Residuals
+    from fulmen.lightning.spec import Residuals
 
     call = spec(case, torch.device("cuda"))._replace(has_initial_state=fully, with_final_state=fully)
     if hw.arch != 90 or call.D != call.E or call.D not in (64, 128) or call.H != call.H_KV:
@@ -155,10 +145,3 @@ def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, ful
     together = saves and call.D == 64
     last = [native("backward", 3)] if together else [native("backward", 2), native("backward", 1)]
     return [*forward, *([] if saves else gather()), *gather(), *last]
-
-
-def floors(case: dict[str, Any]) -> dict[str, int]:
-    q, k, v, o = shapes(case)
-    dtype = dtype_of(case)
-    given = size_of(dtype, q, k, v)
-    return {"inputs": given + 4 * case["H"] * case["decay"], "output": size_of(dtype, o), "gradients": given}

@@ -1,0 +1,66 @@
+"""What a layer is made of, each part on inputs of its own: every projection as one product, and the attention kernel.
+
+Timed in turns with the layer it shows what the layer adds: norms, RoPE, joining q and k, sums of gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fulmen.bench import floors
+from fulmen.bench.adapters import dtype_of, flash, layer, normal
+from fulmen.bench.gate import Formula, Problem
+from fulmen.testing import flash as testing
+
+BACKENDS_OF, KEYS = layer.BACKENDS_OF, layer.KEYS
+complete, spec, launches, attend_fully = layer.complete, layer.spec, layer.launches, layer.attend_fully
+
+
+def function(case: dict[str, Any]) -> str:
+    return f"parts of a {layer.function(case)}"
+
+
+def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
+    return drawn(case, device, seed, one_head=seed)
+
+
+def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
+    return drawn(layer.shrunk(case), device, seed, one_head=None)
+
+
+def drawn(case: dict[str, Any], device: torch.device, seed: int, one_head: int | None) -> Problem:
+    """The products, and attention of q, k, v as projections leave them, (B, N, H, D); both in one problem."""
+    generator = torch.Generator(device).manual_seed(seed)
+    made = functools.partial(normal, dtype=dtype_of(case), generator=generator)
+    B, N, H, H_KV, D, E = (case[key] for key in ("B", "N", "H", "H_KV", "D", "E"))
+    sizes = floors.projections_of(case)
+    if case["layer"] == "mhsa":  # q, k and v are one product
+        sizes = [(sizes[0][0], sum(out for _, out in sizes[:3])), sizes[3]]
+    pairs = [t.requires_grad_() for a, b in sizes for t in (made((B, N, a)), made((b, a)) * a**-0.5)]
+    names = [f"{name}{i}" for i in range(len(sizes)) for name in "xw"]
+    first = Formula(products, output="y").problem(pairs, pairs, names, seed)
+    q, k, v, do = (made((B, N, h, d)).transpose(1, 2) for h, d in ((H, D), (H_KV, D), (H_KV, E), (H, E)))
+    x = testing.Inputs(q, k, v, None, None, None, case["causal"], None, None, None, do.contiguous(), q.new_zeros(0))
+    second = flash.as_problem(x._replace(dlse=x.dlse.float()), ("o",), one_head)
+
+    def pick(name: str, y: Tensor) -> Tensor:
+        return second.pick(name, y) if name.removeprefix("d") in ("q", "k", "v", "o") else y
+
+    return Problem(
+        (pairs, second.x), first.leaves | second.leaves, first.douts | second.douts,
+        lambda: first.expected() | second.expected(), pick=pick,
+    )  # fmt: skip
+
+
+def products(*pairs: Tensor) -> list[Tensor]:
+    return [F.linear(x, w) for x, w in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
+def attend(backend: str) -> Callable[[Any], list[Tensor]]:
+    return lambda given: [*products(*given[0]), flash.attend(backend)(given[1])]
