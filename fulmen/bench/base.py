@@ -18,10 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from fulmen.bench import competitors, environment, runner, schema
+from fulmen.bench import Refused, environment, schema
 from fulmen.bench.cases import Line
-from fulmen.bench.group import Group, Machine
-from fulmen.bench.runner import BadRun, Journal, Selection
+from fulmen.bench.runner import Journal, Selection, Session
 
 WAYS_OUT = "give a folder that holds the other version (`git archive REF | tar -x -C FOLDER`), or run in a clone"
 
@@ -38,8 +37,8 @@ class Base:
 
     def __init__(self, ref: str, selection: Selection, out: Path) -> None:
         self.ref, self.selection, self.journal = ref, selection, Journal(out)
-        self.folder = Path(tempfile.mkdtemp(prefix="fulmen-base-"))
-        self.tree = self.folder / "tree"
+        self.folder = tempfile.TemporaryDirectory(prefix="fulmen-base-", ignore_cleanup_errors=True)
+        self.tree = Path(self.folder.name) / "tree"
         self.process: subprocess.Popen[str] | None = None
         self.asked, self.begun, self.done = 0, False, False
 
@@ -60,7 +59,7 @@ class Base:
     def _copy(self) -> str | None:
         """A version that lies in a folder."""
         if not (Path(self.ref) / "fulmen" / "__init__.py").is_file():
-            raise BadRun(f"--base {self.ref}: there is no package fulmen in that folder")
+            raise Refused(f"--base {self.ref}: there is no package fulmen in that folder")
         leave = shutil.ignore_patterns("__pycache__", "bench")
         shutil.copytree(Path(self.ref) / "fulmen", self.tree / "fulmen", ignore=leave)
         return environment.archived(Path(self.ref))
@@ -70,13 +69,13 @@ class Base:
         if not found:
             works, why = git("rev-parse", "HEAD")
             if not works:
-                raise BadRun(f"--base {self.ref}: no commit can be had here, {why}; {WAYS_OUT}")
-            raise BadRun(f"--base {self.ref}: git knows no such commit, and there is no such folder; {WAYS_OUT}")
+                raise Refused(f"--base {self.ref}: no commit can be had here, {why}; {WAYS_OUT}")
+            raise Refused(f"--base {self.ref}: git knows no such commit, and there is no such folder; {WAYS_OUT}")
         done, why = git("worktree", "add", "--detach", str(self.tree), sha)
         if not done:
-            raise BadRun(f"--base {self.ref}: git says {why}")
+            raise Refused(f"--base {self.ref}: git says {why}")
         if not (self.tree / "fulmen").is_dir():
-            raise BadRun(f"--base {self.ref}: there is no package fulmen in that commit")
+            raise Refused(f"--base {self.ref}: there is no package fulmen in that commit")
         return sha
 
     def _start(self, sha: str | None) -> None:
@@ -86,7 +85,7 @@ class Base:
         )  # fmt: skip
         answer = self.ask("start", selection=dataclasses.asdict(self.selection))
         if Path(answer["package"]) != (self.tree / "fulmen").resolve():
-            raise BadRun(f"--base {self.ref}: its process took {answer['package']}, which is not that commit")
+            raise Refused(f"--base {self.ref}: its process took {answer['package']}, which is not that commit")
         run = schema.parse(answer["run"], f"--base {self.ref}")
         assert isinstance(run, schema.Run)
         clean = {"dirty": None, "diff": None} if sha is None else {"dirty": False, "diff": ""}
@@ -108,7 +107,7 @@ class Base:
         except (BrokenPipeError, json.JSONDecodeError) as error:
             answer = {"error": f"the process ended ({error})"}
         if "error" in answer:
-            raise BadRun(f"--base {self.ref}: {answer['error']}")
+            raise Refused(f"--base {self.ref}: {answer['error']}")
         return answer
 
     # what `runner.run` takes turns with
@@ -137,7 +136,7 @@ class Base:
             self.process.stdout.close()
         if (self.tree / ".git").exists():
             git("worktree", "remove", "--force", str(self.tree))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.cleanup()
 
 
 # -------------------------------------------------------------------------------- inside the other process
@@ -146,24 +145,15 @@ class Base:
 class Server:
     """The process of the other commit: each method answers one question."""
 
-    passed: dict[Any, dict[str, Any]]
-
     def start(self, selection: dict[str, Any]) -> dict[str, Any]:
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in selection.items()}
-        self.selection, self.passed = Selection(**given), {}
-        self.machine = Machine.of(environment.device_of(self.selection.device))
-        self.machine.burn_in()
-        self.run = runner.new_run(self.selection, self.machine)
-        lines = runner.lines_of(self.selection, self.machine.device)
-        self.plans = runner.plans_of(self.selection, lines, self.machine.device, lambda text: None)
-        return {"run": schema.dumps(self.run), "package": str(environment.PACKAGE.resolve())}
+        self.session = Session(Selection(**given))
+        self.plans = self.session.plans()
+        return {"run": schema.dumps(self.session.run), "package": str(environment.PACKAGE.resolve())}
 
     def prepare(self, suite: str, case: dict[str, Any]) -> dict[str, Any]:
         line, who = next(plan for plan in self.plans if plan[0].suite == suite and plan[0].case == case)
-        own = [competitor for competitor in who if competitor.name.startswith(competitors.OURS)]
-        seed = int(self.run.environment["seed"])
-        entries = runner.cells_of(line, own, self.run, seed, self.machine, self.selection)
-        self.group = Group(line, entries, self.machine, seed, passed=self.passed)
+        self.group = self.session.group(line, [(c, self.session.cells(line, c)) for c in who if c.ours])
         self.group.prepare()
         return {"done": self.group.done}
 
@@ -172,7 +162,7 @@ class Server:
         return {"done": self.group.done}
 
     def finish(self) -> dict[str, Any]:
-        return {"cells": [schema.dumps(cell) for cell in self.group.finish(self.run)]}
+        return {"cells": [schema.dumps(cell) for cell in self.group.finish(self.session.run)]}
 
 
 def serve(stdin: IO[str], stdout: IO[str]) -> None:

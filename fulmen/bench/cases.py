@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from fulmen.bench import Refused
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -29,7 +31,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 WORDS = {"yes": True, "no": False, "true": True, "false": False}
 
 
-class BadSuite(Exception):
+class BadSuite(Refused):
     """A suite, a shape or a name that does not exist, with what does."""
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.bench import adapters, cases, kernels
+from fulmen.bench import Refused, adapters, cases, kernels
 from fulmen.bench.group import Machine
 from fulmen.flash.spec import Residuals as FlashResiduals
 from fulmen.launch import run as run_one
@@ -42,7 +42,7 @@ SHAPES = {
 Tiles = tuple[int, ...]
 
 
-class CannotTune(Exception):
+class CannotTune(Refused):
     """Why not, in words."""
 
 
