@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,8 +24,29 @@ MAX_GRID = 65_535  # in the second and third dimension
 MAX_SPLITS = 264  # cuda_merge.cu has room for
 MERGE_THREADS = 128
 MERGE_BYTES = 4 * MAX_SPLITS + 16 * MERGE_THREADS  # of shared memory
-MAX_MAPS = 64  # addresses a launch remembers
 GROUPS = (2, 4, 8, 16, 32, 64)  # query heads for each head of k and v that can share tiles: they divide 64 rows
+
+ARGUMENTS = cuda.Struct(
+    "Args",
+    ("q", "TensorMap"), ("k", "TensorMap"), ("v", "TensorMap"),  # boxes of 64 columns and 64 (q) or block_n rows
+    ("o", "char *"),  # SPLIT: sums (splits, B * H, N, E), fp32
+    ("lse", "float *"),  # or null; SPLIT: m, in base 2, and l (splits, B * H, N, 2)
+    ("sinks", "const char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
+    ("o_strides", cuda.STRIDES),
+    ("heads", "int"), ("h", "int"), ("group", "int"),  # B * H, H, H / H_KV; PACK_GQA: B * H_KV, H_KV, H / H_KV
+    ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
+    ("tiles", "int"), ("swizzle", "int"),  # tiles of a head; heads of one L2 swizzle group
+    ("factor", "float"), ("inner", "float"),  # scale * log2(e); softcap * log2(e) and scale / softcap
+    ("log_group", "int"), ("splits", "int"),  # log_group: base 2
+)  # fmt: skip
+COMBINE_ARGUMENTS = cuda.Struct(
+    "Args",
+    ("sums", "const float4 *"),  # (splits, heads, N, E)
+    ("found", "const float2 *"),  # m, in base 2, and l (splits, heads, N)
+    ("o", "char *"), ("lse", "float *"), ("sinks", "const char *"),  # lse: or null
+    ("o_strides", cuda.STRIDES),
+    ("heads", "int"), ("h", "int"), ("n", "int"), ("splits", "int"),  # B * H, H
+)  # fmt: skip
 
 
 def lacks(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
@@ -203,10 +223,10 @@ def variant(spec: FlashSpec, cfg: Config, sinks: torch.dtype | None = None) -> c
         "STAGES": cfg.stages, "BLOCKS_PER_SM": cfg.blocks_per_sm, "TAKE_TURNS": int(cfg.take_turns),
         "BF16": int(spec.dtype == torch.bfloat16), "LEFT": int(spec.left is not None),
         "RIGHT": int(spec.right is not None), "SOFTCAP": int(spec.softcap is not None),
-        "PACKED": int(spec.sequences is not None), "GROUPED": int(cfg.grouped),
+        "PACKED": int(spec.sequences is not None), "PACK_GQA": int(cfg.grouped),
         "SPLIT": int(cfg.splits > 1), "SINKS": kind(spec, sinks) if cfg.splits == 1 else 0,
     }  # fmt: skip
-    return cuda.Variant("flash/cuda_sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()))
+    return cuda.Variant("flash/kernels/sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 
 
 def kind(spec: FlashSpec, sinks: torch.dtype | None) -> int:
@@ -215,7 +235,9 @@ def kind(spec: FlashSpec, sinks: torch.dtype | None) -> int:
 
 def merge_variant(spec: FlashSpec, sinks: torch.dtype | None = None) -> cuda.Variant:
     macros = {"VALUE_DIM": spec.E, "BF16": int(spec.dtype == torch.bfloat16), "SINKS": kind(spec, sinks)}
-    return cuda.Variant("flash/cuda_merge.cu", "flash_merge_kernel", "90a", tuple(macros.items()))
+    return cuda.Variant(
+        "flash/kernels/combine.cu", "flash_combine_kernel", "90a", tuple(macros.items()), COMBINE_ARGUMENTS
+    )
 
 
 def heads(spec: FlashSpec, cfg: Config) -> int:
@@ -255,69 +277,32 @@ def launch_of(
     factor, inner = spec.scale * log2e, 0.0
     if spec.softcap is not None:
         factor, inner = spec.softcap * log2e, spec.scale / spec.softcap
-    rest = struct.pack(
-        "3q11i2f2i", *o_strides, every, spec.H_KV if cfg.grouped else spec.H, group, spec.N_Q, spec.N_KV,
-        spec.left or 0, spec.right or 0, int(spec.top_left), spec.sequences or 0, tiles(spec, cfg),
-        section(spec, cfg, hw), factor, inner, group.bit_length() - 1, cfg.splits,
-    )  # fmt: skip
-    rest += bytes(-(len(rest) + 40) % 64)  # the struct begins with maps, and so has their alignment
+    constants = {
+        "o_strides": o_strides, "heads": every, "h": spec.H_KV if cfg.grouped else spec.H, "group": group,
+        "n_q": spec.N_Q, "n_kv": spec.N_KV,
+        "left": spec.left or 0, "right": spec.right or 0, "top_left": int(spec.top_left),
+        "sequences": spec.sequences or 0, "tiles": tiles(spec, cfg), "swizzle": section(spec, cfg, hw),
+        "factor": factor, "inner": inner, "log_group": group.bit_length() - 1, "splits": cfg.splits,
+    }  # fmt: skip
     grid = (min(cfg.blocks_per_sm * hw.sm_count, tiles(spec, cfg) * every * cfg.splits), 1, 1)
     return cuda.Launch(
-        variant(spec, cfg, sinks), spec.device, grid, cfg.threads, cfg.shared(spec.D, spec.E), "128s128s128s5Q", rest,
+        variant(spec, cfg, sinks), spec.device, grid, cfg.threads, cfg.shared(spec.D, spec.E), constants,
         early=True,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
 def merge_of(spec: FlashSpec, cfg: Config, o_strides: tuple[int, ...], sinks: torch.dtype | None = None) -> cuda.Launch:
-    rest = struct.pack("3q4i", *o_strides, spec.B * spec.H, spec.H, spec.N_Q, cfg.splits)
+    constants = {"o_strides": o_strides, "heads": spec.B * spec.H, "h": spec.H, "n": spec.N_Q, "splits": cfg.splits}
     grid = (spec.N_Q, spec.H, spec.B)
     variant = merge_variant(spec, sinks)
-    return cuda.Launch(variant, spec.device, grid, MERGE_THREADS, MERGE_BYTES, "5Q", rest, early=True)
+    return cuda.Launch(variant, spec.device, grid, MERGE_THREADS, MERGE_BYTES, constants, early=True)
 
 
 def workspace(spec: FlashSpec, cfg: Config) -> tuple[Tensor, int]:
     """For what blocks have of split keys: fp32 sums and, from the second number on, m and l."""
     rows = cfg.splits * spec.B * spec.H * spec.N_Q
     return torch.empty(rows * (spec.E + 2), dtype=torch.float32, device=spec.device), 4 * rows * spec.E
-
-
-class Maps:
-    """What the copy engine needs to know of tensors (B, heads, N, size) of one shape, by their address.
-
-    Boxes are 64 columns of `rows` positions of a head or, with a group, of rows / group positions of all its heads.
-    """
-
-    def __init__(self, x: Tensor, rows: int, group: int = 1) -> None:
-        B, heads, N, size = x.shape
-        step_b, step_h, step_n = x.stride()[:3]
-        dims = [(N, step_n, rows // group), (heads // group, step_h * group, 1), (B, step_b, 1)]
-        if group > 1:
-            dims.insert(0, (group, step_h, group))
-        sizes, steps, box = zip(*dims, strict=True)
-        width = x.element_size()
-        apart = tuple(width * (step if n > 1 else size) for n, step in zip(sizes, steps, strict=True))
-        self.facts = x.dtype, (size, *sizes), apart, (64, *box)
-        self.known: dict[int, bytes] = {}
-
-    def __call__(self, address: int) -> bytes:
-        known = self.known.get(address)
-        if known is None:
-            dtype, sizes, strides, box = self.facts
-            known = cuda.tensor_map(dtype, address, sizes, strides, box)
-            if len(self.known) >= MAX_MAPS:
-                self.known = {}
-            self.known[address] = known
-        return known
-
-
-@functools.lru_cache(maxsize=4096)
-def maps_of(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, group: int) -> Maps:
-    return Maps(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), rows, group)
-
-
-def mapped(x: Tensor, rows: int, group: int = 1) -> Maps:
-    return maps_of(x.dtype, x.shape, x.stride(), rows, group)
 
 
 def strides(o: Tensor) -> tuple[int, ...]:
@@ -333,10 +318,10 @@ def run(spec: FlashSpec, cfg: Config, x: Residuals, o: Tensor, lse: Tensor | Non
     launch = launch_of(spec, cfg, strides(o), None if x.sinks is None else x.sinks.dtype)
     if launch.empty:
         return
-    q = mapped(x.q, 64, spec.group if cfg.grouped else 1)(x.q.data_ptr())
+    q = cuda.tensor_maps(x.q, 64, spec.group if cfg.grouped else 1)(x.q.data_ptr())
     k = v = q  # without keys nothing is read through them
     if spec.N_KV:
-        k, v = mapped(x.k, cfg.block_n)(x.k.data_ptr()), mapped(x.v, cfg.block_n)(x.v.data_ptr())
+        k, v = cuda.tensor_maps(x.k, cfg.block_n)(x.k.data_ptr()), cuda.tensor_maps(x.v, cfg.block_n)(x.v.data_ptr())
     if cfg.splits == 1:
         launch(q, k, v, *map(address, (o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)))
         return
@@ -352,8 +337,8 @@ def repeat(spec: FlashSpec, cfg: Config, x: Residuals, o: Tensor) -> Callable[[i
     launch = launch_of(spec, cfg, strides(o))
     if launch.empty or not spec.N_KV:
         return None
-    q_map = mapped(x.q, 64, spec.group if cfg.grouped else 1)
-    k_map, v_map = mapped(x.k, cfg.block_n), mapped(x.v, cfg.block_n)
+    q_map = cuda.tensor_maps(x.q, 64, spec.group if cfg.grouped else 1)
+    k_map, v_map = cuda.tensor_maps(x.k, cfg.block_n), cuda.tensor_maps(x.v, cfg.block_n)
 
     def again(q: int, k: int, v: int, o: int) -> None:
         launch(q_map(q), k_map(k), v_map(v), o, 0, 0, 0, 0)

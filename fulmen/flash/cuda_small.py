@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,15 @@ from fulmen.flash.op import FlashSpec, Residuals
 
 MAX_TOKENS = 512
 HEAD_DIMS = (64, 128)
+ARGUMENTS = cuda.Struct(
+    "Args",
+    ("q", "const char *"), ("k", "const char *"), ("v", "const char *"), ("o", "char *"),
+    ("lse", "float *"),  # or null
+    ("q_strides", cuda.STRIDES), ("k_strides", cuda.STRIDES), ("v_strides", cuda.STRIDES), ("o_strides", cuda.STRIDES),
+    ("group", "int"), ("n_q", "int"), ("n_kv", "int"), ("shift", "int"),  # query i stands at position i + shift
+    ("factor", "float"),  # scale * log2(e)
+    ("log_group", "int"),  # base 2; PACK_GQA only
+)  # fmt: skip
 
 
 def lacks(spec: FlashSpec) -> str | None:
@@ -159,10 +167,14 @@ def variant(spec: FlashSpec, hw: hardware.Hardware, cfg: Tile) -> cuda.Variant:
     macros = {"HEAD_DIM": spec.D, "BLOCK_N": cfg.block_n, "BLOCKS_PER_SM": cfg.blocks_per_sm}
     macros |= {"BF16": int(spec.dtype == torch.bfloat16), "CAUSAL": int(spec.right is not None)}
     if isinstance(cfg, Once):
-        macros |= {"PARTS": cfg.stages, "GROUPED": int(cfg.grouped)}
-        return cuda.Variant("flash/cuda_once.cu", "flash_once_forward_kernel", "90a", tuple(macros.items()))
+        macros |= {"PARTS": cfg.stages, "PACK_GQA": int(cfg.grouped)}
+        return cuda.Variant(
+            "flash/kernels/single_tile.cu", "flash_single_tile_forward_kernel", "90a", tuple(macros.items()), ARGUMENTS
+        )
     macros |= {"WARPS_M": cfg.warps_m, "WARPS_N": cfg.warps_n, "STAGES": cfg.stages}
-    return cuda.Variant("flash/cuda_small.cu", "flash_small_forward_kernel", str(hw.arch), tuple(macros.items()))
+    return cuda.Variant(
+        "flash/kernels/small.cu", "flash_small_forward_kernel", str(hw.arch), tuple(macros.items()), ARGUMENTS
+    )
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -182,10 +194,13 @@ def launch_of(spec: FlashSpec, cfg: Tile, steps: tuple[int, ...], early: bool = 
     hw = hardware.of(spec.device)
     shift = 0 if spec.top_left else spec.N_KV - spec.N_Q
     group = max(spec.group, 1)
-    scale = spec.scale * math.log2(math.e)
-    rest = struct.pack("12q4ifi", *steps, group, spec.N_Q, spec.N_KV, shift, scale, group.bit_length() - 1)
+    constants = {
+        "q_strides": steps[:3], "k_strides": steps[3:6], "v_strides": steps[6:9], "o_strides": steps[9:],
+        "group": group, "n_q": spec.N_Q, "n_kv": spec.N_KV, "shift": shift,
+        "factor": spec.scale * math.log2(math.e), "log_group": group.bit_length() - 1,
+    }  # fmt: skip
     return cuda.Launch(
-        variant(spec, hw, cfg), spec.device, grid(spec, cfg), cfg.threads, cfg.shared(spec.D), "5Q", rest,
+        variant(spec, hw, cfg), spec.device, grid(spec, cfg), cfg.threads, cfg.shared(spec.D), constants,
         early and hw.arch >= 90,
     )  # fmt: skip
 

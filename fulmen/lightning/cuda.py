@@ -18,7 +18,6 @@ are copied; for other inputs `auto` takes triton.
 from __future__ import annotations
 
 import functools
-import struct
 from typing import NamedTuple
 
 import torch
@@ -109,7 +108,7 @@ def variant(spec: LightningSpec, cfg: Config) -> cuda.Variant:
         "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": cfg.save,
         "SHARE": int(cfg.share),
     }  # fmt: skip
-    return cuda.Variant("lightning/cuda_sm90.cu", "lightning_sm90_kernel", "90a", tuple(macros.items()))
+    return cuda.Variant("lightning/kernels/sweep.cu", "lightning_sweep_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 
 
 def whole(spec: LightningSpec) -> int:
@@ -183,26 +182,40 @@ SWEEPS = {
     "state": Sweep(K, K, V, OUT),
     "dstate": Sweep(Q, Q, DO, OUT, reverse=True),
 }
-FRONT = struct.Struct("=" + 8 * "128s" + 3 * "Q3q4Q2f7i12x" + "3Q5if4i")
+SWEEP = cuda.Struct(
+    "Sweep",
+    ("out", "char *"),  # for chunks that are not written whole
+    ("out_b", "long long"), ("out_h", "long long"), ("out_n", "long long"),  # strides in bytes
+    ("enters", "float *"), ("leaves", "float *"),  # states, or null: of segments, where sequences are cut
+    ("first_enters", "float *"), ("first_leaves", "float *"),  # of the sequences before those that are cut
+    ("enters_times", "float"), ("leaves_times", "float"),
+    ("a", "int"), ("b", "int"), ("c", "int"), ("to", "int"),  # which maps
+    ("reverse", "int"),  # walks right to left
+    ("swapped", "int"),  # stores its states [V, K]
+    ("saved", "int"),  # begins groups of chunks from saved states
+    align=16,
+)  # fmt: skip
+ARGUMENTS = cuda.Struct(
+    "Args",
+    ("map", "TensorMap", 8),  # (D, N, heads, B), boxes of 64 columns and 64 rows; the last: (D, E, slots, heads)
+    ("sweep", SWEEP, 3),
+    ("decay", "const float *"), ("cu", "const int *"), ("pieces", "const int *"),
+    ("h", "int"), ("n", "int"), ("segment", "int"), ("segments", "int"), ("sweeps", "int"), ("scale", "float"),
+    ("not_last", "int"),  # of the last segment of a sequence, nothing is read
+    ("zero", "int"),  # 0, which the compiler does not know
+    ("whole", "int"), ("start", "int"),  # (sequence, head) before `whole` are not cut; where this launch begins
+)  # fmt: skip
 NO_MAP = bytes(128)
 
 
 @functools.lru_cache(maxsize=4096)
 def launch_of(var: cuda.Variant, device: torch.device, blocks: int, threads: int, shared: int) -> cuda.Launch:
-    rest = bytes(-FRONT.size % 64)
-    return cuda.Launch(var, device, (blocks, 1, 1), threads, shared, FRONT.format, rest, early=True)
+    return cuda.Launch(var, device, (blocks, 1, 1), threads, shared, {}, early=True)
 
 
 def map_of(x: Tensor) -> bytes:
     """Of (B, heads, N, size), for boxes of 64 rows and 64 columns."""
-    return known_map(x.dtype, x.data_ptr(), x.shape, x.stride())
-
-
-@functools.lru_cache(maxsize=8192)
-def known_map(dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    width = dtype.itemsize
-    apart = [s * width if n > 1 else shape[3] * width for n, s in zip(shape[:3], strides[:3], strict=True)]
-    return cuda.tensor_map(dtype, address, tuple(reversed(shape)), tuple(reversed(apart)), (64, 64, 1, 1))
+    return cuda.tensor_maps(x, 64)(x.data_ptr())
 
 
 class States(NamedTuple):

@@ -347,7 +347,7 @@ u64, i64, f32, i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, ctypes.c_i
 
 
 class SweepArgs(ctypes.Structure):
-    """struct Sweep of cuda_sm90.cu."""
+    """struct Sweep of sweep.cu."""
 
     _fields_ = [
         ("out", u64), ("out_b", i64), ("out_h", i64), ("out_n", i64), ("enters", u64), ("leaves", u64),
@@ -368,12 +368,13 @@ class Args(ctypes.Structure):
 
 
 def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
-    """The sizes are asserted in cuda_sm90.cu as well, which was compiled above."""
-    assert ctypes.sizeof(SweepArgs) == 112
-    assert cuda.FRONT.size == ctypes.sizeof(Args)
-    assert -(-cuda.FRONT.size // 64) * 64 == 1472
+    """The sizes are asserted by the compiler as well, which was given the sources above."""
+    assert ctypes.sizeof(SweepArgs) == cuda.SWEEP.size == 112
+    front = cuda.ARGUMENTS.packer()
+    assert front.size == ctypes.sizeof(Args)
+    assert cuda.ARGUMENTS.size == -(-front.size // 64) * 64 == 1472
     packed: list[bytes] = []
-    monkeypatch.setattr(cuda, "launch_of", lambda *args: lambda *front: packed.append(cuda.FRONT.pack(*front)))
+    monkeypatch.setattr(cuda, "launch_of", lambda *args: lambda *values: packed.append(front.pack(*values)))
     monkeypatch.setattr(cuda, "map_of", lambda x: bytes([x.shape[2] % 251]) * 128)
     call, x, given = call_of(1, 3, 700, 64, states=True)
     call = call._replace(scale=0.5)
@@ -401,7 +402,7 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
     sent: list[tuple[int, Args]] = []
 
     def launch_of(variant, device, blocks, threads, shared):
-        return lambda *front: sent.append((blocks, Args.from_buffer_copy(cuda.FRONT.pack(*front))))
+        return lambda *values: sent.append((blocks, Args.from_buffer_copy(cuda.ARGUMENTS.packer().pack(*values))))
 
     monkeypatch.setattr(cuda, "launch_of", launch_of)
     monkeypatch.setattr(cuda, "map_of", lambda x: bytes(128))
