@@ -1,7 +1,7 @@
 """Where PyTorch ends and our kernels begin: what every operation does with the tensors it is handed.
 
 Autocast, tensor subclasses, compilers, dispatch modes and function transforms are PyTorch's ways to look at a call.
-An op asks `unwatched` whether any is there: if not, it runs its backend at once; if so, it goes through its
+An op asks `is_plain_eager` whether any is there: if not, it runs its backend at once; if so, it goes through its
 `torch.library` operator, which all of them understand.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
@@ -68,8 +71,25 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: b
             )
 
 
+def is_number(x: Any) -> bool:
+    """Whether x is a real number, numpy's included, and no bool."""
+    return (isinstance(x, int | float) and not isinstance(x, bool)) or (not isinstance(x, int) and isinstance(x, Real))
+
+
+def as_int(x: Any) -> int:
+    """x, an int, numpy's included, or a 0-d tensor on the CPU, as an int; -1 for anything else."""
+    if isinstance(x, int):
+        return -1 if isinstance(x, bool) else x
+    if isinstance(x, Tensor) and (x.device.type != "cpu" or x.ndim or x.is_floating_point() or x.dtype == torch.bool):
+        return -1  # to read a GPU's number would synchronise
+    try:
+        return operator.index(x)
+    except TypeError:
+        return -1
+
+
 def check_scale(scale: float) -> float:
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 1e-30 <= abs(scale) <= 1e30:
+    if not is_number(scale) or not 1e-30 <= abs(scale) <= 1e30:
         raise ValueError(f"scale={scale!r}: must be a number of magnitude 1e-30 to 1e30, for fp32 arithmetic")
     return float(scale)
 
@@ -144,7 +164,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def aligned(*tensors: Tensor) -> bool:
     """Whether rows of (B, heads, N, size) begin at multiples of 16 bytes, and no two at the same: what the copy engine
     of Hopper and later takes."""
-    if not unwatched(*tensors):
+    if not is_plain_eager(*tensors):
         return True  # there may be no address, and no kernel is called
     for x in tensors:
         unit = 16 // x.element_size()
@@ -168,7 +188,7 @@ def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def unwatched(*tensors: Tensor | None) -> bool:
+def is_plain_eager(*tensors: Tensor | None) -> bool:
     """Whether nothing but eager PyTorch looks at the call: no compiler, tensor subclass, dispatch mode or transform."""
     if torch.compiler.is_compiling() or _dispatch_modes() or _transform() is not None or _tracing() is not None:
         return False
@@ -179,15 +199,16 @@ def unwatched(*tensors: Tensor | None) -> bool:
     return True
 
 
-def undisturbed() -> bool:
+def no_modes_active() -> bool:
     """Whether no compiler, dispatch mode or forward mode is at work, whatever the tensors are."""
     return not (torch.compiler.is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0)
 
 
-def recogniser(*tensors: Tensor) -> Callable[..., bool] | None:
-    """What says of tensors whether they are like these, in one call of C++ and a tenth of the time it takes to ask each
-    of them: type, dtype, device, sizes, strides, requires_grad, negated or not, and what transforms, traces or casts
-    them. None where torch has no such thing. It must not be asked about nested tensors, and knows no tensor twice.
+def tensor_guard(*tensors: Tensor) -> Callable[..., bool] | None:
+    """A guard of torch.compile's: one C++ call that says whether other tensors are like these.
+
+    It compares type, dtype, device, sizes, strides, requires_grad, the negative bit and active dispatch keys.
+    None where this torch has none. Does not support nested or aliased tensors.
     """
     return _guard(*tensors) if GUARDS_TELL else None
 
@@ -211,23 +232,22 @@ def _guards_tell() -> bool:
 GUARDS_TELL = _guards_tell()
 
 
-def allocator(like: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes tensors like this one, given any like it: torch.empty_like or, on the GPU that is current, how code of
-    torch.compile's makes them, in two thirds of the time.
-    """
-    make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    if make is None or like.device.type != "cuda":
-        return torch.empty_like
+def allocator(like: Tensor) -> Callable[[], Tensor]:
+    """Returns a fast `empty_like` for this layout: on a GPU the allocation call of torch.compile's generated code."""
     size, stride, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    index, current, empty_like = device.index, torch._C._cuda_getDevice, torch.empty_like
+    usual = functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+    make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if make is None or device.type != "cuda":
+        return usual
+    index, current = device.index, torch._C._cuda_getDevice
     try:
         with torch.cuda.device(device):
             made = make(size, stride, dtype)
     except (RuntimeError, TypeError):  # nobody promised it
-        return empty_like
+        return usual
     if (made.shape, made.stride(), made.dtype, made.device) != (like.shape, stride, dtype, device):
-        return empty_like
-    return lambda x: make(size, stride, dtype) if current() == index else empty_like(x)
+        return usual
+    return lambda: make(size, stride, dtype) if current() == index else usual()
 
 
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:

@@ -2,7 +2,8 @@
 
 An operation is a folder `fulmen/<op>/`; each module in it that calls `register` is a backend, named after its
 file. They are imported at the first call, so `import fulmen` loads no compiler, and a backend whose import
-fails stays in the table with the reason. Nothing else in the library chooses between implementations.
+fails stays in the table with the reason. What is fastest, and with which tile, `fulmen/<op>/policy.py` says; this file
+applies it.
 """
 
 from __future__ import annotations
@@ -15,32 +16,49 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fulmen import hardware
+
 OPS = ("lightning", "flash")
+
+
+class Choice(NamedTuple):
+    """What a backend runs for a call, as `fulmen/<op>/policy.py` chooses it."""
+
+    backend: str
+    kernel: str  # which of the backend's kernels; its own name if it has but one
+    tile: Any  # what the kernel is launched with: a tuple of numbers, or None
+    splits: int  # flash: blocks that share the keys of a tile; lightning: segments of a sequence
+    backward: str  # whose backward follows: a backend or kernel
+
+    def __str__(self) -> str:
+        words = [self.kernel] if self.kernel != self.backend else []
+        words += [str(self.tile)] if self.tile is not None else []
+        words += [f"{self.splits} splits"] if self.splits > 1 else []
+        words += [f"backward {self.backward}"] if self.backward not in (self.backend, self.kernel) else []
+        return ", ".join(words)
 
 
 class Kernel(NamedTuple):
     """One implementation of an operation.
 
     supports  spec -> None, or the sentence that says why not
-    rank      spec -> how it compares where several support the spec; "auto" takes the lowest
     forward   (spec, residuals) -> the op's outputs; for lightning (o, final state or None)
     backward  (spec, residuals, gradients of the outputs...) -> gradients; for lightning, from do and dstate (or None),
               (dq, dk, dv, dinitial_state or None). None: forward is differentiable as it is, and the kernel is taken
               only when asked for by name.
     prepare   (spec, residuals) -> None, or a function of the tensors alone that repeats the forward of a plain call
-              with the same shapes and strides; it may answer None, and forward is called
-    detail    spec -> what exactly would serve it, for `explain`; None: the name says it
+              with the same shapes and strides, each of which begins at a multiple of 16 bytes
+    prepare_backward  (spec, residuals, what the backward takes after them) -> the same for the backward
     saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None
     """
 
     op: str
     name: str
     supports: Callable[[Any], str | None]
-    rank: Callable[[Any], float]
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
     prepare: Callable[..., Any] | None = None
-    detail: Callable[[Any], str] | None = None
+    prepare_backward: Callable[..., Any] | None = None
     saves: Callable[[Any], tuple[int, ...] | None] | None = None
 
 
@@ -53,14 +71,13 @@ def register(
     name: str,
     *,
     supports: Callable[[Any], str | None],
-    rank: Callable[[Any], float],
     forward: Callable[..., Any],
     backward: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None = None,
-    detail: Callable[[Any], str] | None = None,
+    prepare_backward: Callable[..., Any] | None = None,
     saves: Callable[[Any], tuple[int, ...] | None] | None = None,
 ) -> None:
-    _kernels[op][name] = Kernel(op, name, supports, rank, forward, backward, prepare, detail, saves)
+    _kernels[op][name] = Kernel(op, name, supports, forward, backward, prepare, prepare_backward, saves)
 
 
 @functools.lru_cache
@@ -79,20 +96,38 @@ def kernels(op: str) -> dict[str, Kernel]:
     return _kernels[op]
 
 
+def policy(op: str) -> Any:
+    """The module that chooses for `op`: `order` and `choose`, pure functions of a spec and the hardware."""
+    return importlib.import_module(f"fulmen.{op}.policy")
+
+
+def choose(op: str, spec: Any, backend: str = "auto") -> Choice:
+    """What `backend` runs for `spec`: kernel, tile, splits. "auto": the backend to try first."""
+    return _choose(op, spec, hardware.of(spec.device), backend)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(op: str, spec: Any, hw: hardware.Hardware, backend: str) -> Choice:
+    choice: Choice = policy(op).choose(spec, hw, backend)
+    return choice
+
+
+def candidates(op: str, spec: Any) -> list[Kernel]:
+    """Every backend that could be imported, fastest first; one that the policy does not know comes last."""
+    known, names = kernels(op), policy(op).order(spec, hardware.of(spec.device))
+    return [known[name] for name in dict.fromkeys((*names, *known)) if name in known]
+
+
 def reasons(op: str, spec: Any) -> dict[str, str | None]:
     """For each backend of `op`: None if it serves `spec`, else why not. Fastest first."""
-    return {kernel.name: kernel.supports(spec) for kernel in ranked(op, spec)} | _missing[op]
-
-
-def ranked(op: str, spec: Any) -> list[Kernel]:
-    return sorted(kernels(op).values(), key=lambda kernel: kernel.rank(spec))
+    return {kernel.name: kernel.supports(spec) for kernel in candidates(op, spec)} | _missing[op]
 
 
 @functools.lru_cache(maxsize=4096)
 def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
     """The backend that serves `spec`; one asked for by name works or raises, it never falls back."""
     if backend == "auto":  # those behind the first that serves are not asked: to answer, one may have to compile
-        for kernel in ranked(op, spec):
+        for kernel in candidates(op, spec):
             if kernel.backward is not None and kernel.supports(spec) is None:
                 return kernel
     elif backend in kernels(op) and kernels(op)[backend].supports(spec) is None:
@@ -122,24 +157,17 @@ def differentiable_as_it_is(op: str, backend: str) -> bool:
     return kernel is not None and kernel.backward is None
 
 
-def table(why: dict[str, str | None], details: dict[str, str] | None = None) -> str:
+def table(why: dict[str, str | None], choices: dict[str, Choice] | None = None) -> str:
     """Candidates in the order `auto` would take them, one a line."""
     width = max(map(len, why))
-    good = {name: f"ok ({detail})" for name, detail in (details or {}).items()}
-    return "\n".join(f"  {name:<{width}}  {reason or good.get(name, 'ok')}" for name, reason in why.items())
-
-
-def details(op: str, spec: Any) -> dict[str, str]:
-    """What the backends that serve `spec` would run, where their name does not say it."""
-    return {
-        name: kernel.detail(spec)
-        for name, kernel in kernels(op).items()
-        if kernel.detail is not None and kernel.supports(spec) is None
-    }
+    chosen = {name: f"ok ({words})" for name, choice in (choices or {}).items() if (words := str(choice))}
+    return "\n".join(f"  {name:<{width}}  {reason or chosen.get(name, 'ok')}" for name, reason in why.items())
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:
     """The candidates for a call of `op` with these arguments, and which one serves it.
+
+    Beside a backend that could serve the call stand its kernel, tile, splits and whose backward follows.
 
     >>> print(fulmen.explain("lightning", q, k, v, decay))
     """
@@ -153,7 +181,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
         chosen = pick(op, spec, backend).name
     except NotImplementedError:
         chosen = "none"
-    return f"{spec}\n{table(reasons(op, spec), details(op, spec))}\n{backend}: {chosen}"
+    why = reasons(op, spec)
+    choices = {name: choose(op, spec, name) for name, reason in why.items() if reason is None}
+    return f"{spec}\n{table(why, choices)}\n{backend}: {chosen}"
 
 
 def report(op: str, device: torch.device) -> list[tuple[str, str | None]]:

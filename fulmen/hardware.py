@@ -18,16 +18,17 @@ class Hardware(NamedTuple):
     smem_bytes: int  # shared memory one block may opt in to
     l2_bytes: int
     name: str
+    cudnn: int = 0  # version of the cuDNN that torch loads, 91900 for 9.19.0; 0: none
 
 
 # One representative of each architecture; shared memory is the architecture's own limit.
 TARGETS: dict[int, Hardware] = {
-    80: Hardware(80, 108, 166_912, 40 << 20, "sm_80 (A100)"),
-    86: Hardware(86, 84, 101_376, 6 << 20, "sm_86 (A6000)"),
-    89: Hardware(89, 128, 101_376, 72 << 20, "sm_89 (RTX 4090)"),
-    90: Hardware(90, 132, 232_448, 50 << 20, "sm_90 (H100, H200)"),
-    100: Hardware(100, 148, 232_448, 126 << 20, "sm_100 (B200)"),
-    120: Hardware(120, 170, 101_376, 96 << 20, "sm_120 (RTX 5090)"),
+    80: Hardware(80, 108, 166_912, 40 << 20, "sm_80 (A100)", 91_900),
+    86: Hardware(86, 84, 101_376, 6 << 20, "sm_86 (A6000)", 91_900),
+    89: Hardware(89, 128, 101_376, 72 << 20, "sm_89 (RTX 4090)", 91_900),
+    90: Hardware(90, 132, 232_448, 50 << 20, "sm_90 (H100, H200)", 91_900),
+    100: Hardware(100, 148, 232_448, 126 << 20, "sm_100 (B200)", 91_900),
+    120: Hardware(120, 170, 101_376, 96 << 20, "sm_120 (RTX 5090)", 91_900),
 }
 
 
@@ -40,6 +41,7 @@ def _cuda(index: int) -> Hardware:
         smem_bytes=p.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing in torch's stub
         l2_bytes=p.L2_cache_size,
         name=p.name,
+        cudnn=torch.backends.cudnn.version() or 0,
     )
 
 

@@ -7,6 +7,7 @@ are those it was made with, which is for its owner to see to.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -67,7 +68,10 @@ def describable(*tensors: Tensor) -> bool:
 
 
 class Ready:
-    """A launch that was made once and can be repeated with other tensors."""
+    """A launch that was made once and can be repeated with other tensors, each at a multiple of 16 bytes.
+
+    Making it runs the kernel, which compiles it.
+    """
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
@@ -77,22 +81,19 @@ class Ready:
         self.grid, self.rest = launch.grid, launch.rest
         self.slow = launch._replace(tensors=())
 
-    def __call__(self, tensors: Sequence[Tensor | None], addresses: Sequence[int | None]) -> None:
-        """Runs the kernel on `tensors`, whose addresses the caller has looked up already."""
+    def __call__(self, *tensors: Tensor | None) -> None:
         if not self.grid:
             return
-        args: Any = addresses  # Triton takes them for tensors, and asks nothing about them
-        if self.described:
-            args = list(addresses)
-            for i, facts in self.described.items():
-                descriptor = TensorDescriptor.__new__(TensorDescriptor)  # checked when this was made ready
-                descriptor.__dict__.update(facts, base=tensors[i])
-                args[i] = descriptor
+        args: list[Any] = [None if x is None else x.data_ptr() for x in tensors]  # Triton takes addresses for tensors
+        for i, facts in self.described.items():
+            descriptor = TensorDescriptor.__new__(TensorDescriptor)  # checked when this was made ready
+            descriptor.__dict__.update(facts, base=tensors[i])
+            args[i] = descriptor
         if current_device() != self.device:  # Triton launches on whichever device is current
             with torch.cuda.device(self.device):
-                self(tensors, addresses)
+                self(*tensors)
         elif hooked(runtime.launch_enter_hook) or hooked(runtime.launch_exit_hook):
-            run(self.slow._replace(tensors=tuple(tensors)))
+            run(self.slow._replace(tensors=tensors))
         else:
             compiled = self.compiled
             compiled.run(
@@ -106,14 +107,9 @@ def hooked(hook: Any) -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def addresses_of(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], bool]:
-    """Where each begins, and whether all do so at a multiple of 16 bytes, which Triton compiles faster code for."""
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
-    merged = 0
-    for address in addresses:
-        if address is not None:
-            merged |= address
-    return addresses, merged % 16 == 0
+def aligned(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether all begin at multiples of 16 bytes, for which Triton compiles faster code."""
+    return not any(x is not None and x.data_ptr() % 16 for x in tensors)
 
 
 _ready: dict[Any, list[Ready]] = {}
@@ -130,15 +126,8 @@ def repeat(
 
     `key` stands for everything about them but the tensors' addresses: with the same key, what was compiled serves.
     """
-    if device.type != "cuda" or runtime.interpret:
-        for launch in make():
-            run(launch)
-        return
-    placed = [addresses_of(given) for given in tensors]
-    if not all(aligned for _, aligned in placed):  # Triton compiles for each pattern of alignment
-        with torch.cuda.device(device):
-            for launch in make():
-                run(launch)
+    if device.type != "cuda" or runtime.interpret or not all(map(aligned, tensors)):
+        run_all(make(), device)  # Triton compiles for each pattern of alignment
         return
     ready = _ready.get(key)
     if ready is None:
@@ -146,13 +135,15 @@ def repeat(
             _ready.clear()
         _ready[key] = [Ready(launch, device) for launch in make()]  # which runs them
         return
-    for call, given, (addresses, _) in zip(ready, tensors, placed, strict=True):
-        call(given, addresses)
+    for call, given in zip(ready, tensors, strict=True):
+        call(*given)
 
 
-def remembered(key: Any) -> list[Ready] | None:
-    """What `repeat` made ready under `key`."""
-    return _ready.get(key)
+def run_all(launches: Sequence[Launch], device: torch.device) -> None:
+    """In order, on `device`: Triton itself launches on whichever is current."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for launch in launches:
+            run(launch)
 
 
 def run(launch: Launch) -> Any:

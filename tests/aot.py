@@ -127,6 +127,7 @@ def launches(case: Case) -> list[Any]:
 
     from fulmen.boundary import empty_rows
     from fulmen.hardware import TARGETS
+    from fulmen.lightning import policy
     from fulmen.lightning.op import Residuals, spec_of
     from fulmen.lightning.triton import Gradients
     from fulmen.testing import lightning as testing
@@ -141,16 +142,17 @@ def launches(case: Case) -> list[Any]:
     spec = spec_of(x.q, x.k, x.v, decay, **x.options(), with_final_state=case.states)
     state = torch.empty_like(x.dstate) if case.states else None
     saved = Residuals(x.q, x.k, x.v, decay, x.initial_state, x.cu_seqlens)
-    hw = TARGETS[case.arch]
+    tile = policy.choose(spec, TARGETS[case.arch], case.backend).tile
     if case.pass_ == "forward":
-        return module.forward_launches(spec, hw, saved, empty_rows(x.q, spec.H, spec.E), state)
+        return module.forward_launches(spec, tile, saved, empty_rows(x.q, spec.H, spec.E), state)
     dstate = x.dstate if case.states else None
-    return module.backward_launches(spec, hw, saved, x.do, dstate, Gradients.empty(spec, saved), state)
+    return module.backward_launches(spec, tile, saved, x.do, dstate, Gradients.empty(spec, saved), state)
 
 
 def flash_launches(case: FlashCase) -> list[Any]:
     import torch
 
+    from fulmen.flash import policy
     from fulmen.flash import triton as module
     from fulmen.flash.op import FlashSpec, Residuals
     from fulmen.hardware import TARGETS
@@ -168,11 +170,11 @@ def flash_launches(case: FlashCase) -> list[Any]:
         B, case.H, case.H_KV, case.N, case.N, case.D, E, dtype, q.device, case.D**-0.5, case.left,
         0 if case.causal else None, False, case.softcap, case.sinks, 4 if case.packed else None, False, True,
     )  # fmt: skip
-    hw = TARGETS[case.arch]
+    tiles = policy.choose(spec, TARGETS[case.arch], "triton").tile
     if case.pass_ == "forward":
-        return [module.forward_launch(spec, hw, x, o, lse)]
+        return [module.forward_launch(spec, tiles, x, o, lse)]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    return module.backward_launches(spec, hw, x, module.Backward(o, lse, o, None, lse, q, dk, dv))
+    return module.backward_launches(spec, tiles, x, module.Backward(o, lse, o, None, lse, q, dk, dv))
 
 
 def rotary_launches(case: RotaryCase) -> list[Any]:

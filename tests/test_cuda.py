@@ -19,16 +19,16 @@ from fulmen import cuda, hardware
 from fulmen.cuda import compile as compiling
 from fulmen.cuda import launch, tensor_map
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90, cuda_small
+from fulmen.flash.kernels import combine, sm90, small
 from fulmen.flash.op import FlashSpec
-from fulmen.lightning import cuda as lightning
+from fulmen.lightning.kernels import sweep
 from tests import emulator, sass
 
 ROOT = Path(__file__).parents[1]
 SMALL = cuda.Variant("flash/kernels/small.cu", "flash_small_forward_kernel", "80", (
     ("HEAD_DIM", 64), ("WARPS_M", 4), ("WARPS_N", 1), ("BLOCK_N", 64), ("STAGES", 2), ("BLOCKS_PER_SM", 1), ("BF16", 1),
     ("CAUSAL", 0),
-), cuda_small.ARGUMENTS)  # fmt: skip
+), small.ARGUMENTS)  # fmt: skip
 CACHED = (compiling.cubin_or_reason, launch.loaded_or_reason, compiling.nvrtc)
 
 
@@ -316,8 +316,8 @@ def test_what_is_no_hazard(code):
 # ------------------------------------------------------------------------------------------------- arguments
 
 ARGUMENTS = {
-    "sm90": cuda_sm90.ARGUMENTS, "combine": cuda_sm90.COMBINE_ARGUMENTS, "small": cuda_small.ARGUMENTS,
-    "sweep": lightning.ARGUMENTS, "one sweep": lightning.SWEEP, "strides": cuda.STRIDES,
+    "sm90": sm90.ARGUMENTS, "combine": combine.ARGUMENTS, "small": small.ARGUMENTS,
+    "sweep": sweep.ARGUMENTS, "one sweep": sweep.SWEEP, "strides": cuda.STRIDES,
     "gaps": cuda.Struct("Gaps", ("a", "int"), ("b", "char *"), ("c", "float", 3), ("d", cuda.STRIDES, 2), ("e", "int")),
 }  # fmt: skip
 

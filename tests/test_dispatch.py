@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,56 +20,71 @@ from fulmen.lightning.op import LightningSpec, plain_spec
 CUDA = torch.device("cuda", 0)
 
 
+class Size(int):
+    """A spec of the made-up operation."""
+
+    device = torch.device("cpu")
+
+
 @pytest.fixture
 def toy(monkeypatch):
-    """An op whose specs are integers: `small` serves those below 10 and is fastest, `any` those below 100."""
+    """An op whose specs are sizes: `small` serves those below 10 and is fastest, `any` those below 100."""
     monkeypatch.setitem(dispatch._kernels, "toy", {})
     monkeypatch.setitem(dispatch._missing, "toy", {"gone": "cannot be imported: No module named 'cuda'"})
     monkeypatch.setattr(dispatch, "_load", lambda op: None)
 
-    def add(name: str, rank: float, limit: int) -> None:
+    monkeypatch.setattr(dispatch, "policy", lambda op: SimpleNamespace(order=lambda spec, hw: ("small", "any")))
+    monkeypatch.setattr(hardware, "of", lambda device: None)
+
+    def add(name: str, limit: int) -> None:
         def supports(spec):
             return None if spec < limit else f"{spec} is not below {limit}"
 
-        dispatch.register("toy", name, supports=supports, rank=lambda _: rank, forward=print, backward=print)
+        dispatch.register("toy", name, supports=supports, forward=print, backward=print)
 
-    add("any", 5.0, 100)
-    add("small", 1.0, 10)
+    add("any", 100)
+    add("small", 10)
     dispatch.pick.cache_clear()
     yield "toy"
     dispatch.pick.cache_clear()
 
 
-def test_auto_takes_the_lowest_rank_that_supports(toy):
-    assert dispatch.pick(toy, 3).name == "small"
-    assert dispatch.pick(toy, 30).name == "any"
+def test_auto_takes_the_first_that_supports(toy):
+    assert dispatch.pick(toy, Size(3)).name == "small"
+    assert dispatch.pick(toy, Size(30)).name == "any"
+
+
+def test_a_backend_the_policy_does_not_know_comes_last(toy):
+    dispatch.register(toy, "new", supports=lambda _: None, forward=print, backward=print)
+    assert [kernel.name for kernel in dispatch.candidates(toy, Size(3))] == ["small", "any", "new"]
+    assert dispatch.pick(toy, Size(300)).name == "new"
 
 
 def test_auto_leaves_what_has_no_backward_to_those_who_ask(toy):
-    dispatch.register(toy, "oracle", supports=lambda _: None, rank=lambda _: 0.0, forward=print, backward=None)
-    assert dispatch.pick(toy, 3).name == "small"
-    assert dispatch.pick(toy, 3, "oracle").name == "oracle"
+    dispatch.register(toy, "oracle", supports=lambda _: None, forward=print, backward=None)
+    assert dispatch.pick(toy, Size(3)).name == "small"
+    assert dispatch.pick(toy, Size(3), "oracle").name == "oracle"
 
 
 def test_auto_with_none_left_shows_every_reason(toy):
     with pytest.raises(NotImplementedError) as error:
-        dispatch.pick(toy, 300)
+        dispatch.pick(toy, Size(300))
     for sentence in ("no toy backend", "300 is not below 10", "300 is not below 100", "cannot be imported"):
         assert sentence in str(error.value)
 
 
 def test_by_name_works_or_raises(toy):
-    assert dispatch.pick(toy, 3, "any").name == "any"
+    assert dispatch.pick(toy, Size(3), "any").name == "any"
     with pytest.raises(NotImplementedError, match=r"backend='small' cannot.*: 30 is not below 10"):
-        dispatch.pick(toy, 30, "small")
+        dispatch.pick(toy, Size(30), "small")
     with pytest.raises(NotImplementedError, match="cannot be imported: No module named 'cuda'"):
-        dispatch.pick(toy, 3, "gone")
+        dispatch.pick(toy, Size(3), "gone")
     with pytest.raises(ValueError, match="backend='fast': toy has any, gone, small, or 'auto'"):
-        dispatch.pick(toy, 3, "fast")
+        dispatch.pick(toy, Size(3), "fast")
 
 
 def test_reasons_are_fastest_first(toy):
-    why = dispatch.reasons(toy, 30)
+    why = dispatch.reasons(toy, Size(30))
     assert list(why) == ["small", "any", "gone"]
     assert (why["small"], why["any"]) == ("30 is not below 10", None)
 
@@ -90,7 +109,7 @@ def test_a_backend_that_cannot_be_imported_stays_in_the_table(monkeypatch):
 
 def test_every_file_of_an_operation_but_its_story_is_a_backend():
     files = {path.stem for path in Path(dispatch.__file__).with_name("lightning").glob("*.py")}
-    assert set(dispatch.kernels("lightning")) == files - {"__init__", "op", "slopes"}
+    assert set(dispatch.kernels("lightning")) == files - {"__init__", "op", "policy", "slopes"}
 
 
 def spec(**changes) -> LightningSpec:
@@ -163,3 +182,51 @@ def test_a_backend_without_backward_is_differentiated_as_it_is(monkeypatch):
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     fulmen.lightning_attention(q, q, q, backend="oracle").sum().backward()
     assert q.grad is not None
+
+
+POLICIES = """
+import sys, torch
+before = set(sys.modules)  # torch may import some of these
+from fulmen.flash import policy
+from fulmen.lightning import policy
+wrong = {name for name in sys.modules if "triton" in name or "cuda" in name} - before
+sys.exit(", ".join(wrong) or None)
+"""
+
+
+def test_a_policy_imports_no_compiler():
+    subprocess.run([sys.executable, "-c", POLICIES], check=True)
+
+
+@pytest.mark.parametrize("hw", hardware.TARGETS.values(), ids=lambda hw: hw.name)
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_a_policy_always_answers_the_same(op, hw):
+    """For every backend and "auto", which is the first in the order; without asking a device."""
+    policy = dispatch.policy(op)
+    for D, dtype in itertools.product((64, 80, 256), (torch.bfloat16, torch.float64)):
+        asked = importlib.import_module(f"fulmen.{op}.op").plain_spec(CUDA)._replace(D=D, E=D, dtype=dtype)
+        names = policy.order(asked, hw)
+        assert names == policy.order(asked, hw)
+        assert set(dispatch.kernels(op)) <= set(names)
+        assert policy.choose(asked, hw) == policy.choose(asked, hw, names[0])
+        for name in (*names, "a new one"):
+            choice = policy.choose(asked, hw, name)
+            assert choice == policy.choose(asked, hw, name)
+            assert (choice.backend, choice.splits >= 1) == (name, True)
+            assert hash(choice) == hash(policy.choose(asked, hw, name))
+
+
+def test_explain_prints_the_choice(monkeypatch):
+    """Kernel, tile, splits and whose backward, of every backend that serves."""
+    monkeypatch.setattr("fulmen.cuda.problem", lambda *args: None)
+    monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
+    asked = importlib.import_module("fulmen.flash.op").plain_spec(CUDA)._replace(B=1, H=32, H_KV=8, N_Q=1, N_KV=8192)
+    asked = asked._replace(D=128, E=128, right=None)
+    monkeypatch.setattr("fulmen.flash.op.checked_spec", lambda: asked)
+    dispatch.pick.cache_clear()
+    text = fulmen.explain("flash")
+    dispatch.pick.cache_clear()
+    assert "cuda        ok (sm90, 64 queries x 80 keys, pack GQA, 15 splits, backward cudnn)" in text
+    assert "sdpa        ok (cudnn)" in text
+    assert "triton      ok (forward 64 x 64, 4 warps, 3 stages; dq 128 x 64, 8 warps, 3 stages; dkdv" in text
+    assert text.endswith("auto: cuda")

@@ -35,7 +35,9 @@ def test_facts_come_from_the_device_and_are_asked_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     hardware._cuda.cache_clear()
     try:
-        assert hardware.of(torch.device("cuda", 3)) == hardware.Hardware(121, 48, 101_376, 24 << 20, "GB10")
+        assert hardware.of(torch.device("cuda", 3)) == hardware.Hardware(
+            121, 48, 101_376, 24 << 20, "GB10", torch.backends.cudnn.version() or 0
+        )
         assert hardware.of(torch.device("cuda", 3)).arch == 121
         assert asked == [3]
         hardware.of(torch.device("cuda"))

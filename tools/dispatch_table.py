@@ -1,4 +1,4 @@
-"""Writes docs/dispatch.md, the tiles each architecture gets; with --check, fails if it is out of date."""
+"""Writes docs/dispatch.md, what each architecture runs, from `policy.py`; with --check, fails if it is out of date."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from fulmen.flash import ranking
-from fulmen.flash import triton as flash
+from fulmen.flash import policy as flash
 from fulmen.flash.op import FlashSpec
 from fulmen.hardware import TARGETS
 from fulmen.lightning import cuda as lightning_cuda
-from fulmen.lightning import triton as lightning
+from fulmen.lightning import policy as lightning
 from fulmen.lightning.op import LightningSpec
 
 PATH = Path(__file__).parent.parent / "docs" / "dispatch.md"
@@ -20,9 +19,10 @@ HEAD_DIMS = (16, 64, 128, 256)
 INTRODUCTION = """\
 # What each GPU runs
 
-Made by `tools/dispatch_table.py` from the code; `make check` and the tests fail when they differ. `config` picks
-tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares. Backends `cuda`
-ask for a compute capability.
+Made by `tools/dispatch_table.py` from `fulmen/lightning/policy.py` and `fulmen/flash/policy.py`; `make check` and the
+tests fail when they differ. A policy picks tiles from the facts a device reports, so a GPU that is not listed gets the
+row whose facts it shares. Measurements stand beside the rows in the code. `fulmen.explain(...)` prints the choice for
+one call.
 
 ## Lightning attention, backends `triton` and `triton_split`
 
@@ -37,12 +37,12 @@ columns of a program, warps, pipeline stages.
 LIGHTNING_CUDA = """
 ## Lightning attention, backend `cuda`
 
-Compute capability 9.0, bf16, D = E of 64 or 128, H_KV = H: there `auto` takes it. Chunks of {chunk} rows, with and
-without decay, packed or not. "Chunks ahead" are those the ring in shared memory holds; beside the warpgroups that
-make outputs one keeps the state and one copies. Saved states are {rows} rows apart, in bf16; where the sequence is
-split, states of segments are gathered first (at D = 128 those are kept for the backward, in fp32).
+Compute capability 9.0, bf16, D = E of 64 or 128, H_KV = H: there `auto` takes it. Chunks have {chunk} rows. Stages are
+the chunks in flight in shared memory. Beside the warpgroups for outputs, one keeps the state and one loads. Saved
+states are {rows} rows apart, in bf16. Where sequences are split, a launch gathers the states of segments first; at
+D = 128 these are kept for the backward, in fp32.
 
-| D, E | pass | chunks ahead | warpgroups for outputs | threads | shared memory | saved states |
+| D, E | pass | stages | warpgroups for outputs | threads | shared memory | saved states |
 |---|---|---|---|---|---|---|
 """
 FLASH = """
@@ -53,18 +53,40 @@ bf16 and fp16, causal or not. An entry is the rows a program owns x the rows it 
 | GPU | shared memory | D, E up to | forward | dq | dk, dv |
 |---|---|---|---|---|---|
 """
-RANKING = """
+AUTO = """
 ## Softmax attention, `auto`
 
-On a compute capability with rows below, the backend measured to be the fastest; then sdpa, triton, eager, whichever
-serves the call. cuda is taken from 1024 queries a head and {full} in all on, also where options (window, softcap,
-sinks, packed sequences) leave triton as the only other one. Calls of less than
-{small:g} FLOP forward go to triton, as the host takes longer than the GPU, and without gradients, up to 256 queries and
-keys with D = E = 64, to cuda. Elsewhere torch's kernels come first, as nothing was measured. The measurements stand
-beside the rows in `fulmen/flash/ranking.py`.
+On compute capability 9.0 the first row that fits; "full" is from 1024 queries a head and {full:,} in all on. If the
+backend cannot serve the call, the next of sdpa, triton, eager follows. On other GPUs torch's kernels come first, as
+nothing was measured there.
 
-| compute capability | D, E up to | keys from | mask | gradients | first |
-|---|---|---|---|---|---|
+| call | first |
+|---|---|
+| decoding (below) | cuda or sdpa |
+| less than {small:g} FLOP, no gradients, plain, D = E of 64 or 128, up to 256 keys (512 where N_Q = N_KV) | cuda |
+| less than {small:g} FLOP | triton |
+| no gradients, plain, up to {keys64} keys (D = E = 64) or {keys128} (D = E = 128) | cuda |
+| window, softcap, sinks or packed sequences | cuda if full, else triton |
+| plain | the table below; cuda only if full, else sdpa |
+
+Plain calls have no option but `causal`. Decoding means no gradients, no packed sequences, a head dim that backend
+`cuda` has, and one of these, where "few" is up to 64 queries of a GQA group together:
+
+| queries | options | keys | first |
+|---|---|---|---|
+| few | window, softcap or sinks | any | cuda |
+| few | plain | over 256, split in three or more | cuda |
+| few | plain | 257 to {decode2:,}, split in two | cuda |
+| few | plain | 257 to {decode1:,}, not split | cuda |
+| few, several, causal from the last key | plain | over 256 | cuda |
+| few | plain | other numbers over 256, or a group that cannot share tiles | sdpa |
+| more | any | over 256 if plain, and split | cuda |
+
+All other plain calls follow this table. At D = 128, full, without GQA and below 4096 keys, "full" takes eight times as
+many queries.
+
+| D, E up to | mask | keys from | first |
+|---|---|---|---|
 """
 
 
@@ -73,20 +95,19 @@ def flash_lines() -> list[str]:
     for hw in TARGETS.values():
         for D in (64, 128, 256):
             spec = FlashSpec(2, 16, 16, 8192, 8192, D, D, torch.bfloat16, torch.device("cuda"), 1.0)
-            picked = [
-                f"{c.own} x {c.walk}, {c.num_warps} warps, {c.num_stages} stages"
-                for c in (flash.config(spec, hw, pass_) for pass_ in flash.PASSES)
-            ]
+            tiles = flash.choose(spec, hw, "triton").tile
+            picked = [str(getattr(tiles, pass_)) for pass_ in flash.PASSES]
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
-    lines.append(RANKING.format(small=ranking.SMALL, full=ranking.FULL))
-    for r in ranking.ROWS:
-        mask, grad = "causal" if r.causal else "full", "yes" if r.grad else "no"
-        lines.append(f"| {r.arch / 10} | {r.D} | {r.keys} | {mask} | {grad} | {r.first} |\n")
+    limits = {f"keys{D}": keys for D, keys in flash.SHORT_KEYS.items()}
+    limits |= {f"decode{splits}": keys for splits, keys in flash.DECODE_KEYS.items()}
+    lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, **limits))
+    for r in flash.ROWS:
+        lines.append(f"| {r.D} | {'causal' if r.causal else 'full'} | {r.keys} | {r.first} |\n")
     return lines
 
 
 def lightning_cuda_lines() -> list[str]:
-    lines = [LIGHTNING_CUDA.format(chunk=lightning_cuda.CHUNK, rows=lightning_cuda.SAVED_ROWS)]
+    lines = [LIGHTNING_CUDA.format(chunk=lightning_cuda.CHUNK, rows=lightning.SAVED_ROWS)]
     passes = {
         "forward": "forward",
         "training": "forward with gradients",
@@ -95,17 +116,13 @@ def lightning_cuda_lines() -> list[str]:
     }
     for D in (64, 128):
         spec = LightningSpec(4, 32, 32, 8192, D, D, torch.bfloat16, torch.device("cuda"))
-        for what, words in passes.items():
-            cfg = lightning_cuda.config(spec, what)
-            saved = ("none", "written", "read")[cfg.save]
-            lines.append(
-                f"| {D} | {words} | {cfg.stages} | {cfg.outs} | {cfg.threads} | {cfg.shared(D):,} B | {saved} |\n"
-            )
+        tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
+        for name, words in passes.items():
+            tile = getattr(tiles, name)
+            cost = f"{lightning_cuda.threads(tile)} | {lightning_cuda.shared_bytes(spec, tile):,} B"
+            saved = ("none", "written", "read")[tile.save]
+            lines.append(f"| {D} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
     return lines
-
-
-def tiles(config: lightning.Config) -> str:
-    return f"{config.chunk} x {config.block_v}, {config.num_warps} warps, {config.num_stages} stages"
 
 
 def render() -> str:
@@ -115,7 +132,7 @@ def render() -> str:
             picked = []
             for dtype in (torch.bfloat16, torch.float32):
                 spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"))
-                picked.append(tiles(lightning.config(spec, hw)))
+                picked.append(str(lightning.choose(spec, hw, "triton").tile))
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
     return INTRODUCTION + "".join([*lines, *lightning_cuda_lines(), *flash_lines()])
 

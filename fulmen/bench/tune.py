@@ -1,6 +1,6 @@
-"""`fulmen tune`: times tile choices of our Triton kernels on this GPU and proposes rows for their config tables.
+"""`fulmen tune`: times tile choices of our Triton kernels on this GPU and proposes rows for their tables.
 
-Nothing is changed: a person looks at the rows, and puts them into `config` of the kernel's file with the measurement
+Nothing is changed: a person looks at the rows, and puts them into `policy.py` of the operation with the measurement
 beside them. Candidates are compiled on all cores, those nearest to the tiles in use first; the result of each is
 compared with that of the tiles in use before it is timed. `seconds` bounds the whole: what was not compiled in its
 share of the time is left out, and counted.
@@ -17,7 +17,6 @@ import signal
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -73,17 +72,6 @@ def nearest_first(op: str, current: Tiles) -> list[Tiles]:
     return [current, *sorted((c for c in tiles(op) if c != current), key=steps)]
 
 
-@contextmanager
-def using(module: Any, config: Tiles) -> Iterator[None]:
-    """The kernel's `config` answers with this one."""
-    true = module.config
-    module.config = lambda *_, **__: module.Config(*config)
-    try:
-        yield
-    finally:
-        module.config = true
-
-
 # --------------------------------------------------------------------------------------------- launches of a pass
 
 
@@ -106,11 +94,22 @@ class Job(NamedTuple):
 
         return adapters.of(self.op)
 
-    def current(self, hw: Any) -> Tiles:
+    def tile(self, hw: Any, config: Tiles | None = None) -> Any:
+        """What the kernel is launched with; with `config`, in this pass."""
         import torch
 
-        spec = self.adapter.spec(self.case, torch.device("meta"))
-        return tuple(self.module.config(spec, hw, *([self.pass_] if self.op == "flash" else [])))
+        from fulmen import dispatch
+
+        spec, policy = self.adapter.spec(self.case, torch.device("meta")), dispatch.policy(self.op)
+        tile = policy.choose(spec, hw, "triton").tile
+        if config is None:
+            return tile
+        one = policy.TritonTile(*config)
+        return one if self.op == "lightning" else tile._replace(**{self.pass_: one})
+
+    def current(self, hw: Any) -> Tiles:
+        tile = self.tile(hw)
+        return tuple(tile if self.op == "lightning" else getattr(tile, self.pass_))
 
 
 @dataclass
@@ -163,20 +162,19 @@ class Arguments:
     def before(self, job: Job, hw: Any) -> None:
         """What the backward of softmax attention reads: o, lse and delta."""
         if job.op == "flash" and job.pass_ != "forward":
-            run([job.module.forward_launch(self.spec, hw, self.x, self.outputs.o, self.outputs.lse)])
-            run(job.module.backward_launches(self.spec, hw, self.x, self.outputs)[:1])
+            run([job.module.forward_launch(self.spec, job.tile(hw), self.x, self.outputs.o, self.outputs.lse)])
+            run(job.module.backward_launches(self.spec, job.tile(hw), self.x, self.outputs)[:1])
 
     def launches(self, job: Job, hw: Any, config: Tiles) -> list[Any]:
-        module = job.module
-        with using(module, config):
-            if job.op == "lightning":
-                if job.pass_ == "forward":
-                    return list(module.forward_launches(self.spec, hw, self.x, self.outputs, None))
-                return list(module.backward_launches(self.spec, hw, self.x, self.do, None, self.outputs, None))
+        module, tile = job.module, job.tile(hw, config)
+        if job.op == "lightning":
             if job.pass_ == "forward":
-                return [module.forward_launch(self.spec, hw, self.x, *self.outputs)]
-            both = module.backward_launches(self.spec, hw, self.x, self.outputs)
-            return [both[0] if job.pass_ == "dq" else both[1]]
+                return list(module.forward_launches(self.spec, tile, self.x, self.outputs, None))
+            return list(module.backward_launches(self.spec, tile, self.x, self.do, None, self.outputs, None))
+        if job.pass_ == "forward":
+            return [module.forward_launch(self.spec, tile, self.x, *self.outputs)]
+        both = module.backward_launches(self.spec, tile, self.x, self.outputs)
+        return [both[0] if job.pass_ == "dq" else both[1]]
 
 
 def run(launches: Sequence[Any]) -> None:

@@ -71,13 +71,6 @@ class TensorMaps:
         return known
 
 
-@functools.lru_cache(maxsize=4096)
-def remembered(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, group: int
-) -> TensorMaps:
-    return TensorMaps(dtype, shape, strides, rows, group)
-
-
 def tensor_maps(x: Tensor, rows: int, group: int = 1) -> TensorMaps:
     """The maps of tensors like `x`."""
-    return remembered(x.dtype, x.shape, x.stride(), rows, group)
+    return TensorMaps(x.dtype, x.shape, x.stride(), rows, group)

@@ -1,33 +1,33 @@
 """Softmax attention in CUDA C++, forward; the backward, from the same o and lse, is cuDNN's where `sdpa` has it, else
-that of `triton`.
+that of `triton`. policy.py chooses the kernel and its tile; kernels/ has the sources and their launchers.
 
-    cuda_sm90.cu    for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option
-    cuda_merge.cu   puts together what several of its blocks have of one row's keys
-    cuda_small.cu   up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
-                    Hopper up to 256 keys of queries that do not fill the GPU
-    cuda_once.cu    for Hopper: up to 256 keys of any number of queries, else as cuda_small.cu
+    sm90          for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option; `combine` follows where keys are
+                  split
+    small         up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
+                  Hopper up to 256 keys of queries that do not fill the GPU
+    single_tile   for Hopper: up to 256 keys of any number of queries, else as `small`
 
-All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for the copy engine
-that cuda_sm90.cu works with those that repeat (stride 0). Sources are
-compiled by NVRTC at the first call that needs them (`fulmen.cuda`), in seconds, and kept on disk.
+All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for TMA, which sm90
+loads with, those that repeat (stride 0). NVRTC compiles a source at the first call that needs it (`fulmen.cuda`), in
+seconds, and the result is kept on disk.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fulmen import cuda, hardware
-from fulmen.boundary import allocator, empty_rows
-from fulmen.dispatch import register
-from fulmen.flash import cuda_sm90, cuda_small, sdpa, triton
-from fulmen.flash.op import FlashSpec, Residuals, empty_lse
-from fulmen.flash.ranking import rank
+from fulmen import cuda, dispatch, hardware
+from fulmen.boundary import allocator
+from fulmen.dispatch import Choice, register
+from fulmen.flash import sdpa, triton
+from fulmen.flash.kernels import combine, single_tile, sm90, small
+from fulmen.flash.op import FlashSpec, Residuals, empty_outputs
 
-Config = cuda_small.Tile | cuda_sm90.Config
+KERNELS: dict[str, Any] = {"sm90": sm90, "small": small, "single_tile": single_tile}
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -40,36 +40,20 @@ def supports(spec: FlashSpec) -> str | None:
         return f"needs compute capability 8.0 or later, this GPU has {hw.arch / 10}"
     if spec.scale < 0:
         return f"needs a positive scale, and it is {spec.scale}"
-    if (why := cuda_sm90.lacks(spec, hw) if hw.arch == 90 else cuda_small.lacks(spec)) is not None:
+    if (why := (sm90 if hw.arch == 90 else small).unsupported_reason(spec, hw)) is not None:
         return why
-    if spec.needs_grad and not paired(spec) and (why := triton.supports(spec)) is not None:
+    choice = chosen(spec)
+    if spec.needs_grad and choice.backward == "triton" and (why := triton.supports(spec)) is not None:
         return f"has triton's backward, which {why}"
-    cfg = config(spec, hw)
-    if isinstance(cfg, cuda_sm90.Config):
-        why = cuda.problem(cuda_sm90.variant(spec, cfg), spec.device, cfg.shared(spec.D, spec.E))
-        if why is None and cfg.splits > 1:
-            why = cuda.problem(cuda_sm90.merge_variant(spec), spec.device, cuda_sm90.MERGE_BYTES)
-        return why
-    return cuda.problem(cuda_small.variant(spec, hw, cfg), spec.device, cfg.shared(spec.D))
+    kernel = KERNELS[choice.kernel]
+    why = cuda.problem(kernel.variant(spec, hw, choice), spec.device, kernel.shared_bytes(spec, choice))
+    if why is None and choice.splits > 1:
+        why = cuda.problem(combine.variant(spec), spec.device, combine.SHARED_BYTES)
+    return why
 
 
-@functools.lru_cache(maxsize=4096)
-def config(spec: FlashSpec, hw: hardware.Hardware) -> Config:
-    """The tiles of the kernel that serves the call."""
-    if hw.arch != 90:
-        return cuda_small.config(spec, hw)
-    return cuda_small.on_hopper(spec, hw) or cuda_sm90.config(spec, hw)
-
-
-def detail(spec: FlashSpec) -> str:
-    return str(config(spec, hardware.of(spec.device)))
-
-
-def paired(spec: FlashSpec) -> bool:
-    """Whether the backward is cuDNN's: faster than triton's, but with no option but causal, no gradient of lse, and a
-    dq that is summed in no fixed order.
-    """
-    return sdpa.supports(spec) is None and sdpa.lacks(spec, "cudnn") is None
+def chosen(spec: FlashSpec) -> Choice:
+    return dispatch.choose("flash", spec, "cuda")
 
 
 def readable(x: Tensor, repeats: bool) -> bool:
@@ -80,71 +64,66 @@ def readable(x: Tensor, repeats: bool) -> bool:
     )
 
 
-def forward(spec: FlashSpec, x: Residuals, cfg: Config | None = None) -> tuple[Tensor, Tensor | None]:
-    cfg = cfg or config(spec, hardware.of(spec.device))
-    o = empty_rows(x.q, spec.H, spec.E)
-    lse = empty_lse(x.q) if spec.wants_lse else None
-    if lse is not None and spec.has_sinks and spec.sequences is not None:
-        lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
+def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
+    launch: Callable[..., None] = KERNELS[choice.kernel].launcher(spec, choice, x, o)
+    return launch
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def forward(spec: FlashSpec, x: Residuals, choice: Choice | None = None) -> tuple[Tensor, Tensor | None]:
+    choice = choice or chosen(spec)
+    o, lse = empty_outputs(spec, x)
     for name in ("q", "k", "v"):
-        if not readable(getattr(x, name), repeats=not isinstance(cfg, cuda_sm90.Config)):
+        if not readable(getattr(x, name), repeats=KERNELS[choice.kernel].TAKES_REPEATS):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
-    if isinstance(cfg, cuda_sm90.Config):
-        cuda_sm90.run(spec, cfg, x, o, lse)
-    else:
-        cuda_small.run(spec, cfg, x, o, lse)
+    launcher(spec, choice, x, o)(*map(address, (*x[:3], o, lse, *x[3:])))
     return o, lse
 
 
-@functools.lru_cache(maxsize=4096)
-def backward_of(spec: FlashSpec) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    return functools.partial(sdpa.backward, implementation="cudnn") if paired(spec) else triton.backward
+def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The forward of calls with these shapes and strides at the least cost for the host."""
+    choice = chosen(spec)
+    if spec.has_sinks and spec.sequences is not None:  # whose lse is filled first
+        return None
+    if not all(readable(t, KERNELS[choice.kernel].TAKES_REPEATS) for t in x[:3]):
+        return None
+    o, lse = empty_outputs(spec, x)
+    launch, new_o, new_lse = launcher(spec, choice, x, o), allocator(o), None if lse is None else allocator(lse)
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        o = new_o()
+        lse = None if new_lse is None else new_lse()
+        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), *map(address, others))
+        return o, lse
+
+    return again
 
 
 def backward(
     spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return backward_of(spec)(spec, x, o, lse, do, dlse)
+    if chosen(spec).backward == "cudnn":
+        return sdpa.backward(spec, x, o, lse, do, dlse, "cudnn")
+    return triton.backward(spec, x, o, lse, do, dlse)
 
 
-def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None] | None] | None:
-    """As in triton.py: the forward of calls like this one at the least cost for the host."""
-    cfg = config(spec, hardware.of(spec.device))
-    o = empty_rows(x.q, spec.H, spec.E)
-    if spec.wants_lse or spec.has_sinks or spec.sequences is not None or torch.empty_like(x.q).shape != o.shape:
-        return None
-    if torch.empty_like(x.q).stride() != o.stride():
-        return None
-    if not all(readable(t, not isinstance(cfg, cuda_sm90.Config)) for t in x[:3]):
-        return None
-    empty_like = allocator(o)
-    if isinstance(cfg, cuda_sm90.Config):
-        again = cuda_sm90.repeat(spec, cfg, x, o)
-        if again is None:
-            return None
-        launch: Callable[..., None] = again
-        rest: tuple[int, ...] = ()
-    else:
-        launch, rest = cuda_small.launch_of(spec, cfg, cuda_small.strides(x.q, x.k, x.v, o)), (0,)
-
-    def quick(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
-        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (a | b | c) & 15:
-            return None
-        o = empty_like(q)
-        launch(a, b, c, o.data_ptr(), *rest)
-        return o, None
-
-    return quick
+def prepare_backward(
+    spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
+    if chosen(spec).backward == "cudnn":
+        return sdpa.prepare_backward(spec, x, o, lse, do, dlse, "cudnn")
+    return triton.prepare_backward(spec, x, o, lse, do, dlse)
 
 
 register(
     "flash",
     "cuda",
     supports=supports,
-    rank=functools.partial(rank, "cuda"),
     forward=forward,
     backward=backward,
     prepare=prepare,
-    detail=detail,
+    prepare_backward=prepare_backward,
 )

@@ -14,7 +14,6 @@ fp64). Query heads that share k and v are rows of one product, so nothing is exp
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from torch import Tensor
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals, empty_lse
-from fulmen.flash.ranking import rank
 
 PANEL_BYTES = 64 << 20  # of the logits, over all heads
 GPU_PANELS = 8  # times as much on a GPU, where a small panel would be over before the next one is launched
@@ -155,4 +153,4 @@ def backward(
     return dq, like_k.copy_(dk), like_v.copy_(dv), dsinks
 
 
-register("flash", "eager", supports=supports, rank=functools.partial(rank, "eager"), forward=forward, backward=backward)
+register("flash", "eager", supports=supports, forward=forward, backward=backward)

@@ -7,8 +7,6 @@ bytes, or that repeat rows by a stride of 0, are copied. The backward is asked f
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from flash_attn import flash_attn_interface as package  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
@@ -17,7 +15,6 @@ from fulmen import hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals
-from fulmen.flash.ranking import rank
 from fulmen.flash.sdpa import MAX_GRID, loadable, ordered_like
 
 for name in ("_flash_attn_forward", "_flash_attn_backward"):
@@ -84,11 +81,4 @@ def backward(
     return dq, dk, dv, None
 
 
-register(
-    "flash",
-    "flash_attn",
-    supports=supports,
-    rank=functools.partial(rank, "flash_attn"),
-    forward=forward,
-    backward=backward,
-)
+register("flash", "flash_attn", supports=supports, forward=forward, backward=backward)

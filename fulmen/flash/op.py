@@ -1,36 +1,35 @@
 """Softmax attention: o = softmax(mask(cap(scale q k^T))) v.
 
-This file is the whole story of a call: check, build the spec, let `dispatch.pick` choose, and in the backward do the
-same again from q, k, v, o and lse = log sum exp of a row's logits. A plain eager call whose like came before finds its
-spec and kernel by shapes and strides in `_plans`, or faster among the last few in `_recent`, and skips the checks: on
-small shapes the host is what costs. Compilers and modes see two `torch.library` operators.
+This file is the whole story of a call: look for the plan of an equal call (`fulmen.plans`); without one check
+arguments, build the spec and let `dispatch.pick` choose a kernel. The backward starts from q, k, v, o and lse, the log
+of the softmax's denominator. Compilers and modes see two `torch.library` operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fulmen import dispatch
+from fulmen import dispatch, plans
 from fulmen.boundary import (
+    as_int,
     autocast,
     check_offset_values,
     check_offsets,
     check_qkv,
     check_scale,
     empty_rows,
+    is_number,
+    is_plain_eager,
     no_second_derivative,
     outside_autocast,
     plain_memory,
-    recogniser,
     refuse_derivatives_we_lack,
     require_tensors,
-    undisturbed,
-    unwatched,
 )
+from fulmen.plans import Plan, Repeated
 
 MAX_HEAD_DIM = 256
 
@@ -160,26 +159,25 @@ def flash_attention_with_lse(
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _check_mask(causal: Causal, window: Window, softcap: float | None) -> tuple[int | None, int | None, bool]:
+def check_mask(causal: Causal, window: Window, softcap: float | None) -> tuple[int | None, int | None, bool]:
     """(left, right, top_left) of the arguments `causal` and `window`."""
     if not isinstance(causal, bool | str) or causal not in (False, True, "bottom_right", "top_left"):
         raise ValueError(f"causal={causal!r}: must be False, True (the same as 'bottom_right') or 'top_left'")
-    if softcap is not None and (type(softcap) not in (int, float) or not 1e-30 <= softcap <= 1e30):
+    if softcap is not None and not (is_number(softcap) and 1e-30 <= softcap <= 1e30):
         raise ValueError(f"softcap={softcap!r}: must be None or a number between 1e-30 and 1e30")
     left, right = None, None
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ValueError(f"window={window!r}: must be None or (left, right), each an int >= 0 or None")
-        for side in window:
-            if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 0):
-                raise ValueError(f"window={window!r}: left and right must be ints >= 0, or None for no limit")
-        left, right = window
+        left, right = (None if side is None else as_int(side) for side in window)
+        if (left is not None and left < 0) or (right is not None and right < 0):
+            raise ValueError(f"window={window!r}: left and right must be ints >= 0, or None for no limit")
     if causal:
         right = 0
     return left, right, causal == "top_left"
 
 
-def _check(
+def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> Residuals:
     """The tensors of a call as backends take them; one clear error for each wrong argument."""
@@ -200,7 +198,7 @@ def _check(
             raise ValueError("cu_seqlens_k is given without cu_seqlens_q: packed keys need packed queries")
         return Residuals(q, k, v, sinks)
     check_offsets("cu_seqlens_q", cu_seqlens_q, q)
-    if cu_seqlens_k is None:
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         if k.shape[2] != q.shape[2]:
             raise ValueError(
                 f"cu_seqlens_k is missing: q has N={q.shape[2]} and k has N={k.shape[2]}, so theirs cannot be the same"
@@ -215,12 +213,12 @@ def _check(
     return Residuals(q, k, v, sinks, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
 
 
-def _check_values(x: Residuals) -> None:
+def check_values(x: Residuals) -> None:
     check_offset_values("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[2])
     check_offset_values("cu_seqlens_k", x.cu_seqlens_k, x.k.shape[2])
 
 
-def _spec(
+def spec_of(
     x: Residuals, scale: float, left: int | None, right: int | None, top_left: bool, softcap: float | None,
     with_lse: bool, needs_grad: bool,
 ) -> FlashSpec:  # fmt: skip
@@ -234,12 +232,8 @@ def _spec(
     return FlashSpec(
         B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left, right, top_left, softcap,
         x.sinks is not None, sequences, with_lse, needs_grad,
-        needs_grad and _deterministic(),
+        needs_grad and plans.deterministic(),
     )  # fmt: skip
-
-
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def checked_spec(
@@ -257,16 +251,89 @@ def checked_spec(
     with_lse: bool = False,
 ) -> FlashSpec:
     """The spec `flash_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
-    mask = _check_mask(causal, window, softcap)
-    x = _check(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+    mask = check_mask(causal, window, softcap)
+    x = check_inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
     scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
-    return _spec(x, scale, *mask, softcap, with_lse, _needs_grad(x))
+    return spec_of(x, scale, *mask, softcap, with_lse, _needs_grad(x))
 
 
 def plain_spec(device: torch.device) -> FlashSpec:
     """An ordinary call on `device`, for `fulmen doctor`."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return FlashSpec(2, 16, 16, 8192, 8192, 128, 128, dtype, device, 128**-0.5, right=0, needs_grad=True)
+
+
+# ------------------------------------------------------------------------------------- kernels and plans
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    return torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+
+
+def empty_outputs(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
+    """o, and lse if anybody will read it."""
+    lse = empty_lse(x.q) if spec.wants_lse else None
+    if lse is not None and spec.has_sinks and spec.sequences is not None:
+        lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
+    return empty_rows(x.q, spec.H, spec.E), lse
+
+
+def _plan(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...]) -> Plan:
+    """Both directions of `kernel`, and their prepared launches if it has any."""
+
+    @outside_autocast
+    def forward(*tensors: Any) -> tuple[Tensor, Tensor | None]:
+        return kernel.forward(spec, Residuals(*tensors))
+
+    @outside_autocast
+    def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        assert kernel.backward is not None, "natively differentiable backends do not come here"
+        *given, o, lse, do, dlse = tensors
+        return kernel.backward(spec, Residuals(*given), o, lse, *tidy_gradients(o, do, dlse))
+
+    def prepare(*tensors: Any) -> Any:
+        assert kernel.prepare is not None
+        return kernel.prepare(spec, Residuals(*tensors))
+
+    def prepare_backward(*tensors: Any) -> Any:
+        assert kernel.prepare_backward is not None
+        return kernel.prepare_backward(spec, Residuals(*tensors[:TENSORS]), *tensors[TENSORS:])
+
+    return Plan(
+        spec,
+        Repeated(forward, kernel.prepare and prepare),
+        lambda: Repeated(backward, kernel.prepare_backward and prepare_backward),
+        arguments,
+        spec.needs_grad,
+    )
+
+
+def _planned(key: tuple[Any, ...], tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Plan:
+    """The plan of a call whose arguments are right: tensors, and after them what the operators take."""
+    x = Residuals(*tensors)
+    check_values(x)
+    which, given = plans.given(tensors)
+    plan = plans.find((which, *key), given)
+    if plan is None:
+        spec = spec_of(x, *arguments[:-1])
+        plan = plans.keep((which, *key), given, _plan(spec, dispatch.pick("flash", spec, arguments[-1]), arguments))
+    return plan
+
+
+def plan_of(spec: FlashSpec, x: Residuals, backend: str) -> Plan:
+    """The plan of a spec that was not built from a call's arguments, as in `fulmen.parallel`."""
+    which, given = plans.given(x)
+    key = (which, "flash spec", spec, backend)
+    return plans.find(key, given) or plans.keep(key, given, _plan(spec, dispatch.pick("flash", spec, backend), ()))
+
+
+def tidy_gradients(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Incoming gradients as backends take them: autograd leaves out what was not used, and expands, as for o.sum()."""
+    if do is None:
+        do = torch.zeros_like(o)
+    elif (do.stride(3) != 1 and do.shape[3] > 1) or do.is_neg():
+        do = do.resolve_neg().contiguous()
+    return do, None if dlse is None else dlse.contiguous()
 
 
 # ------------------------------------------------------------------------- the torch.library boundary
@@ -283,22 +350,16 @@ _lib.define(
 TENSORS, FACTS = 6, 7
 
 
-def empty_lse(q: Tensor) -> Tensor:
-    return torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
-
-
-@outside_autocast
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    x, facts, backend = Residuals(*args[:TENSORS]), args[TENSORS:-1], args[-1]
-    _check_values(x)
-    spec = _spec(x, *facts)
-    o, lse = dispatch.pick("flash", spec, backend).forward(spec, x)
-    return o, lse if spec.wants_lse else _nothing(x.q)
+    tensors = args[:TENSORS]
+    arguments = args[TENSORS:]
+    o, lse = _planned(("flash operator", *arguments), tensors, arguments).forward.run(*tensors)
+    return o, _nothing(o) if lse is None else lse
 
 
-def _nothing(q: Tensor) -> Tensor:
-    """Stands for an lse nobody reads: an operator cannot return None."""
-    return q.new_empty(0, dtype=torch.float32)
+def _nothing(x: Tensor) -> Tensor:
+    """Stands for an lse or a gradient nobody asked for: an operator cannot return None."""
+    return x.new_empty(0, dtype=torch.float32)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -307,48 +368,37 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if with_lse or needs_grad else _nothing(q)
 
 
-@outside_autocast
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, facts, backend = Residuals(*args[:TENSORS]), args[-FACTS - 1 : -1], args[-1]
-    o, lse, do, dlse = args[TENSORS : TENSORS + 4]
-    spec = _spec(x, *facts)
-    kernel = dispatch.pick("flash", spec, backend)
-    assert kernel.backward is not None, "natively differentiable backends do not come here"
-    if lse.shape != x.q.shape[:3]:
+    tensors, lse = args[:TENSORS], args[TENSORS + 1]
+    if lse.shape != tensors[0].shape[:3]:
         raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
-    dq, dk, dv, dsinks = kernel.backward(spec, x, o, lse, *_tidy(o, do, dlse))
-    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
-
-
-def _tidy(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Incoming gradients as backends take them: autograd leaves out what was not used, and expands, as for o.sum()."""
-    if do is None:
-        do = torch.zeros_like(o)
-    elif (do.stride(3) != 1 and do.shape[3] > 1) or do.is_neg():
-        do = do.resolve_neg().contiguous()
-    return do, None if dlse is None else dlse.contiguous()
+    arguments, given = args[TENSORS + 4 :], args[: TENSORS + 4]
+    plan = _planned(("flash operator", *arguments), tensors, arguments)
+    dq, dk, dv, dsinks = plan.gradients(*given)
+    return dq, dk, dv, _nothing(lse) if dsinks is None else dsinks
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, lse = Residuals(*args[:TENSORS]), args[TENSORS + 1]
     dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
-    return dq, dk, dv, lse.new_empty(0) if x.sinks is None else torch.empty_like(x.sinks)
+    return dq, dk, dv, _nothing(lse) if x.sinks is None else torch.empty_like(x.sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.options = inputs[TENSORS:]
+    ctx.arguments = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:TENSORS], *output)
 
 
+def _operator_gradients(tensors: Any, do: Tensor | None, dlse: Tensor | None, arguments: tuple[Any, ...]) -> Any:
+    """dq, dk, dv, dsinks or None, by the registered operator."""
+    do = torch.zeros_like(tensors[TENSORS]) if do is None else do  # only lse was used
+    *grads, dsinks = torch.ops.fulmen.flash_backward(*tensors, do, dlse, *arguments)
+    return *grads, None if tensors[3] is None else dsinks
+
+
 def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, o, lse = ctx.saved_tensors
-    if do is None:  # only lse was used
-        do = torch.zeros_like(o)
-    plain = not torch.is_grad_enabled() and unwatched(*tensors, o, lse, do, dlse)
-    run = _backward if plain else torch.ops.fulmen.flash_backward
-    dq, dk, dv, dsinks = run(*tensors, o, lse, do, dlse, *ctx.options)
-    return dq, dk, dv, None if tensors[3] is None else dsinks, *[None] * (2 + FACTS + 1)
+    return *_operator_gradients(ctx.saved_tensors, do, dlse, ctx.arguments), *[None] * (2 + FACTS + 1)
 
 
 _lib.impl("flash_forward", _forward, "CompositeExplicitAutograd")
@@ -359,79 +409,32 @@ torch.library.register_autograd("fulmen::flash_forward", _gradients, setup_conte
 torch.library.register_autograd("fulmen::flash_backward", no_second_derivative("flash_attention"), lib=_lib)
 
 
-class FlashFunction(torch.autograd.Function):
-    """The gradient registered above, for plain eager calls, past the dispatcher's Python wrappers."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        outputs = _forward(*inputs)
-        _save(ctx, inputs, outputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _gradients(ctx, *grads)
-
-
 # ------------------------------------------------------------------------------------------------ the call
 
 
-class Plan(NamedTuple):
-    """What was found out about a plain call with these shapes, strides and options."""
-
-    spec: FlashSpec
-    kernel: dispatch.Kernel
-    inputs: tuple[Any, ...]  # what the operators take after the tensors
-    quick: Callable[..., Any] | None  # the kernel's shortest way
-    alike: Callable[..., bool] | None = None  # says of q, k, v whether it is theirs
-
-
-class PlannedFunction(torch.autograd.Function):
-    """The same gradient once more, for plain calls whose plan is known: nothing is looked up again."""
+class FlashFunction(torch.autograd.Function):
+    """The gradient of plain eager calls, whose plan is known."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
+        o, lse = plan.forward.run(*tensors)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        o, lse = plan.kernel.forward(plan.spec, Residuals(q, k, v))
-        ctx.save_for_backward(q, k, v, o, lse)
-        return o, lse
+        ctx.save_for_backward(*tensors, o, lse)
+        return (o, lse) if plan.spec.with_lse else o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        spec, kernel, inputs = ctx.plan[:3]
-        if torch.is_grad_enabled() or not unwatched(q, k, v, o, lse, do, dlse) or torch._C._is_any_autocast_enabled():
-            do = torch.zeros_like(o) if do is None else do
-            return *torch.ops.fulmen.flash_backward(q, k, v, None, None, None, o, lse, do, dlse, *inputs)[:3], None
-        return *kernel.backward(spec, Residuals(q, k, v), o, lse, *_tidy(o, do, dlse))[:3], None
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        if do is None:  # only lse was used
+            do = torch.zeros_like(tensors[TENSORS])
+        run = ctx.plan.backward_of((*tensors, do, dlse))
+        if run is None:
+            return None, *_operator_gradients(tensors, do, dlse, ctx.plan.arguments), None, None
+        return None, *run(*tensors, do, dlse), None, None
 
 
-_plans: dict[Any, Plan] = {}
-_recent: dict[Any, tuple[tuple[Callable[..., bool], Callable[..., Any]], ...]] = {}  # by options: alike, quick
-MAX_PLANS = 4096
-MAX_RECENT = 8
-
-
-def _remember(key: Any, options: tuple[Any, ...], plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Keeps a plan, and puts it first among those of its options, if its like can be told at once."""
-    alike, quick = plan.alike, plan.quick
-    if alike is None:
-        if len(_plans) >= MAX_PLANS and key not in _plans:
-            forget()
-        told_apart = type(q) is type(k) is type(v) is Tensor and not (q is k or q is v or k is v)
-        if quick is not None and told_apart and not (q.requires_grad or k.requires_grad or v.requires_grad):
-            alike = recogniser(q, k, v)
-        _plans[key] = plan._replace(alike=alike)
-    if alike is not None and quick is not None:
-        others = (pair for pair in _recent.get(options, ()) if pair[0] is not alike)
-        _recent[options] = ((alike, quick), *others)[:MAX_RECENT]
-
-
-def forget() -> None:
-    """All that was found out about earlier calls."""
-    _plans.clear()
-    _recent.clear()
+_apply = plans.function_call(FlashFunction)
 
 
 def _needs_grad(x: Residuals) -> bool:
@@ -444,57 +447,36 @@ def _needs_grad(x: Residuals) -> bool:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    key, options = None, (causal, window, softcap, scale, backend, with_lse)
-    if (
-        sinks is None
-        and cu_seqlens_q is None
-        and cu_seqlens_k is None
-        and undisturbed()
-        and _usual(causal, window, softcap, scale, backend)
-    ):
-        recent = _recent.get(options, ())
-        told = recent and type(q) is type(k) is type(v) is Tensor
-        if told and not (q.is_nested or k.is_nested or v.is_nested):  # about which guards must not be asked
-            for alike, quick in recent:
-                if alike(q, k, v) and (done := quick(q, k, v)) is not None:
-                    return done
-        if _plain(q, k, v) and not torch._C._is_any_autocast_enabled():  # which guards tell, as far as it matters
-            grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-            key = (
-                q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
-                v.dtype, v.device, options, torch.is_inference_mode_enabled(), q.is_inference(), k.is_inference(),
-                v.is_inference(), grad and (_deterministic(), True),
-            )  # fmt: skip
-            found = _plans.get(key)
-            if found is not None:
-                if grad:
-                    return PlannedFunction.apply(q, k, v, found)
-                _remember(key, options, found, q, k, v)
-                done = None if found.quick is None else found.quick(q, k, v)
-                return found.kernel.forward(found.spec, Residuals(q, k, v)) if done is None else done
-    left, right, top_left = _check_mask(causal, window, softcap)
-    x = _check(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
-    scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
-    facts = (scale, left, right, top_left, None if softcap is None else float(softcap), with_lse, _needs_grad(x))
-    if dispatch.differentiable_as_it_is("flash", backend):  # plain PyTorch: no boundary to cross
-        _check_values(x)
-        spec = _spec(x, *facts)
-        return dispatch.pick("flash", spec, backend).forward(spec, x)
-    refuse_derivatives_we_lack("flash_attention", x)
-    inputs = (*x, *facts, backend)
-    if not unwatched(*x):
-        return torch.ops.fulmen.flash_forward(*inputs)
-    outputs = FlashFunction.apply(*inputs) if facts[-1] else _forward(*inputs)
-    if key is not None:
-        spec = _spec(x, *facts)
-        kernel = dispatch.pick("flash", spec, backend)
-        plan = Plan(spec, kernel, (*facts, backend), kernel.prepare(spec, x) if kernel.prepare else None)
-        _remember(key, options, plan, q, k, v)
-    return outputs
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    plain = _plain_options(causal, window, softcap, scale, backend)
+    plan = None
+    if plain:
+        which, given = (7, (q, k, v)) if sinks is None and cu_seqlens_q is None else plans.given(tensors)
+        plan = plans.find((which, "flash", causal, window, softcap, scale, backend, with_lse), given)
+    if plan is None:
+        left, right, top_left = check_mask(causal, window, softcap)
+        tensors = x = check_inputs(*tensors)
+        factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
+        facts = (factor, left, right, top_left, None if softcap is None else float(softcap), with_lse, _needs_grad(x))
+        if dispatch.differentiable_as_it_is("flash", backend):  # plain PyTorch: no boundary to cross
+            check_values(x)
+            spec = spec_of(x, *facts)
+            return dispatch.pick("flash", spec, backend).forward(spec, x)
+        refuse_derivatives_we_lack("flash_attention", x)
+        if not is_plain_eager(*x):
+            return torch.ops.fulmen.flash_forward(*x, *facts, backend)
+        key = (causal, window, softcap, scale, backend, with_lse) if plain else (*facts, backend)
+        plan = _planned(("flash", *key), x, (*facts, backend))
+    elif cu_seqlens_q is not None:
+        check_values(Residuals(*tensors))
+    if not plan.needs_grad:
+        return plan.forward.run(*tensors)
+    outputs = _apply(plan, *tensors)
+    return outputs if with_lse else (outputs, None)
 
 
-def _usual(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
+def _plain_options(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
     """Whether options are of the types that need no checking beyond their value: what equals them is the same."""
     return (
         type(causal) in (bool, str)
@@ -502,15 +484,4 @@ def _usual(causal: Causal, window: Window, softcap: float | None, scale: float |
         and (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
         and (window is None or (type(window) is tuple and all(w is None or type(w) is int for w in window)))
-    )
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these are three true tensors and nobody looks on."""
-    return (
-        unwatched(q, k, v)
-        and q is not None
-        and k is not None
-        and v is not None
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
     )

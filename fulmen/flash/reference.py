@@ -5,7 +5,6 @@ Plain differentiable PyTorch, quadratic in memory; any number of derivatives.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from fulmen.dispatch import register
 from fulmen.flash.op import FlashSpec, Residuals
-from fulmen.flash.ranking import rank
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -67,6 +65,4 @@ def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor]:
     return o.to(spec.dtype), lse if spec.dtype == torch.float64 else lse.float()
 
 
-register(
-    "flash", "reference", supports=supports, rank=functools.partial(rank, "reference"), forward=forward, backward=None
-)
+register("flash", "reference", supports=supports, forward=forward, backward=None)

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, with the implementation chosen here and not by torch.
+"""torch's scaled_dot_product_attention, with the implementation chosen by `policy.py` and not by torch.
 
 The aten operators beneath it are called directly, so that o and lse come out and the backward starts from q, k, v, o,
 lse and do, like that of every backend:
@@ -23,25 +23,21 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fulmen import hardware
+from fulmen import dispatch, hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.flash import ranking
 from fulmen.flash.op import FlashSpec, Residuals
 
 aten = torch.ops.aten
 
-NAMES = {
-    "cudnn": "cuDNN",
-    "flash": "FlashAttention-2 in torch",
-    "efficient": "memory-efficient",
-    "cpu": "torch's CPU flash kernel",
-}
-ON_CUDA = ("cudnn", "flash", "efficient")  # in order of preference
+ON_CUDA = ("cudnn", "flash", "efficient")  # fastest first
+NAMES = (*ON_CUDA, "cpu")
 
 LSE_ALIGNMENT = 32  # rows of lse the memory-efficient kernels read at a time
 MAX_GRID = 65_535
@@ -61,11 +57,20 @@ def is_causal(spec: FlashSpec) -> bool | None:
     return True if spec.right == 0 and first == 0 else None
 
 
-def cudnn_version() -> int:
-    return torch.backends.cudnn.version() or 0
-
-
 def supports(spec: FlashSpec) -> str | None:
+    if (why := unsupported_options(spec)) is not None:
+        return why
+    hw = hardware.of(spec.device)
+    if spec.device.type == "cpu":
+        return unsupported_reason(spec, hw, "cpu")
+    reasons = {name: unsupported_reason(spec, hw, name) for name in ON_CUDA}
+    if None in reasons.values():
+        return None
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+def unsupported_options(spec: FlashSpec) -> str | None:
+    """Why none of the implementations can serve a call, whatever the hardware."""
     if spec.device.type not in ("cpu", "cuda"):
         return f"torch's SDPA has these operators for CPU and CUDA, and q is on {spec.device.type}"
     if spec.sequences is not None:
@@ -87,16 +92,11 @@ def supports(spec: FlashSpec) -> str | None:
                 f"and this call from the last: N_Q={spec.N_Q}, N_KV={spec.N_KV}"
             )
         return "SDPA has no window"
-    if spec.device.type == "cpu":
-        return lacks(spec, "cpu")
-    reasons = {name: lacks(spec, name) for name in ON_CUDA}
-    if None in reasons.values():
-        return None
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return None
 
 
-def lacks(spec: FlashSpec, implementation: str) -> str | None:
-    """Why one implementation cannot serve a call whose mask SDPA can say."""
+def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware, implementation: str) -> str | None:
+    """Why one implementation cannot serve a call whose options SDPA has."""
     D, E = spec.D, spec.E
     dtype, half = str(spec.dtype).removeprefix("torch."), spec.dtype in (torch.bfloat16, torch.float16)
     if implementation == "cpu":
@@ -105,7 +105,6 @@ def lacks(spec: FlashSpec, implementation: str) -> str | None:
         if half and spec.group > 1 and spec.needs_grad:
             return f"torch's CPU kernel adds the gradients of heads that share k and v in {dtype}"
         return None
-    arch = hardware.of(spec.device).arch
     if not (half or (spec.dtype == torch.float32 and implementation == "efficient")):
         return f"does not compute in {dtype}"
     if max(spec.B, spec.H) > MAX_GRID:
@@ -113,24 +112,24 @@ def lacks(spec: FlashSpec, implementation: str) -> str | None:
     if D % 8 or E % 8:
         return f"needs head dims that are multiples of 8, here D={D}, E={E}"
     if implementation == "cudnn":
-        return _cudnn_lacks(spec, arch)
+        return _cudnn_reason(spec, hw)
     if implementation == "flash":
-        return _flash_lacks(spec, arch)
+        return _flash_reason(spec, hw.arch)
     if spec.H != spec.H_KV:
         return "would need k and v expanded to q's heads"
-    if arch < 80 and spec.dtype == torch.bfloat16:
-        return f"needs compute capability 8.0 or later for bf16, this GPU has {arch / 10}"
+    if hw.arch < 80 and spec.dtype == torch.bfloat16:
+        return f"needs compute capability 8.0 or later for bf16, this GPU has {hw.arch / 10}"
     return None
 
 
-def _cudnn_lacks(spec: FlashSpec, arch: int) -> str | None:
-    D, E = spec.D, spec.E
+def _cudnn_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
+    D, E, arch = spec.D, spec.E, hw.arch
     if arch < 90:
         return f"is taken from compute capability 9.0 on, this GPU has {arch / 10}"
     if spec.deterministic:
         return "adds dq up in no fixed order, and torch.use_deterministic_algorithms is on"
-    if cudnn_version() < MIN_CUDNN:
-        return f"needs cuDNN 9.15.1 or later, here {cudnn_version()}"
+    if hw.cudnn < MIN_CUDNN:
+        return f"needs cuDNN 9.15.1 or later, here {hw.cudnn}"
     if max(D, E) > 128 and not (arch == 90 and (D == E or (D, E) == (192, 128))):
         return f"needs head dims up to 128 (on Hopper D = E up to 256, or D=192 with E=128), here D={D}, E={E}"
     if spec.N_KV == 1:
@@ -140,7 +139,7 @@ def _cudnn_lacks(spec: FlashSpec, arch: int) -> str | None:
     return None
 
 
-def _flash_lacks(spec: FlashSpec, arch: int) -> str | None:
+def _flash_reason(spec: FlashSpec, arch: int) -> str | None:
     if arch < 80:
         return f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
     if spec.D != spec.E:
@@ -152,31 +151,12 @@ def _flash_lacks(spec: FlashSpec, arch: int) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _pinned(spec: FlashSpec) -> str:
-    if spec.device.type == "cpu":
-        return "cpu"
-    for name in ON_CUDA:
-        if lacks(spec, name) is None:
-            return name
-    raise NotImplementedError(supports(spec))
-
-
-def implementation(spec: FlashSpec) -> str:
+def chosen(spec: FlashSpec) -> str:
     """Which of the four serves `spec`: "cudnn", "flash", "efficient" or "cpu"."""
-    return _pinned(spec)
-
-
-def detail(spec: FlashSpec) -> str:
-    """The same for people to read."""
-    return NAMES[_pinned(spec)]
-
-
-def rank(spec: FlashSpec) -> float:
-    """What was measured on Hopper was cuDNN; FlashAttention-2 is slower there than triton."""
-    if spec.device.type == "cuda" and hardware.of(spec.device).arch == 90 and lacks(spec, "cudnn") is not None:
-        return ranking.rank("triton", spec) + 0.5
-    return ranking.rank("sdpa", spec)
+    name = dispatch.choose("flash", spec, "sdpa").kernel
+    if name not in NAMES:
+        raise NotImplementedError(supports(spec))
+    return name
 
 
 # ------------------------------------------------------------------------------------------ memory order
@@ -214,7 +194,7 @@ def no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def forward(spec: FlashSpec, x: Residuals, implementation: str | None = None) -> tuple[Tensor, Tensor | None]:
-    which, causal, q = implementation or _pinned(spec), bool(is_causal(spec)), x.q
+    which, causal, q = implementation or chosen(spec), bool(is_causal(spec)), x.q
     wants_lse = spec.wants_lse
     if which == "cpu":
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, x.k, x.v, 0.0, causal, scale=spec.scale)
@@ -246,7 +226,7 @@ def backward(
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     assert dlse is None, "supports() refuses calls whose lse has a gradient"
-    which, causal, scale = implementation or _pinned(spec), bool(is_causal(spec)), spec.scale
+    which, causal, scale = implementation or chosen(spec), bool(is_causal(spec)), spec.scale
     if which == "cpu":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             do, x.q, x.k, x.v, o, lse, 0.0, causal, scale=scale
@@ -278,12 +258,35 @@ def backward(
     return ordered_like(x.q, dq), ordered_like(x.k, dk), ordered_like(x.v, dv), None
 
 
-register(
-    "flash",
-    "sdpa",
-    supports=supports,
-    rank=rank,
-    forward=forward,
-    backward=backward,
-    detail=detail,
-)
+def prepare_backward(
+    spec: FlashSpec,
+    x: Residuals,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    implementation: str | None = None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, None]] | None:
+    """cuDNN's backward of calls with these shapes and strides at the least cost for the host."""
+    which = implementation or chosen(spec)
+    if which != "cudnn" or dlse is not None or do.stride(3) != 1 or any(loadable(t) is not t for t in (*x[:3], do)):
+        return None
+    run, causal = aten._scaled_dot_product_cudnn_attention_backward.default, bool(is_causal(spec))
+    seed, offset = no_dropout(x.q.device, torch.int64)
+    good = [empty_rows(t, t.shape[1], t.shape[3]).stride() for t in x[:3]]
+
+    def again(
+        q: Tensor, k: Tensor, v: Tensor, _s: Any, _q: Any, _k: Any, o: Tensor, lse: Tensor, do: Tensor, _l: Any
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        dq, dk, dv = run(
+            do, q, k, v, o, lse.unsqueeze(-1), seed, offset, None, None, None, spec.N_Q, spec.N_KV, 0.0, causal,
+            scale=spec.scale,
+        )  # fmt: skip
+        if [dq.stride(), dk.stride(), dv.stride()] != good:
+            dq, dk, dv = ordered_like(q, dq), ordered_like(k, dk), ordered_like(v, dv)
+        return dq, dk, dv, None
+
+    return again
+
+
+register("flash", "sdpa", supports=supports, forward=forward, backward=backward, prepare_backward=prepare_backward)

@@ -22,21 +22,20 @@ whose ends it does not know, pointers do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import hardware
+from fulmen import dispatch, hardware
 from fulmen.boundary import allocator, empty_rows
 from fulmen.dispatch import register
-from fulmen.flash.op import FlashSpec, Residuals, empty_lse
-from fulmen.flash.ranking import rank
-from fulmen.launch import Launch, describable, remembered, repeat
+from fulmen.flash.op import FlashSpec, Residuals, empty_outputs
+from fulmen.flash.policy import TritonTile, TritonTiles, tiles_of
+from fulmen.launch import Launch, Ready, describable, run_all
 from fulmen.tiles import (
     LN2,
     LOG2E,
@@ -52,7 +51,6 @@ from fulmen.tiles import (
 )
 
 MAX_ROW_STRIDE = 1 << 23  # up to here a tile's offsets fit 32 bits
-TMA_FLOPS = 8e9  # below, a call is over before its descriptors would be written
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -68,57 +66,6 @@ def supports(spec: FlashSpec) -> str | None:
     if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
         return "Triton's interpreter has no bf16 products" if spec.dtype == torch.bfloat16 else None
     return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
-
-
-# ------------------------------------------------------------------------------------------------ tiles
-
-
-class Config(NamedTuple):
-    own: int  # rows a program owns: of q in forward and dq, of k in dkdv
-    walk: int  # rows it takes at a time of the other side
-    num_warps: int
-    num_stages: int
-
-
-PASSES = ("forward", "dq", "dkdv")
-
-
-def config(spec: FlashSpec, hw: hardware.Hardware, pass_: str) -> Config:
-    """Tiles by what the chip multiplies with and can hold.
-
-    Beside a row its TFLOP/s on an H200, causal and full, counting all products done; for 256 also with D = 192 and
-    E = 128 (dev/ladder_flash.md). Rows without a figure were compiled, not measured.
-    """
-    D, E = padded(spec.D), padded(spec.E)
-    if hw.arch // 10 in (9, 10) and hw.smem_bytes > 200_000:
-        rows = {
-            ("forward", 64): Config(64, 128, 4, 2),  # 413, 487
-            ("forward", 128): Config(64, 64, 4, 3),  # 518, 538
-            ("forward", 256): Config(128, 64, 8, 2)
-            if D == E
-            else Config(64, 32, 4, 3),  # 450, 536; D192 E128: 324, 379
-            ("dq", 64): Config(64, 64, 4, 3),  # 584, 661
-            ("dq", 128): Config(128, 64, 8, 3),  # 652, 700
-            ("dq", 256): Config(128, 32, 8, 2) if D == E else Config(64, 32, 4, 2),  # 376, 413; 376, 430
-            ("dkdv", 64): Config(64, 64, 4, 2),  # 423, 538
-            ("dkdv", 128): Config(64, 64, 4, 2),  # 588, 640
-            ("dkdv", 256): Config(
-                64, 64 if hw.arch == 90 and spec.sequences is None else 32, 8, 2
-            ),  # 257, 306; 226, 238
-        }
-    else:
-        rows = {
-            ("forward", 64): Config(64, 64, 4, 3),
-            ("forward", 128): Config(128, 32, 8, 2),
-            ("forward", 256): Config(64, 32, 8, 2),
-            ("dq", 64): Config(128, 64, 8, 2),
-            ("dq", 128): Config(64, 32, 4, 2),
-            ("dq", 256): Config(32, 32, 8, 1),
-            ("dkdv", 64): Config(64, 32, 4, 2),
-            ("dkdv", 128): Config(64, 32, 8, 1),
-            ("dkdv", 256): Config(32, 32, 8, 1),
-        }
-    return rows[pass_, max(D, E, 64)]
 
 
 # ---------------------------------------------------------------------------------------------- forward
@@ -417,18 +364,11 @@ def flash_backward_dkdv_kernel(
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def how_to_load(spec: FlashSpec, hw: hardware.Hardware, *tensors: Tensor) -> str:
+def how_to_load(spec: FlashSpec, use_tma: bool, *tensors: Tensor) -> str:
     """ "tma", "narrow" or "wide"; see `load_rows`."""
-    flops = 4 * spec.B * spec.H * spec.N_Q * spec.N_KV * max(spec.D, spec.E)
-    engine = hw.arch // 10 in (9, 10) and spec.sequences is None and flops >= TMA_FLOPS
-    if engine and (spec.device.type == "meta" or describable(*tensors)):
+    if use_tma and (spec.device.type == "meta" or describable(*tensors)):
         return "tma"
     return "narrow" if all(x.stride(2) < MAX_ROW_STRIDE for x in tensors) else "wide"
-
-
-def tiles(spec: FlashSpec, rows: int, block: int) -> int:
-    """Tiles of one head; packed, as many as any mix of lengths may need."""
-    return triton.cdiv(rows, block) if spec.sequences is None else rows // block + spec.sequences
 
 
 def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -443,25 +383,25 @@ def facts(spec: FlashSpec) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def options(cfg: Config) -> dict[str, int]:
-    return {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
+def options(tile: TritonTile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
-def forward_launch(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, lse: Tensor | None) -> Launch:
-    cfg = config(spec, hw, "forward")
-    load = how_to_load(spec, hw, x.q, x.k, x.v)
+def forward_launch(spec: FlashSpec, tiles: TritonTiles, x: Residuals, o: Tensor, lse: Tensor | None) -> Launch:
+    tile = tiles.forward
+    load = how_to_load(spec, tiles.use_tma, x.q, x.k, x.v)
     return Launch(
         flash_forward_kernel,
-        tiles(spec, spec.N_Q, cfg.own) * spec.B * spec.H,
+        tiles_of(spec, spec.N_Q, tile.own) * spec.B * spec.H,
         (x.q, x.k, x.v, o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k),
-        (strides(x.q, x.k, x.v, o), *facts(spec), cfg.own, cfg.walk, load),
-        options(cfg),
-        {0: cfg.own, 1: cfg.walk, 2: cfg.walk} if load == "tma" else {},
+        (strides(x.q, x.k, x.v, o), *facts(spec), tile.own, tile.walk, load),
+        options(tile),
+        {0: tile.own, 1: tile.walk, 2: tile.walk} if load == "tma" else {},
     )
 
 
 class Backward(NamedTuple):
-    """The tensors of a backward; dk and dv have a head for each query head, in fp32, where `heads_summed` is 1."""
+    """The tensors of a backward; dk and dv have a head for each query head, in fp32, where heads_summed is 1."""
 
     o: Tensor
     lse: Tensor
@@ -473,24 +413,15 @@ class Backward(NamedTuple):
     dv: Tensor
 
 
-@functools.lru_cache(maxsize=4096)
-def heads_summed(spec: FlashSpec, hw: hardware.Hardware) -> int:
-    """Query heads one program of dkdv sums over: all that share k and v, if that leaves work for the whole GPU."""
-    cfg = config(spec, hw, "dkdv")
-    programs = tiles(spec, spec.N_KV, cfg.own) * spec.B * spec.H_KV
-    uneven = spec.right is not None or spec.left is not None
-    return spec.group if programs >= (4 if uneven else 1) * hw.sm_count else 1
-
-
-def backward_launches(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, y: Backward) -> list[Launch]:
-    load = how_to_load(spec, hw, x.q, x.k, x.v, y.do)
-    dq, dkdv = (config(spec, hw, pass_) for pass_ in ("dq", "dkdv"))
+def backward_launches(spec: FlashSpec, tiles: TritonTiles, x: Residuals, y: Backward) -> list[Launch]:
+    load = how_to_load(spec, tiles.use_tma, x.q, x.k, x.v, y.do)
+    dq, dkdv = tiles.dq, tiles.dkdv
     packed = (x.cu_seqlens_q, x.cu_seqlens_k)
     heads = spec.H // max(y.dk.shape[1], 1)
     return [
         Launch(
             flash_backward_dq_kernel,
-            tiles(spec, spec.N_Q, dq.own) * spec.B * spec.H,
+            tiles_of(spec, spec.N_Q, dq.own) * spec.B * spec.H,
             (x.q, x.k, x.v, y.do, y.o, y.dq, y.lse, y.dlse, y.delta, *packed),
             (strides(x.q, x.k, x.v, y.do, y.o, y.dq), *facts(spec), dq.own, dq.walk, load),
             options(dq),
@@ -498,7 +429,7 @@ def backward_launches(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, y: B
         ),
         Launch(
             flash_backward_dkdv_kernel,
-            tiles(spec, spec.N_KV, dkdv.own) * spec.B * y.dk.shape[1],
+            tiles_of(spec, spec.N_KV, dkdv.own) * spec.B * y.dk.shape[1],
             (x.q, x.k, x.v, y.do, y.dk, y.dv, y.lse, y.delta, *packed),
             (strides(x.q, x.k, x.v, y.do, y.dk, y.dv), *facts(spec), dkdv.walk, dkdv.own, heads, load),
             options(dkdv),
@@ -507,88 +438,97 @@ def backward_launches(spec: FlashSpec, hw: hardware.Hardware, x: Residuals, y: B
     ]
 
 
-def dtype_of(x: Tensor | None) -> torch.dtype | None:
-    return None if x is None else x.dtype
-
-
-def forward_key(spec: FlashSpec, x: Residuals) -> tuple[object, ...]:
-    return "flash forward", spec, x.q.stride(), x.k.stride(), x.v.stride(), dtype_of(x.sinks)
+def chosen(spec: FlashSpec) -> TritonTiles:
+    tiles: TritonTiles = dispatch.choose("flash", spec, "triton").tile
+    return tiles
 
 
 def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
-    o = empty_rows(x.q, spec.H, spec.E)
-    lse = empty_lse(x.q) if spec.wants_lse else None
-    if lse is not None and spec.has_sinks and spec.sequences is not None:
-        lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients
-    repeat(
-        forward_key(spec, x),
-        spec.device,
-        [(x.q, x.k, x.v, o, lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)],
-        lambda: [forward_launch(spec, hardware.of(spec.device), x, o, lse)],
-    )
+    o, lse = empty_outputs(spec, x)
+    run_all([forward_launch(spec, chosen(spec), x, o, lse)], spec.device)
     return o, lse
 
 
-def prepare(spec: FlashSpec, x: Residuals) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None] | None] | None:
-    """The forward of calls like this one, which came before, at the least cost for the host: no lse, no options.
-
-    None, or a function of q, k, v with the same shapes and strides, which answers None where they are not aligned.
-    """
-    if spec.device.type != "cuda" or spec.wants_lse or spec.has_sinks or spec.sequences is not None:
+def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The forward of calls with these shapes and strides at the least cost for the host."""
+    if not preparable(spec) or (spec.has_sinks and spec.sequences is not None):  # whose lse is filled first
         return None
-    ready = remembered(forward_key(spec, x))
-    if ready is None or torch.empty_like(x.q).stride() != empty_rows(x.q, spec.H, spec.E).stride():
-        return None
-    call, empty_like = ready[0], allocator(torch.empty_like(x.q))
+    o, lse = empty_outputs(spec, x)
+    launch = Ready(forward_launch(spec, chosen(spec), x, o, lse), spec.device)
+    new_o, new_lse = allocator(o), (lambda: None) if lse is None else allocator(lse)
 
-    def quick(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
-        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (a | b | c) & 15:
-            return None
-        o = empty_like(q)
-        call((q, k, v, o, None, None, None, None), (a, b, c, o.data_ptr(), None, None, None, None))
-        return o, None
+    def again(q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any) -> tuple[Tensor, Tensor | None]:
+        o, lse = new_o(), new_lse()
+        launch(q, k, v, o, lse, sinks, cu_q, cu_k)
+        return o, lse
 
-    return quick
+    return again
+
+
+def preparable(spec: FlashSpec) -> bool:
+    """Whether launches can be repeated past Triton's own: on a GPU."""
+    return spec.device.type == "cuda" and not triton.knobs.runtime.interpret
+
+
+def empty_gradients(spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Backward:
+    each = chosen(spec).heads_summed < spec.group  # dk and dv of query heads, to be summed
+    heads, dtype = (spec.H, torch.float32) if each else (spec.H_KV, spec.dtype)
+    dq = empty_rows(x.q, spec.H, spec.D)
+    dk, dv = empty_rows(x.k, heads, spec.D, dtype), empty_rows(x.v, heads, spec.E, dtype)
+    return Backward(o, lse, do, dlse, torch.empty_like(lse), dq, dk, dv)
+
+
+def gradients(spec: FlashSpec, x: Residuals, y: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What is left after the launches: sums over query heads, and the sinks' gradient."""
+    dk, dv, dsinks = y.dk, y.dv, None
+    if dk.shape[1] != spec.H_KV:
+        dk, dv = empty_rows(x.k, spec.H_KV, spec.D), empty_rows(x.v, spec.H_KV, spec.E)
+        for shared, each in ((dk, y.dk), (dv, y.dv)):
+            shared.copy_(each.unflatten(1, (spec.H_KV, spec.group)).sum(2))
+    if x.sinks is not None:  # a sink of -inf is none: then a row may have seen nothing
+        drawn = torch.exp(x.sinks.float()[:, None] - y.lse) * y.delta
+        dsinks = -drawn.masked_fill(y.lse == -torch.inf, 0.0).sum((0, 2)).to(x.sinks.dtype)
+    return y.dq, dk, dv, dsinks
 
 
 def backward(
     spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    hw = hardware.of(spec.device)
-    partial = heads_summed(spec, hw) < spec.group
-    heads, dtype = (spec.H, torch.float32) if partial else (spec.H_KV, spec.dtype)
-    dq = empty_rows(x.q, spec.H, spec.D)
-    dk, dv = empty_rows(x.k, heads, spec.D, dtype), empty_rows(x.v, heads, spec.E, dtype)
-    y = Backward(o, lse, do, dlse, torch.empty_like(lse), dq, dk, dv)
-    packed = (x.cu_seqlens_q, x.cu_seqlens_k)
-    repeat(
-        ("flash backward", spec, x.q.stride(), x.k.stride(), x.v.stride(), o.stride(), do.stride(), dtype_of(dlse)),
-        spec.device,
-        [
-            (x.q, x.k, x.v, do, o, dq, lse, dlse, y.delta, *packed),
-            (x.q, x.k, x.v, do, dk, dv, lse, y.delta, *packed),
-        ],
-        lambda: backward_launches(spec, hw, x, y),
-    )
-    if partial:
-        each = (dk, dv)
-        dk, dv = empty_rows(x.k, spec.H_KV, spec.D), empty_rows(x.v, spec.H_KV, spec.E)
-        for shared, part in zip((dk, dv), each, strict=True):
-            shared.copy_(part.unflatten(1, (spec.H_KV, spec.group)).sum(2))
-    dsinks = None
-    if x.sinks is not None:  # a sink of -inf is none: then a row may have seen nothing
-        drawn = torch.exp(x.sinks.float()[:, None] - lse) * y.delta
-        dsinks = -drawn.masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(x.sinks.dtype)
-    return dq, dk, dv, dsinks
+    y = empty_gradients(spec, x, o, lse, do, dlse)
+    run_all(backward_launches(spec, chosen(spec), x, y), spec.device)
+    return gradients(spec, x, y)
+
+
+def prepare_backward(
+    spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
+    """The backward of such calls at the least cost for the host."""
+    if not preparable(spec) or do.stride(3) != 1 or not (dlse is None or dlse.is_contiguous()):
+        return None
+    y = empty_gradients(spec, x, o, lse, do, dlse)
+    of_q, of_k = (Ready(launch, spec.device) for launch in backward_launches(spec, chosen(spec), x, y))
+    new = [allocator(t) for t in (y.delta, y.dq, y.dk, y.dv)]
+    plain = y.dk.shape[1] == spec.H_KV and x.sinks is None
+
+    def again(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        delta, dq, dk, dv = (make() for make in new)
+        of_q(q, k, v, do, o, dq, lse, dlse, delta, cu_q, cu_k)
+        of_k(q, k, v, do, dk, dv, lse, delta, cu_q, cu_k)
+        if plain:
+            return dq, dk, dv, None
+        return gradients(spec, Residuals(q, k, v, sinks, cu_q, cu_k), Backward(o, lse, do, dlse, delta, dq, dk, dv))
+
+    return again
 
 
 register(
     "flash",
     "triton",
     supports=supports,
-    rank=functools.partial(rank, "triton"),
     forward=forward,
     backward=backward,
     prepare=prepare,
+    prepare_backward=prepare_backward,
 )

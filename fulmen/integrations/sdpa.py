@@ -216,7 +216,7 @@ def flash_backward(
 def _kernel(spec: FlashSpec, backend: str) -> dispatch.Kernel:
     if backend != "auto":
         return dispatch.pick("flash", spec, backend)
-    for kernel in dispatch.ranked("flash", spec):
+    for kernel in dispatch.candidates("flash", spec):
         if kernel.name != "sdpa" and kernel.backward is not None and kernel.supports(spec) is None:
             return kernel
     why = dispatch.reasons("flash", spec) | {"sdpa": "is what fulmen replaces here"}

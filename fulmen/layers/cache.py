@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import unwatched
+from fulmen.boundary import is_plain_eager
 from fulmen.layers.checks import whole
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def _checked_indices(indices: Tensor | Sequence[int], held: Tensor | None) -> Te
         return indices
     if indices.device != held.device:
         raise ValueError(f"indices is on {indices.device}, must be on {held.device}, where the cache is")
-    if indices.device.type == "cpu" and unwatched(indices) and indices.numel():
+    if indices.device.type == "cpu" and is_plain_eager(indices) and indices.numel():
         low, high = (int(x) for x in torch.aminmax(indices))
         if low < 0 or high >= held.shape[0]:
             raise ValueError(f"indices are {low} to {high}: the cache has rows 0 to {held.shape[0] - 1}")

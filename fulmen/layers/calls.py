@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fulmen import dispatch
-from fulmen.boundary import check_offset_values, check_offsets, require_tensors, unwatched
+from fulmen.boundary import check_offset_values, check_offsets, is_plain_eager, require_tensors
 from fulmen.flash.op import flash_attention
 from fulmen.layers import dropout as dropping
 from fulmen.layers import weights
@@ -53,8 +53,8 @@ def backend_chosen(op: str, spec: Any, backend: str, N: int = USUAL_N) -> str:
         name = dispatch.pick(op, spec, backend).name
     except NotImplementedError:
         return f"{backend!r} (cannot serve it)"
-    detail = dispatch.details(op, spec).get(name)
-    what = name if detail is None else f"{name}, {detail}"
+    kernel = dispatch.choose(op, spec, name).kernel
+    what = name if kernel == name else f"{name}, {kernel}"
     return f"{backend!r} ({what}, at N={N})" if backend == "auto" else repr(backend)
 
 
@@ -136,7 +136,7 @@ def check_tokens(name: str, x: Tensor, size: int, what: str) -> None:
 def check_packed(name: str, cu_seqlens: Tensor, of: str, x: Tensor) -> None:
     require_tensors({name: cu_seqlens}, {})
     check_offsets(name, cu_seqlens, x, of, along=1)
-    if unwatched(cu_seqlens):
+    if is_plain_eager(cu_seqlens):
         check_offset_values(name, cu_seqlens, x.shape[1])
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from fulmen.boundary import unwatched
+from fulmen.boundary import is_plain_eager
 from fulmen.flash.op import MAX_HEAD_DIM, FlashSpec, Window, checked_spec
 from fulmen.layers import dropout as dropping
 from fulmen.layers import weights
@@ -272,7 +272,7 @@ class MultiHeadLatentAttention(weights.Whole):
         weight = module.weight if self.mesh is None else local(module.weight)
         if torch.is_autocast_enabled(latent.device.type):
             weight = weight.to(latent.dtype)
-        return weight if weight.dtype == latent.dtype and unwatched(weight) else None
+        return weight if weight.dtype == latent.dtype and is_plain_eager(weight) else None
 
     def _expanded_at_once(
         self, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows | None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fulmen.boundary import unwatched
+from fulmen.boundary import is_plain_eager
 
 _global = torch.nn.modules.module
 
@@ -46,7 +46,7 @@ def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     if x.requires_grad and torch.is_grad_enabled() and len(linears) > 1 and x.is_cuda and plain(*linears):
         parameters: list[Any] = [p for linear in linears for p in (linear.weight, linear.bias)]
         if (
-            unwatched(x, *parameters)
+            is_plain_eager(x, *parameters)
             and all(p is None or p.dtype == x.dtype for p in parameters)
             and not torch._C._is_any_autocast_enabled()
             and torch.autograd.forward_ad._current_level < 0

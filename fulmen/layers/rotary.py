@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulmen.boundary import unwatched
+from fulmen.boundary import is_plain_eager
 from fulmen.layers.checks import choice, flag, number, whole
 
 FIRST_TABLE = 2048  # positions
@@ -102,7 +102,7 @@ class Rotary(nn.Module):
         end = start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
-        if torch.compiler.is_compiling() or device.type == "meta" or not unwatched():
+        if torch.compiler.is_compiling() or device.type == "meta" or not is_plain_eager():
             return self.forward(torch.arange(start, end, device=device))
         table = self._tables.get(device)
         if table is None or table[0].shape[0] < end:
@@ -113,7 +113,7 @@ class Rotary(nn.Module):
         return table[0][start:end], table[1][start:end]
 
     def _check_values(self, positions: Tensor) -> None:
-        if positions.device.type != "cpu" or not positions.numel() or not unwatched(positions):
+        if positions.device.type != "cpu" or not positions.numel() or not is_plain_eager(positions):
             return
         low, high = (int(x) for x in torch.aminmax(positions))
         if low < 0 or (self.max_positions is not None and high >= self.max_positions):
@@ -125,7 +125,7 @@ class Rotary(nn.Module):
         if found is None:
             with torch.no_grad():
                 found = self._frequencies.to(device)
-            if not torch.compiler.is_compiling() and unwatched() and not found.is_inference():
+            if not torch.compiler.is_compiling() and is_plain_eager() and not found.is_inference():
                 self._on[device] = found
         return found
 

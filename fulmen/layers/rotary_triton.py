@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulmen import hardware
-from fulmen.boundary import unwatched
+from fulmen.boundary import is_plain_eager
 from fulmen.launch import Launch, repeat
 
 HEADS = 16  # at a time
@@ -35,7 +35,7 @@ def serves(*tensors: Tensor) -> bool:
         first.is_cuda
         and first.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and all(x.dtype == first.dtype and x.stride(-1) == 1 and x.numel() > 0 for x in tensors)
-        and unwatched(*tensors)
+        and is_plain_eager(*tensors)
         and torch.autograd.forward_ad._current_level < 0
         and not any(x.is_neg() for x in tensors)
         and hardware.of(first.device).arch >= 80

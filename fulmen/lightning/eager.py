@@ -39,10 +39,6 @@ def supports(spec: LightningSpec) -> str | None:
     return None
 
 
-def rank(spec: LightningSpec) -> float:
-    return 100.0
-
-
 class Powers(NamedTuple):
     """The decay factors of a chunk, shaped to broadcast over (B, H, chunks, C, size); None where all are 1."""
 
@@ -215,4 +211,4 @@ def backward(
     return dq, dk, dv, None if x.initial_state is None else dstates
 
 
-register("lightning", "eager", supports=supports, rank=rank, forward=forward, backward=backward)
+register("lightning", "eager", supports=supports, forward=forward, backward=backward)

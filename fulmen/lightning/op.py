@@ -3,9 +3,10 @@
     o_t = scale * sum_{j <= t} exp(-s_h (t - j)) (q_t . k_j) v_j        s = 0 without decay
 
 or, token by token, S_t = exp(-s) S_{t-1} + k_t v_t^T and o_t = scale * q_t S_t, which is why cost grows with N and
-not with N^2. This file is the whole story of a call: check, build the spec, let `dispatch.pick` choose, and in the
-backward do the same again; nothing but the arguments is saved, unless a kernel asks for it. The gradient of the decay
-is the same for all of them (slopes.py). Compilers and modes see three `torch.library` operators.
+not with N^2. This file is the whole story of a call: look for the plan of an equal call (`fulmen.plans`); without one
+check arguments, build the spec and let `dispatch.pick` choose a kernel. Nothing but the arguments is saved for the
+backward, unless a kernel asks for it. The gradient of the decay is the same for all of them (slopes.py). Compilers
+and modes see two `torch.library` operators.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen import dispatch
+from fulmen import dispatch, plans
 from fulmen.boundary import (
     aligned,
     autocast,
@@ -24,13 +25,14 @@ from fulmen.boundary import (
     check_qkv,
     check_scale,
     empty_rows,
+    is_plain_eager,
     no_second_derivative,
     outside_autocast,
     plain_memory,
     refuse_derivatives_we_lack,
     require_tensors,
-    unwatched,
 )
+from fulmen.plans import Plan, Repeated
 
 MAX_HEAD_DIM = 256
 
@@ -98,8 +100,7 @@ def lightning_attention(
                    and rows that belong to no sequence are undefined.
     backend        "auto" takes the fastest that supports the call; a name works or raises, it never falls back.
     """
-    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens, decay_gradient=True)
-    return _attend(x, float(scale), False, backend)[0]
+    return _attend((q, k, v, decay, initial_state, cu_seqlens), scale, False, backend)[0]
 
 
 def lightning_attention_with_state(
@@ -117,8 +118,7 @@ def lightning_attention_with_state(
 
     The state is not scaled and is differentiable; pass it as the next call's `initial_state` to continue.
     """
-    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens, decay_gradient=True)
-    return _attend(x, float(scale), True, backend)
+    return _attend((q, k, v, decay, initial_state, cu_seqlens), scale, True, backend)
 
 
 def lightning_attn_func(
@@ -141,7 +141,7 @@ def lightning_attn_func(
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _check(
+def check_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -153,7 +153,7 @@ def _check(
 ) -> Residuals:
     """The tensors of a call as backends take them; one clear error for each wrong argument.
 
-    What would take a look at values is left to `_check_values`.
+    What would take a look at values is left to `check_values`.
 
     decay_gradient  whether the caller has one; without it, a decay that asks for it is refused
     """
@@ -210,7 +210,7 @@ def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | 
             )
 
 
-def _check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
+def check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
     """What a look at values costs nothing for: tensors on the CPU."""
     if decay is not None and decay.device.type == "cpu" and not bool(((decay >= 0) & decay.isfinite()).all()):
         raise ValueError(f"decay must be finite and >= 0 (the state decays as exp(-decay)); got {decay.tolist()}")
@@ -259,7 +259,7 @@ def checked_spec(
     cu_seqlens: Tensor | None = None,
 ) -> LightningSpec:
     """The spec `lightning_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
-    return _spec(_check(q, k, v, decay, scale, initial_state, cu_seqlens, True), float(scale), False)
+    return _spec(check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens, True), float(scale), False)
 
 
 def plain_spec(device: torch.device) -> LightningSpec:
@@ -276,17 +276,7 @@ def empty_states(q: Tensor, sequences: int, E: int) -> Tensor:
     return torch.empty(sequences, q.shape[1], q.shape[3], E, dtype=dtype, device=q.device)
 
 
-# ------------------------------------------------------------------------- the torch.library boundary
-
-
-_lib = torch.library.Library("fulmen", "FRAGMENT")
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? initial_state, Tensor? cu_seqlens"
-_lib.define(f"lightning_forward({_TENSORS}, float scale, bool with_state, str backend) -> (Tensor o, Tensor state)")
-_lib.define(
-    f"lightning_backward({_TENSORS}, Tensor do, Tensor? dstate, float scale, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dinitial_state)"
-)
-_lib.define(f"lightning_decay_gradient({_TENSORS}, Tensor do, Tensor? dstate, float scale) -> Tensor")
+# ------------------------------------------------------------------------------------- kernels and plans
 
 
 def _spec(x: Residuals, scale: float, with_state: bool) -> LightningSpec:
@@ -299,25 +289,95 @@ def _spec(x: Residuals, scale: float, with_state: bool) -> LightningSpec:
     )
 
 
-def _nothing(x: Residuals) -> Tensor:
-    """Stands for a state nobody asked for: an op cannot return None."""
-    return x.q.new_empty(0, dtype=torch.float32)
+def _plan(spec: LightningSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...], needs_grad: bool) -> Plan:
+    """Both directions of `kernel`, and their prepared launches if it has any."""
+    shape = kernel.saves(spec) if needs_grad and kernel.saves is not None else None
+
+    def residuals(tensors: tuple[Any, ...]) -> Residuals:
+        x = Residuals(*tensors)
+        return x if shape is None else x._replace(saved=x.q.new_empty(shape))
+
+    @outside_autocast
+    def forward(*tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x = residuals(tensors)
+        return *kernel.forward(spec, x), x.saved
+
+    @outside_autocast
+    def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        assert kernel.backward is not None, "natively differentiable backends do not come here"
+        *given, do, dstate = tensors
+        if spec.E > 1 and do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
+            do = do.contiguous()
+        return kernel.backward(spec, Residuals(*given), do, None if dstate is None else dstate.contiguous())
+
+    def prepare(*tensors: Any) -> Any:
+        assert kernel.prepare is not None
+        return kernel.prepare(spec, residuals(tensors))
+
+    def prepare_backward(*tensors: Any) -> Any:
+        assert kernel.prepare_backward is not None
+        *given, do, dstate = tensors
+        return kernel.prepare_backward(spec, Residuals(*given), do, dstate)
+
+    return Plan(
+        spec,
+        Repeated(forward, kernel.prepare and prepare),
+        lambda: Repeated(backward, kernel.prepare_backward and prepare_backward),
+        arguments,
+        needs_grad,
+    )
+
+
+def plan_of(spec: LightningSpec, x: Residuals, backend: str) -> Plan:
+    """The plan of a spec that was not built from a call's arguments, as in `fulmen.parallel`; it saves nothing."""
+    which, given = plans.given(x)
+    key = (which, "lightning spec", spec, backend)
+    kernel = dispatch.pick("lightning", spec, backend)
+    return plans.find(key, given) or plans.keep(key, given, _plan(spec, kernel, (), False))
+
+
+def _planned(key: Any, tensors: tuple[Any, ...], arguments: tuple[Any, ...], needs_grad: bool) -> Plan:
+    """The plan of a call whose arguments are right: tensors, and after them what the operators take."""
+    check_values(tensors[3], tensors[5], tensors[0].shape[2])
+    which, given = plans.given(tensors)
+    plan = plans.find((which, *key), given)
+    if plan is None:
+        spec = _spec(Residuals(*tensors), *arguments[:2])
+        kernel = dispatch.pick("lightning", spec, arguments[2])
+        plan = plans.keep((which, *key), given, _plan(spec, kernel, arguments, needs_grad))
+    return plan
 
 
 @outside_autocast
-def _forward(*args: Any, saves: bool = False) -> tuple[Tensor, ...]:
-    """o, the final state and, if a backward will follow and the kernel saves something for it, that."""
-    *tensors, scale, with_state, backend = args
-    x = Residuals(*tensors)
-    spec = _spec(x, scale, with_state)
-    _check_values(x.decay, x.cu_seqlens, spec.N)
-    kernel = dispatch.pick("lightning", spec, backend)
-    shape = kernel.saves(spec) if saves and kernel.saves is not None else None
-    if shape is not None:
-        x = x._replace(saved=x.q.new_empty(shape))
-    o, state = kernel.forward(spec, x)
-    outputs = o, _nothing(x) if state is None else state
-    return outputs if x.saved is None else (*outputs, x.saved)
+def _decay_gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None) -> Tensor:
+    from fulmen.lightning import slopes
+
+    return slopes.gradient(spec, x, do, dstate)
+
+
+# ------------------------------------------------------------------------- the torch.library boundary
+
+
+_lib = torch.library.Library("fulmen", "FRAGMENT")
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? initial_state, Tensor? cu_seqlens"
+_lib.define(f"lightning_forward({_TENSORS}, float scale, bool with_state, str backend) -> (Tensor o, Tensor state)")
+_lib.define(
+    f"lightning_backward({_TENSORS}, Tensor do, Tensor? dstate, float scale, bool decay_gradient, str backend)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor ddecay, Tensor dinitial_state)"
+)
+TENSORS = 6
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """Stands for a state or a gradient nobody asked for: an operator cannot return None."""
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, arguments = args[:TENSORS], args[TENSORS:]
+    plan = _planned(("lightning operator", *arguments), tensors, arguments, False)
+    o, state, _ = plan.forward.run(*tensors)
+    return o, _nothing(o) if state is None else state
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -325,100 +385,111 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x = Residuals(*tensors)
     states = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     o = empty_rows(x.q, x.q.shape[1], x.v.shape[3])
-    return o, empty_states(x.q, states, x.v.shape[3]) if with_state else _nothing(x)
+    return o, empty_states(x.q, states, x.v.shape[3]) if with_state else _nothing(o)
 
 
-@outside_autocast
-def _backward(*args: Any, saved: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *tensors, do, dstate, scale, backend = args
-    x = Residuals(*tensors)._replace(saved=saved)
-    spec = _spec(x, scale, dstate is not None)
-    kernel = dispatch.pick("lightning", spec, backend)
-    assert kernel.backward is not None, "natively differentiable backends do not come here"
-    if spec.E > 1 and do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
-        do = do.contiguous()
-    dq, dk, dv, dinitial = kernel.backward(spec, x, do, None if dstate is None else dstate.contiguous())
-    return dq, dk, dv, _nothing(x) if dinitial is None else dinitial
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *tensors, do, dstate, scale, decay_gradient, backend = args
+    arguments = (scale, dstate is not None, backend)
+    plan = _planned(("lightning operator", *arguments), tuple(tensors), arguments, False)
+    given = (*tensors, None, do, dstate)
+    dq, dk, dv, dinitial = plan.gradients(*given)
+    ddecay = _decay_gradient(plan.spec, Residuals(*tensors), do, dstate) if decay_gradient else _nothing(dq)
+    return dq, dk, dv, ddecay, _nothing(dq) if dinitial is None else dinitial
 
 
-def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = Residuals(*args[:6])
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, decay_gradient = Residuals(*args[:TENSORS]), args[-2]
     dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
-    return dq, dk, dv, _nothing(x) if x.initial_state is None else torch.empty_like(x.initial_state)
-
-
-@outside_autocast
-def _decay_gradient(*args: Any) -> Tensor:
-    from fulmen.lightning import slopes
-
-    *tensors, do, dstate, scale = args
-    x = Residuals(*tensors)
-    return slopes.gradient(_spec(x, scale, dstate is not None), x, do, dstate)
-
-
-def _decay_gradient_fake(*args: Any) -> Tensor:
-    return torch.empty_like(args[3])
+    ddecay = torch.empty_like(x.decay) if decay_gradient and x.decay is not None else _nothing(dq)
+    return dq, dk, dv, ddecay, _nothing(dq) if x.initial_state is None else torch.empty_like(x.initial_state)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.scale, ctx.with_state, ctx.backend = inputs
+    ctx.arguments = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.save_for_backward(*inputs[:TENSORS])
+
+
+def _operator_gradients(
+    tensors: Any, do: Tensor | None, dstate: Tensor | None, decay_gradient: bool, arguments: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Gradients of the tensors, by the registered operator."""
+    x, (scale, with_state, backend) = Residuals(*tensors), arguments
+    if do is None:  # only the state was used
+        do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
+    dq, dk, dv, ddecay, dinitial = torch.ops.fulmen.lightning_backward(
+        *tensors, do, dstate if with_state else None, scale, decay_gradient, backend
+    )
+    return dq, dk, dv, ddecay if decay_gradient else None, None if x.initial_state is None else dinitial, None
 
 
 def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Any, ...]:
-    x = Residuals(*ctx.saved_tensors)
-    if do is None:  # only the state was used
-        do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
-    args = (*x[:6], do, dstate if ctx.with_state else None, ctx.scale)
-    plain = unwatched(*x, do, dstate) and not torch.is_grad_enabled()
-    if plain:
-        dq, dk, dv, dinitial = _backward(*args, ctx.backend, saved=x.saved)
-    else:
-        dq, dk, dv, dinitial = torch.ops.fulmen.lightning_backward(*args, ctx.backend)
-    ddecay = None
-    if x.decay is not None and ctx.needs_input_grad[3]:
-        ddecay = (_decay_gradient if plain else torch.ops.fulmen.lightning_decay_gradient)(*args)
-    return dq, dk, dv, ddecay, None if x.initial_state is None else dinitial, None, None, None, None
+    grads = _operator_gradients(ctx.saved_tensors, do, dstate, ctx.needs_input_grad[3], ctx.arguments)
+    return *grads, None, None, None
 
 
 _lib.impl("lightning_forward", _forward, "CompositeExplicitAutograd")
 _lib.impl("lightning_backward", _backward, "CompositeExplicitAutograd")
-_lib.impl("lightning_decay_gradient", _decay_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("fulmen::lightning_forward", _forward_fake, lib=_lib)
 torch.library.register_fake("fulmen::lightning_backward", _backward_fake, lib=_lib)
-torch.library.register_fake("fulmen::lightning_decay_gradient", _decay_gradient_fake, lib=_lib)
 torch.library.register_autograd("fulmen::lightning_forward", _gradients, setup_context=_save, lib=_lib)
-for _name in ("lightning_backward", "lightning_decay_gradient"):
-    torch.library.register_autograd(f"fulmen::{_name}", no_second_derivative("lightning_attention"), lib=_lib)
+torch.library.register_autograd("fulmen::lightning_backward", no_second_derivative("lightning_attention"), lib=_lib)
+
+
+# ------------------------------------------------------------------------------------------------ the call
 
 
 class LightningFunction(torch.autograd.Function):
-    """The gradient registered above, for plain eager calls, past the dispatcher's Python wrappers.
-
-    Only here does a kernel save more than its inputs: an operator's outputs must not depend on the kernel.
-    """
+    """The gradient of plain eager calls, whose plan is known; what a kernel saves is saved here."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        outputs = _forward(*inputs, saves=True)
-        _save(ctx, inputs, outputs)
-        return outputs[:2]
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
+        o, state, saved = plan.forward.run(*tensors)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, saved)
+        return o if state is None else (o, state)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _gradients(ctx, *grads)
+    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None = None) -> tuple[Any, ...]:
+        plan, tensors = ctx.plan, ctx.saved_tensors
+        if do is None:  # only the state was used
+            do = torch.zeros((*tensors[0].shape[:3], plan.spec.E), dtype=plan.spec.dtype, device=plan.spec.device)
+        run = plan.backward_of((*tensors, do, dstate))
+        if run is None:
+            return None, *_operator_gradients(tensors[:TENSORS], do, dstate, ctx.needs_input_grad[4], plan.arguments)
+        dq, dk, dv, dinitial = run(*tensors, do, dstate)
+        ddecay = None
+        if ctx.needs_input_grad[4]:
+            ddecay = _decay_gradient(plan.spec, Residuals(*tensors), do, dstate)
+        return None, dq, dk, dv, ddecay, dinitial, None
 
 
-def _attend(x: Residuals, scale: float, with_state: bool, backend: str) -> tuple[Tensor, Tensor]:
-    if dispatch.differentiable_as_it_is("lightning", backend):  # plain PyTorch: no boundary to cross
-        _check_values(x.decay, x.cu_seqlens, x.q.shape[2])
-        spec = _spec(x, scale, with_state)
-        return dispatch.pick("lightning", spec, backend).forward(spec, x)
-    inputs = (*x[:6], scale, with_state, backend)
-    refuse_derivatives_we_lack("lightning_attention", x)
-    if not unwatched(*x):
-        return torch.ops.fulmen.lightning_forward(*inputs)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:5]):
-        return LightningFunction.apply(*inputs)
-    return _forward(*inputs)
+_apply = plans.function_call(LightningFunction)
+
+
+def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str) -> tuple[Tensor, Tensor | None]:
+    plan = None
+    if type(scale) is float and type(backend) is str:
+        which, given = plans.given(tensors)
+        plan = plans.find((which, "lightning", scale, with_state, backend), given)
+    if plan is None:
+        tensors = x = check_inputs(*tensors[:4], scale, *tensors[4:], decay_gradient=True)
+        scale = float(scale)
+        if dispatch.differentiable_as_it_is("lightning", backend):  # plain PyTorch: no boundary to cross
+            check_values(x.decay, x.cu_seqlens, x.q.shape[2])
+            spec = _spec(x, scale, with_state)
+            return dispatch.pick("lightning", spec, backend).forward(spec, x)
+        refuse_derivatives_we_lack("lightning_attention", x)
+        tensors, arguments = x[:TENSORS], (scale, with_state, backend)
+        if not is_plain_eager(*tensors):
+            return torch.ops.fulmen.lightning_forward(*tensors, *arguments)
+        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:5])
+        plan = _planned(("lightning", *arguments), tensors, arguments, needs_grad)
+    else:
+        check_values(tensors[3], tensors[5], plan.spec.N)
+    if not plan.needs_grad:
+        return plan.forward.run(*tensors)[:2]
+    outputs = _apply(plan, *tensors)
+    return outputs if with_state else (outputs, None)

@@ -95,12 +95,8 @@ def supports(spec: LightningSpec) -> str | None:
     return None
 
 
-def rank(spec: LightningSpec) -> float:
-    return 1e9  # never chosen where anything else works
-
-
 def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor]:
     return attend(quadratic, *x[:4], scale=spec.scale, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens)
 
 
-register("lightning", "reference", supports=supports, rank=rank, forward=forward, backward=None)
+register("lightning", "reference", supports=supports, forward=forward, backward=None)

@@ -36,10 +36,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import hardware
+from fulmen import dispatch, hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.lightning.op import LightningSpec, Residuals, empty_states
+from fulmen.lightning.policy import TritonTile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(64)  # bits
@@ -57,42 +58,8 @@ def supports(spec: LightningSpec) -> str | None:
     return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
 
 
-def rank(spec: LightningSpec) -> float:
-    return 10.0 if spec.device.type == "cuda" else 1000.0  # interpreted: only when asked for by name
-
-
-# ------------------------------------------------------------------------------------------------ tiles
-
-
-class Config(NamedTuple):
-    chunk: int
-    block_v: int
-    num_warps: int
-    num_stages: int
-
-
-@functools.lru_cache(maxsize=4096)
-def config(spec: LightningSpec, hw: hardware.Hardware) -> Config:
-    """Tiles for every sweep of a call, by what the chip multiplies with and can hold.
-
-    Beside a row: its share of the H200's copy bandwidth, over 4u forward and 7u backward (results/h200, and
-    dev/ladder_lightning.md for the tiles that lost). Rows without a figure were compiled, not measured.
-    """
-    K = block(max(spec.D, spec.E))
-    roomy = hw.smem_bytes > 200_000
-    hopper = hw.arch // 10 == 9 and roomy
-    if spec.dtype == torch.float32:  # on the CUDA cores
-        return Config(16, 64 if hopper and K <= 128 else 32, 4, 2)  # D64: 6 % and 3 %
-    if K > 128:
-        return Config(32, 64, 4, 3) if hopper and spec.D == spec.E else Config(32, 64, 8, 2)  # D256: 17 % and 10 %
-    if hopper:  # wgmma: one warp group multiplies 64 rows at a time
-        return Config(64, 64, 4, 4)  # D64: 90 % and 63 %; D128: 83 % and 52 %, with decay 74 % and 45 %
-    if hw.arch // 10 == 10 and roomy:  # tcgen05, accumulators in tensor memory
-        return Config(64, 64, 8, 3)
-    return Config(32, 64, 4, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
-
-
 def block(size: int) -> int:
+    """The width of a tile that holds `size` columns."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -389,7 +356,7 @@ class Segments(NamedTuple):
 
 def sweep(
     spec: LightningSpec,
-    cfg: Config,
+    tile: TritonTile,
     sweeps: tuple[str, ...],
     x: Residuals,
     tensors: Tensors,
@@ -399,7 +366,7 @@ def sweep(
     """One launch of `sweeps`, which must agree in direction and in the sizes they contract over."""
     segments = segments or Segments(max(spec.N, 1), 1)
     K, V = (spec.E, spec.D) if sweeps[0] in ("dk", "dq") else (spec.D, spec.E)
-    block_v = min(cfg.block_v, block(V))
+    block_v = min(tile.block_v, block(V))
     strides = {rows.stride_n for rows in tensors if rows is not None}
     row_stride = strides.pop() if len(strides) == 1 and max(strides) < MAX_ROW_STRIDE else 0
     packed = segments.pieces is not None
@@ -409,9 +376,9 @@ def sweep(
         args=(
             *(tensors, states, x.decay, x.cu_seqlens, segments.pieces),
             *(spec.H, spec.N, segments.rows, spec.states if packed else segments.number, spec.scale),
-            *(sweeps, row_stride, K, V, cfg.chunk, block(K), block_v),
+            *(sweeps, row_stride, K, V, tile.chunk, block(K), block_v),
         ),
-        options={"num_warps": cfg.num_warps, "num_stages": cfg.num_stages},
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
 
 
@@ -425,10 +392,10 @@ def forward_tensors(spec: LightningSpec, x: Residuals, o: Tensor) -> Tensors:
 
 
 def forward_launches(
-    spec: LightningSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, final: Tensor | None
+    spec: LightningSpec, tile: TritonTile, x: Residuals, o: Tensor, final: Tensor | None
 ) -> list[Launch]:
     states = States(initial=x.initial_state, final=final)
-    return [sweep(spec, config(spec, hw), ("o",), x, forward_tensors(spec, x, o), states)]
+    return [sweep(spec, tile, ("o",), x, forward_tensors(spec, x, o), states)]
 
 
 class Gradients(NamedTuple):
@@ -468,29 +435,30 @@ def backward_sweeps(spec: LightningSpec) -> list[tuple[str, ...]]:
 
 def backward_launches(
     spec: LightningSpec,
-    hw: hardware.Hardware,
+    tile: TritonTile,
     x: Residuals,
     do: Tensor,
     dstate: Tensor | None,
     grads: Gradients,
     dinitial: Tensor | None,
 ) -> list[Launch]:
-    cfg = config(spec, hw)
     tensors = backward_tensors(spec, x, do, grads)
     states = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
-    return [sweep(spec, cfg, sweeps, x, tensors, states) for sweeps in backward_sweeps(spec)]
+    return [sweep(spec, tile, sweeps, x, tensors, states) for sweeps in backward_sweeps(spec)]
 
 
 def run_forward(
-    launches: Callable[..., list[Launch]], spec: LightningSpec, x: Residuals
+    backend: str, launches: Callable[..., list[Launch]], spec: LightningSpec, x: Residuals
 ) -> tuple[Tensor, Tensor | None]:
     o = empty_rows(x.q, spec.H, spec.E)
     final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
-    run(launches(spec, hardware.of(spec.device), x, o, final), spec.device)
+    tile = dispatch.choose("lightning", spec, backend).tile
+    run(launches(spec, tile, x, o, final), spec.device)
     return o, final
 
 
 def run_backward(
+    backend: str,
     launches: Callable[..., list[Launch]],
     spec: LightningSpec,
     x: Residuals,
@@ -499,7 +467,8 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     grads = Gradients.empty(spec, x)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    run(launches(spec, hardware.of(spec.device), x, do, dstate, grads, dinitial), spec.device)
+    tile = dispatch.choose("lightning", spec, backend).tile
+    run(launches(spec, tile, x, do, dstate, grads, dinitial), spec.device)
     return *grads.of_stored_heads(spec, x), dinitial
 
 
@@ -507,7 +476,6 @@ register(
     "lightning",
     "triton",
     supports=supports,
-    rank=rank,
-    forward=functools.partial(run_forward, forward_launches),
-    backward=functools.partial(run_backward, backward_launches),
+    forward=functools.partial(run_forward, "triton", forward_launches),
+    backward=functools.partial(run_backward, "triton", backward_launches),
 )

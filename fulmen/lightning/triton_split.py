@@ -20,39 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import hardware
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning.op import LightningSpec, Residuals
+from fulmen.lightning.policy import Split, SplitTile
 from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, sweep
 
-PROGRAMS_PER_SM = 2
-PACKED_ROUNDS = 8  # so that what is left over at the end of packed sequences is small
-MIN_SEGMENT = 256  # rows; shorter ones spend their time on states
 AT_ONCE = 16  # segments that a scan reads before it adds them up, at most
 SCAN_BLOCK = 256  # elements of a state that a program carries; of up to AT_ONCE / 2 segments twice as many
 
 
-def rank(spec: LightningSpec) -> float:
-    """Ahead of the fused sweep where that leaves at least half of the SMs without a program."""
-    if spec.device.type != "cuda":
-        return 1001.0
-    hw = hardware.of(spec.device)
-    programs = spec.states * spec.H * triton.cdiv(spec.E, fused.config(spec, hw).block_v)
-    return 5.0 if 2 * programs <= hw.sm_count and spec.N >= 8 * MIN_SEGMENT else 20.0
-
-
-def segments(spec: LightningSpec, hw: hardware.Hardware, cfg: fused.Config, x: Residuals) -> Segments:
-    """Enough segments for PROGRAMS_PER_SM programs on each SM, none shorter than MIN_SEGMENT; PACKED_ROUNDS times as
-    many of packed sequences."""
-    programs = max(spec.B * spec.H * triton.cdiv(spec.E, cfg.block_v), 1)
-    wanted = PROGRAMS_PER_SM * max(hw.sm_count, 1) * (1 if spec.sequences is None else PACKED_ROUNDS)
-    count = max(1, min(wanted // programs, spec.N // MIN_SEGMENT))
-    rows = triton.cdiv(max(spec.N, 1), count * cfg.chunk) * cfg.chunk
-    if spec.sequences is None:
-        return Segments(rows, max(1, triton.cdiv(spec.N, rows)))
-    pieces = x.q.new_empty(spec.sequences + 1, dtype=torch.int32)
-    return Segments(rows, spec.N // rows + spec.sequences, pieces)
+def segments(spec: LightningSpec, split: Split, x: Residuals) -> Segments:
+    """`split`, with room for the first segment of each packed sequence."""
+    pieces = None if spec.sequences is None else x.q.new_empty(spec.sequences + 1, dtype=torch.int32)
+    return Segments(split.rows, split.number, pieces, split.whole)
 
 
 @triton.jit
@@ -166,41 +147,39 @@ def segment_states(spec: LightningSpec, x: Residuals, cut: Segments) -> Tensor:
 
 
 def forward_launches(
-    spec: LightningSpec, hw: hardware.Hardware, x: Residuals, o: Tensor, final: Tensor | None
+    spec: LightningSpec, tile: SplitTile, x: Residuals, o: Tensor, final: Tensor | None
 ) -> list[Launch]:
-    cfg = fused.config(spec, hw)
-    cut = segments(spec, hw, cfg, x)
+    cut = segments(spec, tile.split, x)
     entering = segment_states(spec, x, cut)
     tensors = fused.forward_tensors(spec, x, o)
     return [
         *find_pieces(spec, x, cut),
-        sweep(spec, cfg, ("state",), x, tensors, States(final=entering), cut),
+        sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut),
         scan(spec, x, cut, entering, x.initial_state, final),
-        sweep(spec, cfg, ("o",), x, tensors, States(initial=entering), cut),
+        sweep(spec, tile.sweep, ("o",), x, tensors, States(initial=entering), cut),
     ]
 
 
 def backward_launches(
     spec: LightningSpec,
-    hw: hardware.Hardware,
+    tile: SplitTile,
     x: Residuals,
     do: Tensor,
     dstate: Tensor | None,
     grads: Gradients,
     dinitial: Tensor | None,
 ) -> list[Launch]:
-    cfg = fused.config(spec, hw)
-    cut = segments(spec, hw, cfg, x)
+    cut = segments(spec, tile.split, x)
     entering, leaving = segment_states(spec, x, cut), segment_states(spec, x, cut)
     tensors = fused.backward_tensors(spec, x, do, grads)
     states = States(initial=entering, dfinal=leaving)
     return [
         *find_pieces(spec, x, cut),
-        sweep(spec, cfg, ("state",), x, tensors, States(final=entering), cut),
-        sweep(spec, cfg, ("dstate",), x, tensors, States(dinitial=leaving), cut),
+        sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut),
+        sweep(spec, tile.sweep, ("dstate",), x, tensors, States(dinitial=leaving), cut),
         scan(spec, x, cut, entering, x.initial_state, None),
         scan(spec, x, cut, leaving, dstate, dinitial),
-        *(sweep(spec, cfg, sweeps, x, tensors, states, cut) for sweeps in fused.backward_sweeps(spec)),
+        *(sweep(spec, tile.sweep, sweeps, x, tensors, states, cut) for sweeps in fused.backward_sweeps(spec)),
     ]
 
 
@@ -208,7 +187,6 @@ register(
     "lightning",
     "triton_split",
     supports=fused.supports,
-    rank=rank,
-    forward=functools.partial(fused.run_forward, forward_launches),
-    backward=functools.partial(fused.run_backward, backward_launches),
+    forward=functools.partial(fused.run_forward, "triton_split", forward_launches),
+    backward=functools.partial(fused.run_backward, "triton_split", backward_launches),
 )

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values
-from fulmen.lightning.op import Residuals, _check, _check_values, spec_of
+from fulmen.lightning.op import Residuals, check_inputs, check_values, plan_of, spec_of
 from fulmen.parallel import states
 from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
@@ -161,7 +161,7 @@ def _attend(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = ranks_of(group)
-    x = _check(q, k, v, decay, scale, initial_state, cu_seqlens)
+    x = check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens)
     cut = cut_of_shards(x.q.shape[2], ranks, "contiguous", lengths)
     offsets, sequences = [0, cut.total], None
     if x.cu_seqlens is not None:
@@ -169,7 +169,7 @@ def _attend(
         check_offset_values("cu_seqlens", on_host, cut.total)
         offsets = on_host.tolist()
         sequences = len(offsets) - 1
-    _check_values(x.decay, None, x.q.shape[2])
+    check_values(x.decay, None, x.q.shape[2])
     empty = tuple(i for i, rank in owners_of_empty(cut, offsets).items() if rank == ranks.rank)
     slopes = states.host_values(decay, x.q.shape[1])
     call = Call(ranks, part_of(cut, ranks.rank, offsets), empty, float(scale), backend, sequences, slopes)
@@ -302,7 +302,7 @@ class _Lightning(torch.autograd.Function):
         o, left = q.new_empty(*q.shape[:3], v.shape[3]), states.zero_states(0, q, v.shape[3])
         if part.own:
             spec = _spec(local, call, True)
-            o, left = dispatch.pick("lightning", spec, call.backend).forward(spec, local)
+            o, left, _ = plan_of(spec, local, call.backend).forward.run(*local[:6])
         if not at_once:
             every = travelling.wait()[0]
             entered = states.combined(every, part.before, decay)
@@ -339,9 +339,8 @@ class _Lightning(torch.autograd.Function):
         if part.own:
             local = _local(x, initial, call)
             spec = _spec(local, call, dleft is not None)
-            kernel = dispatch.pick("lightning", spec, call.backend)
-            assert kernel.backward is not None, "_check_backend refuses those that have none"
-            dq, dk, dv, dinitial = kernel.backward(spec, local, do, None if dleft is None else dleft.contiguous())
+            dleft = None if dleft is None else dleft.contiguous()
+            dq, dk, dv, dinitial = plan_of(spec, local, call.backend).gradients(*local, do, dleft)
         G = None  # or what is left to add
         if not at_once:
             every = travelling.wait()[0]

@@ -23,11 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_scale, empty_rows
-from fulmen.flash.op import Causal, FlashSpec, Residuals, Window, _check, _check_mask, _deterministic, _tidy
+from fulmen.flash.op import Causal, FlashSpec, Residuals, Window, check_inputs, check_mask, plan_of, tidy_gradients
 from fulmen.parallel.blocks import Block, Mask, blocks, reach, shapes
 from fulmen.parallel.groups import Group, Pending, Ranks, Receive, Send, agree, exchange, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
 from fulmen.parallel.states import kernels_for
+from fulmen.plans import deterministic
 
 WHAT = "fulmen.parallel.ring_attention"
 KEYS, SUMS, HOME = 1, 2, 3  # kinds of messages
@@ -65,8 +66,8 @@ def ring_attention(
     All ranks have to call the backward, too. Other arguments are `flash_attention`'s.
     """
     ranks = ranks_of(group)
-    left, right, _ = _check_mask(causal, window, softcap)
-    x = _check(q, k, v, sinks, None, None)
+    left, right, _ = check_mask(causal, window, softcap)
+    x = check_inputs(q, k, v, sinks, None, None)
     N = x.q.shape[2]
     if x.k.shape[2] != N:
         raise ValueError(f"k has N={x.k.shape[2]} tokens, must have q's N={N}: a rank has both of the same tokens")
@@ -140,7 +141,7 @@ def _spec(x: Residuals, block: Block, call: Call, backward: bool) -> FlashSpec:
         B, H, x.k.shape[1], N_Q, N_KV, D, x.v.shape[3], x.q.dtype, x.q.device, call.scale, block.left, block.right,
         limited and (N_Q != N_KV or block.offsets is not None), call.softcap, x.sinks is not None and block.diagonal,
         None if block.offsets is None else len(block.offsets) - 1,
-        not backward, backward, backward and _deterministic(),
+        not backward, backward, backward and deterministic(),
     )  # fmt: skip
 
 
@@ -230,8 +231,8 @@ class _Ring(torch.autograd.Function):
             for block in call.blocks(source):
                 assert held is not None, "a shard travels as far as it is used"
                 spec = _spec(x, block, call, backward=False)
-                kernel = dispatch.pick("flash", spec, call.backend)
-                o_i, lse_i = kernel.forward(spec, _residuals(x, held.k, held.v, block))
+                part = _residuals(x, held.k, held.v, block)
+                o_i, lse_i = plan_of(spec, part, call.backend).forward.run(*part)
                 if begun:
                     o.copy_(o_i)
                     lse.copy_(lse_i)
@@ -249,7 +250,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         call, (_, rank, P) = ctx.call, ctx.call.ranks
-        local = _Gradients(Residuals(q, k, v, sinks), o, lse, _tidy(o, do, None)[0], call)
+        local = _Gradients(Residuals(q, k, v, sinks), o, lse, tidy_gradients(o, do, None)[0], call)
         held: Shard | None = Shard.of(k, v) if P > 1 else Shard(k, k, v)
         own = lse.new_zeros(Shard.size(k, v, k.shape[2]))  # dk and dv of this rank's shard
         sums: Tensor | None = None
@@ -294,12 +295,9 @@ class _Gradients:
         for block in call.blocks(source):
             rows, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
             spec = _spec(self.x, block, call, backward=True)
-            kernel = dispatch.pick("flash", spec, call.backend)
-            assert kernel.backward is not None, "_check_backend refuses those that have none"
+            part = _residuals(self.x, held.k, held.v, block)
             o, lse, do = self.o[:, :, rows], self.lse[:, :, rows].contiguous(), self.do[:, :, rows]
-            dq_i, dk_i, dv_i, dsinks_i = kernel.backward(
-                spec, _residuals(self.x, held.k, held.v, block), o, lse, do, None
-            )
+            dq_i, dk_i, dv_i, dsinks_i = plan_of(spec, part, call.backend).gradients(*part, o, lse, do, None)
             self.dq[:, :, rows] += dq_i
             dk[:, :, keys] += dk_i
             dv[:, :, keys] += dv_i

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import hardware
+from fulmen import dispatch
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.op import LightningSpec, Residuals
+from fulmen.lightning.policy import SplitTile
 from fulmen.lightning.triton import LOG2E
 
 TILE = 4096  # elements of o a program merges
@@ -53,14 +54,13 @@ def _state(sweep: str, spec: LightningSpec, x: Residuals, tensors: fused.Tensors
     """Of segments, in as many programs as the GPU holds; then over segments."""
     if not spec.N:
         return x.q.new_zeros(spec.B, spec.H, spec.D, spec.E, dtype=torch.float32)
-    hw = hardware.of(spec.device)
-    cfg = fused.config(spec, hw)
-    cut = split.segments(spec, hw, cfg, x)
+    tile: SplitTile = dispatch.choose("lightning", spec, "triton_split").tile
+    cut = split.segments(spec, tile.split, x)
     each = split.segment_states(spec, x, cut)
     total = x.q.new_empty(spec.B, spec.H, spec.D, spec.E, dtype=torch.float32)
     states = fused.States(final=each) if sweep == "state" else fused.States(dinitial=each)
     fused.run(
-        [fused.sweep(spec, cfg, (sweep,), x, tensors, states, cut), split.scan(spec, x, cut, each, None, total)],
+        [fused.sweep(spec, tile.sweep, (sweep,), x, tensors, states, cut), split.scan(spec, x, cut, each, None, total)],
         spec.device,
     )
     return total

@@ -24,14 +24,14 @@ from fulmen.flash.op import (
     Causal,
     Residuals,
     Window,
-    _check,
-    _check_mask,
-    _deterministic,
+    check_inputs,
+    check_mask,
     checked_spec,
     flash_attention,
 )
 from fulmen.parallel.groups import Group, Ranks, agree, all_to_all, ranks_of
 from fulmen.parallel.shards import Cut, cut_of_shards
+from fulmen.plans import deterministic
 
 WHAT = "fulmen.parallel.ulysses_attention"
 
@@ -65,8 +65,8 @@ def ulysses_attention(
     All ranks have to call the backward, too. Other arguments are `flash_attention`'s.
     """
     ranks = ranks_of(group)
-    _check_mask(causal, window, softcap)
-    x = _check(q, k, v, sinks, None, None)
+    check_mask(causal, window, softcap)
+    x = check_inputs(q, k, v, sinks, None, None)
     q, k, v = x.q, x.k, x.v
     (B, H, N, D), H_KV, E, P = q.shape, k.shape[1], v.shape[3], ranks.size
     if k.shape[2] != N:
@@ -112,7 +112,7 @@ def _check_whole(
         sequences = cu_seqlens.shape[0] - 1
     spec = spec._replace(
         device=x.q.device, has_sinks=x.sinks is not None, sequences=sequences, needs_grad=grads,
-        deterministic=grads and _deterministic(),
+        deterministic=grads and deterministic(),
     )  # fmt: skip
     dispatch.pick("flash", spec, backend)
 

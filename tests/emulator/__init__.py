@@ -25,11 +25,10 @@ from typing import Any
 import pytest
 import torch
 
-from fulmen import cuda, dispatch, hardware
+from fulmen import cuda, dispatch, hardware, plans
 from fulmen.cuda import tensor_map as maps
 from fulmen.flash import cuda as flash_cuda
-from fulmen.flash import cuda_sm90, cuda_small
-from fulmen.flash import op as flash_op
+from fulmen.flash.kernels import sm90
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
@@ -312,8 +311,8 @@ def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 
 
 def forget() -> None:
     """What is known of calls: launches belong to an emulator."""
-    flash_op.forget()
-    for module in (flash_cuda, cuda_small, cuda_sm90, lightning_cuda, dispatch, maps):
+    plans.clear()
+    for module in (flash_cuda, lightning_cuda, dispatch, maps):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
@@ -330,13 +329,13 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
         return found if found.pieces is None else found._replace(pieces=emulator.tensor(found.pieces))
 
     monkeypatch.setattr(lightning_cuda, "segments", guarded_segments)
-    workspace = cuda_sm90.workspace
+    workspace = sm90.workspace
 
     def guarded_workspace(*args: Any) -> Any:
         work, after = workspace(*args)
         return emulator.empty(like=lambda: work), after
 
-    monkeypatch.setattr(cuda_sm90, "workspace", guarded_workspace)
+    monkeypatch.setattr(sm90, "workspace", guarded_workspace)
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
     for module in (home, lightning_triton):

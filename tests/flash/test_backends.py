@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fulmen import dispatch
+from fulmen import dispatch, hardware
 from fulmen.flash import sdpa
 from fulmen.flash.op import Residuals
 from fulmen.testing import flash as testing
@@ -367,7 +367,7 @@ def test_each_implementation_of_sdpa(implementation, case, dtype):
     """Also those that are not the first choice for a call."""
     x = testing.inputs(**GPU_CASES[case], dtype=DTYPES[dtype], device="cuda")
     spec = x.spec(needs_grad=True)
-    for why in (sdpa.supports(spec), sdpa.lacks(spec, implementation)):
+    for why in (sdpa.supports(spec), sdpa.unsupported_reason(spec, hardware.of(spec.device), implementation)):
         if why is not None:
             pytest.skip(why)
     tensors = Residuals(x.q, x.k, x.v)

@@ -224,8 +224,8 @@ def gpu(**changes) -> FlashSpec:
 
 def machine(arch: int, cudnn: int = 91900):
     """The facts of a GPU to pretend."""
-    facts = hardware.TARGETS[90]._replace(arch=arch)
-    return {"fulmen.hardware.of": lambda device: facts, "fulmen.flash.sdpa.cudnn_version": lambda: cudnn}
+    facts = hardware.TARGETS[90]._replace(arch=arch, cudnn=cudnn)
+    return {"fulmen.hardware.of": lambda device: facts}
 
 
 HUGE = {"B": 64, "H": 64, "H_KV": 64, "N_Q": 8192, "N_KV": 8192, "D": 64, "E": 64}
@@ -309,11 +309,9 @@ def pretend(monkeypatch):
     def set_facts(facts):
         for name, value in facts.items():
             monkeypatch.setattr(name, value)
-        sdpa._pinned.cache_clear()
         dispatch.pick.cache_clear()
 
     yield set_facts
-    sdpa._pinned.cache_clear()
     dispatch.pick.cache_clear()
 
 
@@ -330,10 +328,10 @@ def test_supports_sentences(backend, asked, facts, sentence, pretend):
 @pytest.mark.parametrize(("implementation", "asked", "facts", "sentence", "other"), LACKS)
 def test_implementations_of_sdpa(implementation, asked, facts, sentence, other, pretend):
     pretend(facts)
-    assert sdpa.lacks(asked, implementation) == sentence
+    assert sdpa.unsupported_reason(asked, hardware.of(asked.device), implementation) == sentence
     assert sdpa.supports(asked) is None
-    assert sdpa.implementation(asked) == other
-    assert sdpa.detail(asked) == sdpa.NAMES[other]
+    assert sdpa.chosen(asked) == other
+    assert str(dispatch.choose("flash", asked, "sdpa")) == other
 
 
 @pytest.mark.parametrize(("asked", "arch", "choice"), [
@@ -346,13 +344,13 @@ def test_implementations_of_sdpa(implementation, asked, facts, sentence, other, 
 def test_choice_of_implementation(asked, arch, choice, pretend):
     pretend(machine(arch))
     assert sdpa.supports(asked) is None
-    assert sdpa.implementation(asked) == choice
+    assert sdpa.chosen(asked) == choice
 
 
 def test_sdpa_without_any_implementation(pretend):
     pretend(machine(90))
     with pytest.raises(NotImplementedError, match="does not compute in float64"):
-        sdpa.implementation(gpu(dtype=torch.float64))
+        sdpa.chosen(gpu(dtype=torch.float64))
 
 
 def test_every_backend_serves_a_plain_call(pretend):

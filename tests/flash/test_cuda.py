@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from fulmen import cuda, dispatch, hardware
+from fulmen.dispatch import Choice
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90, cuda_small
+from fulmen.flash import policy
+from fulmen.flash.kernels import single_tile, small
+from fulmen.flash.kernels import sm90 as sm90_kernel
 from fulmen.flash.op import FlashSpec, Residuals
+from fulmen.flash.policy import SingleTile, Sm90Tile, SmallTile
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests import sass
@@ -26,8 +30,25 @@ def spec(B=1, H=1, N=128, D=64, causal=False, dtype=torch.bfloat16, **options) -
     return FlashSpec(B=B, H=H, D=D, dtype=dtype, device=CUDA, scale=D**-0.5, **options)
 
 
+def chosen(call: FlashSpec) -> Choice:
+    return policy.choose(call, TARGETS[90], "cuda")
+
+
+def unsplit(call: FlashSpec) -> Sm90Tile | SmallTile | SingleTile:
+    assert chosen(call).splits == 1, call
+    return chosen(call).tile
+
+
+def detail(choice: Choice) -> str:
+    return f"{choice.kernel}, {choice.tile}"
+
+
+def launched_with(tile: Sm90Tile | SmallTile | SingleTile, splits: int = 1) -> Choice:
+    return Choice("cuda", tile.kernel, tile, splits, "triton")
+
+
 def sizes(sms: int) -> list[tuple[int, int, int]]:
-    """(B, H, N): one for each row of `config`, with one block of keys, and at both ends of the ring."""
+    """(B, H, N): one for each row of `small_tile`, with one block of keys, and at both ends of the ring."""
     few = [(1, 1, N) for N in (64, 128, 512)]
     for rows in (32, 64, 128):  # as many heads as give every SM a block of that many queries
         few += [(1, max(1, sms * rows // N), N) for N in (64, 128, 256, 512)]
@@ -40,17 +61,18 @@ def test_small_fits_and_does_not_spill(arch, D):
     hw, seen = TARGETS[arch], set()
     for (B, H, N), causal in itertools.product(sizes(hw.sm_count), (False, True)):
         call = spec(B, H, N, D, causal)
-        cfg = cuda_small.config(call, hw)
-        variant = cuda_small.variant(call, hw, cfg)
+        tile = policy.small_tile(call, hw)
+        choice = launched_with(tile)
+        variant = small.variant(call, hw, choice)
         if variant in seen:
             continue
         seen.add(variant)
         _, usage = cuda.compile_variant(variant)
-        assert usage.spilled == 0, (cfg, usage)
-        assert not usage.warnings, (cfg, usage)
+        assert usage.spilled == 0, (tile, usage)
+        assert not usage.warnings, (tile, usage)
         assert usage.shared == 0
-        assert cfg.shared(D) <= hw.smem_bytes, cfg
-        assert usage.registers * cfg.threads * cfg.blocks_per_sm <= 65_536, (cfg, usage)
+        assert small.shared_bytes(call, choice) <= hw.smem_bytes, tile
+        assert usage.registers * small.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
     tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
     assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
 
@@ -58,50 +80,51 @@ def test_small_fits_and_does_not_spill(arch, D):
 SHARED = {"H": 32, "H_KV": 8, "N_Q": 24}
 
 
-def tiles_once(D: int) -> list[tuple[FlashSpec, cuda_small.Once]]:
-    """Every tile of cuda_once.cu that is chosen, with a call that takes it."""
+def single_tiles(D: int) -> list[tuple[FlashSpec, SingleTile]]:
+    """Every tile of single_tile.cu that is chosen, with a call that takes it."""
     every = itertools.product((1, 8, 64), (64, 80, 128, 150, 192, 256), (False, True))
     calls = [spec(B, 8, N, D, causal) for B, N, causal in every]
     calls += [spec(64, N_KV=call.N_KV, D=D, causal=call.right == 0, **SHARED) for call in calls]
-    chosen = {(flash.config(call, TARGETS[90]), call.right): call for call in calls}
-    return [(call, cfg) for (cfg, _), call in chosen.items() if isinstance(cfg, cuda_small.Once)]
+    found = {(chosen(call), call.right): call for call in calls}
+    return [(call, choice.tile) for (choice, _), call in found.items() if choice.kernel == "single_tile"]
 
 
 def test_which_tiles_there_are_of_all_keys_at_once():
-    O = cuda_small.Once
-    small, wide = (
+    O = SingleTile
+    narrow, wide = (
         [O(64), O(80), O(128), O(80, 2), O(64, 3), O(128, 2, 3), O(64, 4, 3)],
         [O(64), O(80, 1, 3), O(128, 1, 2)],
     )
-    assert {cfg for _, cfg in tiles_once(64)} == {*small, *(cfg._replace(grouped=True) for cfg in small)}
-    assert {cfg for _, cfg in tiles_once(128)} == {*wide, *(cfg._replace(grouped=True) for cfg in wide)}
+    assert {tile for _, tile in single_tiles(64)} == {*narrow, *(tile._replace(pack_gqa=True) for tile in narrow)}
+    assert {tile for _, tile in single_tiles(128)} == {*wide, *(tile._replace(pack_gqa=True) for tile in wide)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D", [64, 128])
 def test_all_keys_at_once_fit_and_do_not_spill(D, dtype):
-    for call, cfg in tiles_once(D):
-        code, usage = cuda.compile_variant(cuda_small.variant(call._replace(dtype=dtype), TARGETS[90], cfg))
-        assert usage.spilled == 0, (cfg, usage)
-        assert not usage.warnings, (cfg, usage)  # such as products made one after the other
-        assert usage.registers * cfg.threads * cfg.blocks_per_sm <= 65_536, (cfg, usage)
-        assert (cfg.shared(D) + 1024) * cfg.blocks_per_sm <= 228 * 1024, cfg
+    for call, tile in single_tiles(D):
+        choice = launched_with(tile)
+        code, usage = cuda.compile_variant(single_tile.variant(call._replace(dtype=dtype), TARGETS[90], choice))
+        assert usage.spilled == 0, (tile, usage)
+        assert not usage.warnings, (tile, usage)  # such as products made one after the other
+        assert usage.registers * single_tile.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
+        assert (single_tile.shared_bytes(call, choice) + 1024) * tile.blocks_per_sm <= 228 * 1024, tile
         text = sass.disassemble(code)
         assert sass.overwritten(text) == []
-        assert text.count("HGMMA.") == cfg.stages * (D + cfg.block_n) // 16
+        assert text.count("HGMMA.") == tile.stages * (D + tile.block_n) // 16
         for what in ("BAR.SYNC", "FENCE.VIEW.ASYNC", "WARPGROUP.ARRIVE"):  # before q k^T and before p v
-            assert text.count(what) == 2 * cfg.stages, what
+            assert text.count(what) == 2 * tile.stages, what
         assert 0 < text.index("ACQBULK") < text.index("LDGSTS")  # nothing is read before the launch ahead is over
-        assert text.count("MUFU.EX2") == cfg.stages * cfg.block_n // 2 + 2 * (cfg.stages - 1)
+        assert text.count("MUFU.EX2") == tile.stages * tile.block_n // 2 + 2 * (tile.stages - 1)
 
 
 def test_odd_groups_share_no_tile(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     for H in (8, 24, 1024):
         call = spec(64, H, H_KV=8, N_Q=1, N_KV=100)
-        assert not getattr(flash.config(call, TARGETS[90]), "grouped", False)
+        assert not getattr(chosen(call).tile, "pack_gqa", False)
         with pytest.raises(ValueError, match="cannot share tiles"):
-            cuda_small.launch_of(call, cuda_small.Once(128, grouped=True), (0,) * 12)
+            single_tile.launch_of(call, launched_with(SingleTile(128, pack_gqa=True)), 4 * ((0, 0, 0),))
 
 
 @pytest.mark.gpu
@@ -109,17 +132,17 @@ def test_odd_groups_share_no_tile(monkeypatch):
 @pytest.mark.parametrize("D", [64, 128])
 def test_all_keys_at_once_on_a_gpu(D, causal):
     """Right in every tile, on rows and keys that do not fill it, and the same bits every time."""
-    for cfg in dict.fromkeys(cfg for _, cfg in tiles_once(D)):
-        N_KV = cfg.block_n * cfg.stages - 3
+    for tile in dict.fromkeys(tile for _, tile in single_tiles(D)):
+        N_KV = tile.block_n * tile.stages - 3
         for N_Q, dtype in ((N_KV, torch.bfloat16), (201, torch.float16), (5, torch.bfloat16)):
             x = testing.inputs(2, 8, N_Q, D, H_KV=2, N_KV=N_KV, causal=causal, dtype=dtype, device="cuda")
             call, tensors = x.spec(with_lse=True), Residuals(x.q, x.k, x.v)
             if (why := flash.supports(call)) is not None or hardware.of(call.device).arch != 90:
                 pytest.skip(why or "for Hopper")
-            o, lse = flash.forward(call, tensors, cfg)
+            o, lse = flash.forward(call, tensors, launched_with(tile))
             testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
             for _ in range(25):
-                again = flash.forward(call, tensors, cfg)
+                again = flash.forward(call, tensors, launched_with(tile))
                 assert torch.equal(again[0], o)
                 assert torch.equal(again[1], lse)
 
@@ -129,7 +152,8 @@ def test_small_in_fp16(arch):
     hw = TARGETS[int(arch.rstrip("a"))]
     for D in (64, 128):
         call = spec(32, 8, 256, D, dtype=torch.float16)
-        _, usage = cuda.compile_variant(cuda_small.variant(call, hw, cuda_small.config(call, hw))._replace(arch=arch))
+        choice = launched_with(policy.small_tile(call, hw))
+        _, usage = cuda.compile_variant(small.variant(call, hw, choice)._replace(arch=arch))
         assert usage.spilled == 0
 
 
@@ -172,24 +196,27 @@ def test_serves_on_an_older_gpu(monkeypatch):
         assert flash.supports(call._replace(needs_grad=True, with_lse=True)) is None
         assert dispatch.pick.__wrapped__("flash", call, "cuda").name == "cuda"
         assert dispatch.pick.__wrapped__("flash", call).name != "cuda"  # not measured there
-    assert flash.detail(spec()) == "cuda_small.cu, 16 queries x 128 keys"
+    assert detail(dispatch.choose("flash", spec(), "cuda")) == "small, 16 queries x 128 keys"
 
 
 # ---------------------------------------------------------------------------------------------- gradients
 
 
+def backward_of(call: FlashSpec) -> str:
+    return dispatch.choose("flash", call, "cuda").backward
+
+
 def test_whose_gradients(monkeypatch):
     """cuDNN's for what it can say and while nobody asks for the same bits every time; else triton's."""
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
-    monkeypatch.setattr("fulmen.flash.sdpa.cudnn_version", lambda: 91900)
     call = spec(2, 16, 4096, 128, True, needs_grad=True)
-    assert flash.paired(call)
-    assert flash.paired(call._replace(right=None, H_KV=4))
-    assert flash.paired(call._replace(D=192))
+    assert backward_of(call) == "cudnn"
+    assert backward_of(call._replace(right=None, H_KV=4)) == "cudnn"
+    assert backward_of(call._replace(D=192)) == "cudnn"
     for options in ({"with_lse": True}, {"deterministic": True}, {"softcap": 3.0}, {"left": 5}, {"N_KV": 5000}, PACKED):
-        assert not flash.paired(call._replace(**options)), options
-    monkeypatch.setattr("fulmen.flash.sdpa.cudnn_version", lambda: 91000)
-    assert not flash.paired(call)
+        assert backward_of(call._replace(**options)) == "triton", options
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90]._replace(cudnn=91000))
+    assert backward_of(call) == "triton"
 
 
 @pytest.mark.gpu
@@ -199,29 +226,30 @@ def test_whose_gradients(monkeypatch):
 def test_gradients_from_our_forward_by_cudnn(D, E, H_KV, causal, layout):
     x = testing.inputs(2, 4, 700, D, E=E, H_KV=H_KV, causal=causal, layout=layout, dtype=torch.bfloat16, device="cuda")
     call = x.spec(needs_grad=True)
-    if (why := flash.supports(call)) is not None or not flash.paired(call):
+    if (why := flash.supports(call)) is not None or backward_of(call) != "cudnn":
         pytest.skip(why or "cuDNN does not serve this")
     testing.check(x, "cuda", ("o",))
 
 
 def test_one_block_takes_no_more_keys_than_it_has(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
-    for cfg in (cuda_small.Config(4, 1, 128, 1), cuda_small.Once(64, 2)):
+    for tile in (SmallTile(4, 1, 128, 1), SingleTile(64, 2)):
         with pytest.raises(ValueError, match=r"64 queries x 128 keys at once, and there are 129"):
-            cuda_small.launch_of(spec(N=129), cfg, (0,) * 12)
+            flash.KERNELS[tile.kernel].launch_of(spec(N=129), launched_with(tile), 4 * ((0, 0, 0),))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("B", "N_KV"), [(1, 0), (1, 40), (8, 100), (32, 100), (32, 200)])
 def test_short_rows_without_keys_are_zero(B, N_KV):
-    """Their outputs go through the place in shared memory that their queries are on their way to."""
+    """Their outputs go through the shared memory that their queries are on their way to."""
     x = testing.inputs(B, 8, 128 + N_KV, 64, N_KV=N_KV, causal=True, dtype=torch.bfloat16, device="cuda")
     call, tensors = x.spec(), Residuals(x.q, x.k, x.v)
     if (why := flash.supports(call)) is not None:
         pytest.skip(why)
-    for cfg in {cuda_small.config(call, hardware.of(x.q.device)), flash.config(call, hardware.of(x.q.device))}:
+    tile = policy.small_tile(call, hardware.of(x.q.device))
+    for choice in {launched_with(tile), dispatch.choose("flash", call, "cuda")}:
         for _ in range(20):
-            o, _ = flash.forward(call, tensors, cfg)
+            o, _ = flash.forward(call, tensors, choice)
             assert not o[:, :, :128].any()
     testing.check(x, "cuda", ("o",))
 
@@ -235,80 +263,78 @@ ALL = WINDOW | PACKED | CAP | {"has_sinks": True}
 
 
 @pytest.mark.parametrize(
-    ("call", "detail"),
+    ("call", "words"),
     [
-        (spec(), "cuda_small.cu, 16 queries x 128 keys"),
-        (spec(N=64), "cuda_once.cu, 64 queries x 64 keys"),
-        (spec(B=32, H=8, N=128), "cuda_once.cu, 64 queries x 128 keys"),
-        (spec(B=32, H=8, N=256, causal=True), "cuda_once.cu, 64 queries x 256 keys"),
-        (spec(B=32, H=8, N=257, causal=True), "cuda_sm90.cu, 128 queries x 128 keys"),
-        (spec(B=32, H=8, N=100, **CAP), "cuda_sm90.cu, 128 queries x 128 keys"),
-        (spec(B=2, H=10, N_Q=4096, N_KV=77), "cuda_once.cu, 64 queries x 80 keys"),
-        (spec(B=64, H=32, N_Q=1, N_KV=100), "cuda_small.cu, 16 queries x 128 keys"),
-        (spec(B=32, H=8, N=128, D=128), "cuda_sm90.cu, 128 queries x 128 keys"),
-        (spec(B=8, H=4, N=256, D=128), "cuda_sm90.cu, 64 queries x 80 keys"),
-        (spec(B=32, H=8, N=512), "cuda_sm90.cu, 192 queries x 128 keys"),
-        (spec(N=2048), "cuda_sm90.cu, 128 queries x 128 keys"),  # one head leaves SMs idle
-        (spec(H=24, N=2048), "cuda_sm90.cu, 192 queries x 128 keys"),
-        (spec(N=2048, **CAP), "cuda_sm90.cu, 128 queries x 128 keys"),
-        (spec(N=100, **PACKED), "cuda_sm90.cu, 64 queries x 128 keys"),
-        (spec(N=1000, **PACKED), "cuda_sm90.cu, 192 queries x 128 keys"),
-        (spec(N=4096, D=128, causal=True), "cuda_sm90.cu, 128 queries x 176 keys"),
-        (spec(N=2048, D=128, causal=True), "cuda_sm90.cu, 128 queries x 128 keys"),
-        (spec(N=2048, D=128), "cuda_sm90.cu, 128 queries x 176 keys"),
-        (spec(N=8192, D=128, causal=True, **WINDOW), "cuda_sm90.cu, 128 queries x 128 keys"),
-        (spec(N=1000, D=192, E=128), "cuda_sm90.cu, 128 queries x 128 keys"),
-        (spec(N=1000, D=256), "cuda_sm90.cu, 128 queries x 80 keys"),
+        (spec(), "small, 16 queries x 128 keys"),
+        (spec(N=64), "single_tile, 64 queries x 64 keys"),
+        (spec(B=32, H=8, N=128), "single_tile, 64 queries x 128 keys"),
+        (spec(B=32, H=8, N=256, causal=True), "single_tile, 64 queries x 256 keys"),
+        (spec(B=32, H=8, N=257, causal=True), "sm90, 128 queries x 128 keys"),
+        (spec(B=32, H=8, N=100, **CAP), "sm90, 128 queries x 128 keys"),
+        (spec(B=2, H=10, N_Q=4096, N_KV=77), "single_tile, 64 queries x 80 keys"),
+        (spec(B=64, H=32, N_Q=1, N_KV=100), "small, 16 queries x 128 keys"),
+        (spec(B=32, H=8, N=128, D=128), "sm90, 128 queries x 128 keys"),
+        (spec(B=8, H=4, N=256, D=128), "sm90, 64 queries x 80 keys"),
+        (spec(B=32, H=8, N=512), "sm90, 192 queries x 128 keys"),
+        (spec(N=2048), "sm90, 128 queries x 128 keys"),  # one head leaves SMs idle
+        (spec(H=24, N=2048), "sm90, 192 queries x 128 keys"),
+        (spec(N=2048, **CAP), "sm90, 128 queries x 128 keys"),
+        (spec(N=100, **PACKED), "sm90, 64 queries x 128 keys"),
+        (spec(N=1000, **PACKED), "sm90, 192 queries x 128 keys"),
+        (spec(N=4096, D=128, causal=True), "sm90, 128 queries x 176 keys"),
+        (spec(N=2048, D=128, causal=True), "sm90, 128 queries x 128 keys"),
+        (spec(N=2048, D=128), "sm90, 128 queries x 176 keys"),
+        (spec(N=8192, D=128, causal=True, **WINDOW), "sm90, 128 queries x 128 keys"),
+        (spec(N=1000, D=192, E=128), "sm90, 128 queries x 128 keys"),
+        (spec(N=1000, D=256), "sm90, 128 queries x 80 keys"),
     ],
 )
-def test_tiles_by_shape(call, detail, monkeypatch):
-    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
-    assert flash.detail(call).split(", split")[0] == detail
+def test_tiles_by_shape(call, words):
+    assert detail(chosen(call)) == words
 
 
 def test_what_was_measured_is_taken():
-    """The best of results/h200/cuda_trial-2.txt, or what differs from it by less than 1 %."""
-    choose = lambda N, D, causal: cuda_sm90.config(spec(2, 16, N, D, causal), TARGETS[90])  # noqa: E731
+    """The best measured, or what differs from it by less than 1 %."""
+    choose = lambda N, D, causal: unsplit(spec(2, 16, N, D, causal))  # noqa: E731
     for N in (2048, 4096, 8192, 16384):
-        assert choose(N, 128, False) == cuda_sm90.Config(2, 176, 2, together=False)
-        assert choose(N, 128, True) == (cuda_sm90.Config(2, 128, 2) if N == 2048 else cuda_sm90.Config(2, 176, 2))
+        assert choose(N, 128, False) == Sm90Tile(2, 176, 2, swizzle=True)
+        assert choose(N, 128, True) == (Sm90Tile(2, 128, 2) if N == 2048 else Sm90Tile(2, 176, 2))
     for causal in (False, True):
-        assert choose(2048, 64, causal) == cuda_sm90.Config(3, 128, 2, take_turns=True, together=causal)
-        of_many = cuda_sm90.config(spec(4, 32, 4096, 64, causal), TARGETS[90])
-        assert of_many == cuda_sm90.Config(3, 128, 2, together=False)
+        assert choose(2048, 64, causal) == Sm90Tile(3, 128, 2, take_turns=True, swizzle=not causal)
+        of_many = unsplit(spec(4, 32, 4096, 64, causal))
+        assert of_many == Sm90Tile(3, 128, 2, swizzle=True)
 
 
 def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
-    """By results/h200/cuda_short.txt: (B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
-    two, three = cuda_sm90.Config(2, 128, 2, together=False), cuda_sm90.Config(3, 128, 2, True, together=False)
-    two_all, three_all = two._replace(together=True), three._replace(together=True)
-    one, half = cuda_sm90.Config(1, 128, 2, blocks_per_sm=2), cuda_sm90.Config(1, 80, 2, blocks_per_sm=2)
+    """(B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
+    two, three = Sm90Tile(2, 128, 2, swizzle=True), Sm90Tile(3, 128, 2, True, swizzle=True)
+    two_all, three_all = two._replace(swizzle=False), three._replace(swizzle=False)
+    one, half = Sm90Tile(1, 128, 2, blocks_per_sm=2), Sm90Tile(1, 80, 2, blocks_per_sm=2)
     best = {
         (32, 8, 384, 64, False): three, (32, 8, 512, 64, False): three,
         (32, 8, 1024, 64, False): three, (4, 16, 384, 64, False): three, (4, 16, 512, 64, False): two,
         (4, 16, 1024, 64, False): three, (8, 4, 384, 64, True): one,
-        (8, 4, 512, 64, False): one._replace(together=False), (32, 8, 1024, 64, True): two,
+        (8, 4, 512, 64, False): one._replace(swizzle=True), (32, 8, 1024, 64, True): two,
         (32, 8, 2048, 64, True): three,
         (32, 8, 512, 64, True): two_all, (4, 16, 1024, 64, True): two_all, (4, 16, 2048, 64, True): three_all,
         (32, 8, 256, 128, False): two, (32, 8, 512, 128, False): two, (32, 8, 512, 128, True): two,
         (32, 8, 1024, 128, False): two, (8, 4, 768, 128, False): two, (32, 8, 2048, 128, True): two,
-        (32, 8, 2048, 128, False): cuda_sm90.Config(2, 176, 2, together=False), (4, 16, 512, 128, True): two_all,
-        (4, 16, 2048, 128, True): two, (1, 64, 4096, 128, True): cuda_sm90.Config(2, 176, 2, together=False),
-        (8, 4, 2048, 128, True): two_all, (1, 40, 8192, 64, True): cuda_sm90.Config(3, 128, 2),
+        (32, 8, 2048, 128, False): Sm90Tile(2, 176, 2, swizzle=True), (4, 16, 512, 128, True): two_all,
+        (4, 16, 2048, 128, True): two, (1, 64, 4096, 128, True): Sm90Tile(2, 176, 2, swizzle=True),
+        (8, 4, 2048, 128, True): two_all, (1, 40, 8192, 64, True): Sm90Tile(3, 128, 2),
         (1, 16, 512, 128, True): half, (1, 1, 1024, 128, True): half, (1, 16, 1024, 128, False): two,
-        (1, 16, 512, 128, False): half._replace(together=False), (8, 4, 384, 128, True): half,
-        (8, 4, 256, 128, False): half._replace(together=False), (8, 4, 512, 128, False): two,
-        (1, 16, 256, 128, True): cuda_small.Config(2, 2, 64, 2),
-        (1, 1, 256, 128, False): cuda_small.Config(1, 4, 64, 2),
+        (1, 16, 512, 128, False): half._replace(swizzle=True), (8, 4, 384, 128, True): half,
+        (8, 4, 256, 128, False): half._replace(swizzle=True), (8, 4, 512, 128, False): two,
+        (1, 16, 256, 128, True): SmallTile(2, 2, 64, 2),
+        (1, 1, 256, 128, False): SmallTile(1, 4, 64, 2),
     }  # fmt: skip
     for case, tile in best.items():
-        found = flash.config(spec(*case), TARGETS[90])
-        assert (found._replace(splits=1) if isinstance(found, cuda_sm90.Config) else found) == tile, case
+        assert chosen(spec(*case)).tile == tile, case
 
 
 def test_what_was_measured_of_few_keys_is_taken():
-    """By results/h200/cuda_once.txt: (B, H, N, D, causal), and the tile that was the fastest or within 5 % of it."""
-    S, O = cuda_small.Config, cuda_small.Once
+    """(B, H, N, D, causal), and the tile that was the fastest or within 5 % of it."""
+    S, O = SmallTile, SingleTile
     best = {
         (1, 1, 64, 64, False): O(64), (64, 16, 64, 64, False): O(64), (1, 16, 77, 64, False): O(80),
         (32, 8, 77, 64, False): O(80), (1, 1, 128, 64, False): S(1, 4, 128, 1), (4, 4, 128, 64, True): S(1, 4, 128, 1),
@@ -320,58 +346,59 @@ def test_what_was_measured_of_few_keys_is_taken():
         (1, 16, 64, 128, True): O(64), (32, 8, 64, 128, False): O(64), (4, 16, 77, 128, False): O(80, 1, 3),
         (1, 16, 128, 128, False): S(1, 4, 128, 1), (4, 16, 128, 128, True): O(128, 1, 2),
         (8, 16, 128, 128, False): O(128, 1, 2),
-        (10, 16, 128, 128, False): cuda_sm90.Config(2, 128, 2, together=False),
+        (10, 16, 128, 128, False): Sm90Tile(2, 128, 2, swizzle=True),
     }  # fmt: skip
     for case, tile in best.items():
-        assert flash.config(spec(*case), TARGETS[90]) == tile, case
+        assert unsplit(spec(*case)) == tile, case
     for N_Q, N_KV, D, tile in ((4096, 77, 64, O(80)), (4096, 128, 64, O(128)), (2048, 256, 64, O(128, 2, 3))):
-        assert flash.config(spec(8, 8, D=D, N_Q=N_Q, N_KV=N_KV), TARGETS[90]) == tile
+        assert unsplit(spec(8, 8, D=D, N_Q=N_Q, N_KV=N_KV)) == tile
     few = ((16, 64, S(1, 4, 128, 1)), (32, 64, O(128)), (1, 128, S(1, 4, 128, 1)), (32, 128, O(128, 1, 2)))
     for N_Q, D, tile in few:
-        assert flash.config(spec(64, 32, D=D, N_Q=N_Q, N_KV=100), TARGETS[90]) == tile
-    grouped = {  # results/h200/cuda_shared.txt: B, group, N_Q, N_KV, D, and the best or within 6 % of it
+        assert unsplit(spec(64, 32, D=D, N_Q=N_Q, N_KV=100)) == tile
+    packed = {  # B, group, N_Q, N_KV, D, and the best or within 6 % of it
         (1, 4, 1, 100, 64): S(1, 4, 128, 1), (4, 4, 1, 100, 64): S(1, 4, 128, 1),
-        (16, 4, 1, 100, 64): O(128, grouped=True),
-        (64, 4, 32, 100, 64): O(128, grouped=True), (64, 4, 64, 64, 64): O(64), (8, 4, 1, 60, 64): O(64, grouped=True),
-        (64, 8, 4, 60, 128): O(64, grouped=True), (8, 4, 1, 250, 64): S(1, 4, 128, 2),
+        (16, 4, 1, 100, 64): O(128, pack_gqa=True),
+        (64, 4, 32, 100, 64): O(128, pack_gqa=True), (64, 4, 64, 64, 64): O(64),
+        (8, 4, 1, 60, 64): O(64, pack_gqa=True),
+        (64, 8, 4, 60, 128): O(64, pack_gqa=True), (8, 4, 1, 250, 64): S(1, 4, 128, 2),
         (64, 4, 16, 250, 64): O(128, 2, 3, True), (16, 8, 150, 150, 64): O(80, 2, 4, True),
         (16, 4, 1, 100, 128): O(128, 1, 2, True), (64, 4, 32, 100, 128): O(128, 1, 2, True),
-        (64, 4, 16, 100, 128): cuda_sm90.Config(1, 80, 2, blocks_per_sm=2, together=False, grouped=True),
-        (64, 4, 16, 250, 128): cuda_sm90.Config(1, 80, 2, blocks_per_sm=2, together=False, grouped=True),
+        (64, 4, 16, 100, 128): Sm90Tile(1, 80, 2, blocks_per_sm=2, swizzle=True, pack_gqa=True),
+        (64, 4, 16, 250, 128): Sm90Tile(1, 80, 2, blocks_per_sm=2, swizzle=True, pack_gqa=True),
     }  # fmt: skip
-    for (B, group, N_Q, N_KV, D), tile in grouped.items():
+    for (B, group, N_Q, N_KV, D), tile in packed.items():
         call = spec(B, 32, D=D, H_KV=32 // group, N_Q=N_Q, N_KV=N_KV)
-        assert flash.config(call, TARGETS[90]) == tile, call
+        assert unsplit(call) == tile, call
 
 
-def dealt(call: FlashSpec, cfg: cuda_sm90.Config, hw: hardware.Hardware, section: int) -> list[float]:
+def scheduled(call: FlashSpec, tile: Sm90Tile, hw: hardware.Hardware, group: int) -> list[float]:
     """What every block has to do, tile by tile as `Tile::find` has it."""
-    tiles, every = cuda_sm90.tiles(call, cfg), cuda_sm90.heads(call, cfg)
-    grid = min(cfg.blocks_per_sm * hw.sm_count, tiles * every)
+    tiles, every = policy.tiles_per_head(call, tile), policy.heads(call, tile)
+    grid = min(tile.blocks_per_sm * hw.sm_count, tiles * every)
     work = [0.0] * grid
     for t in range(tiles * every):
         i, block = divmod(t, grid)
-        start = t // (section * tiles) * section
-        slot = tiles - 1 - (t - start * tiles) // min(section, every - start)
-        keys = min(call.N_KV, max(0, min((slot + 1) * cfg.rows, call.N_Q) + call.N_KV - call.N_Q))
-        work[grid - 1 - block if i % 2 else block] += -(-keys // cfg.block_n) + 1.2
+        start = t // (group * tiles) * group
+        slot = tiles - 1 - (t - start * tiles) // min(group, every - start)
+        keys = min(call.N_KV, max(0, min((slot + 1) * tile.rows, call.N_Q) + call.N_KV - call.N_Q))
+        work[grid - 1 - block if i % 2 else block] += -(-keys // tile.block_n) + 1.2
     return work
 
 
 @pytest.mark.parametrize("case", [(8, 4, 2048), (2, 40, 2048), (4, 16, 1000), (32, 8, 300), (1, 1, 64), (3, 50, 700)])
-def test_the_longest_block_is_found(case):
+def test_the_busiest_block_is_found(case):
     B, H, N = case
     for options in ({}, {"N_Q": N // 2}, {"N_KV": N // 3}):
         call = spec(B, H, N, 128, True, **options)
-        for section in {1, 7, 30, B * H}:
-            cfg = cuda_sm90.Config(2, 128, 2)
-            if section <= B * H:
-                found = cuda_sm90.longest(call, cfg, TARGETS[90], section)
-                assert found == pytest.approx(max(dealt(call, cfg, TARGETS[90], section)))
+        for group in {1, 7, 30, B * H}:
+            tile = Sm90Tile(2, 128, 2)
+            if group <= B * H:
+                found = policy.lpt_makespan(call, tile, TARGETS[90], group)
+                assert found == pytest.approx(max(scheduled(call, tile, TARGETS[90], group)))
 
 
-def test_parts_are_dealt_out_evenly():
-    """Not as many heads as fit: of 80 heads in parts of 30 the longest block had 1.16 times its share to do."""
+def test_swizzle_groups_balance_the_blocks():
+    """Not as many heads as fit: of 80 heads in groups of 30 the busiest block had 1.16 times its share to do."""
     for heads, N, D in (
         (64, 2048, 128),
         (68, 2048, 128),
@@ -382,11 +409,11 @@ def test_parts_are_dealt_out_evenly():
         (256, 1024, 128),
     ):
         call = spec(1, heads, N, D, True)
-        cfg = cuda_sm90.config(call, TARGETS[90])
-        assert not cfg.together
-        section = cuda_sm90.section(call, cfg, TARGETS[90])
-        assert section * N * 2 * D * 2 <= TARGETS[90].l2_bytes // 2
-        work = dealt(call, cfg, TARGETS[90], section)
+        tile = policy.sm90_tile(call, TARGETS[90])
+        assert tile.swizzle
+        group = policy.swizzle_heads(call, tile, TARGETS[90])
+        assert group * N * 2 * D * 2 <= TARGETS[90].l2_bytes // 2
+        work = scheduled(call, tile, TARGETS[90], group)
         assert max(work) <= 1.07 * sum(work) / len(work), (heads, N, D)
     for call in (
         spec(1, 40, 4096, 128, True),  # few heads
@@ -395,7 +422,7 @@ def test_parts_are_dealt_out_evenly():
         spec(1, 64, 8192, 64, True),
         spec(1, 256, 2048, 128, True, H_KV=128),  # shared by a group
     ):
-        assert cuda_sm90.config(call, TARGETS[90]).together
+        assert not policy.sm90_tile(call, TARGETS[90]).swizzle
 
 
 def test_tiles_of_nothing_and_of_much_are_found_at_once(monkeypatch):
@@ -403,14 +430,14 @@ def test_tiles_of_nothing_and_of_much_are_found_at_once(monkeypatch):
     for D in (64, 128):
         for options in ({"N_Q": 0}, {"N_KV": 0}, {"N_Q": 0, "N_KV": 0}):
             call = spec(1, 64, 8192, D, True, **options)
-            assert cuda_sm90.section(call, cuda_sm90.config(call, TARGETS[90]), TARGETS[90]) >= 1
-    monkeypatch.setattr(cuda_sm90, "longest", None)
+            assert policy.swizzle_heads(call, policy.sm90_tile(call, TARGETS[90]), TARGETS[90]) >= 1
+    monkeypatch.setattr(policy, "lpt_makespan", None)
     for D in (64, 128):
         for options in ({"N_KV": 1024, "N_Q": 1 << 22}, {"N": 1 << 20}, {"N": 1 << 28, "H": 100}):
             call = spec(**{"H": 64, "N": 8192, "D": D, "causal": True} | options)
-            cfg = cuda_sm90.config(call, TARGETS[90])
-            assert cfg.together == (D == 64 or options.get("N_KV") == 1024)
-            cuda_sm90.section(call, cfg, TARGETS[90])
+            tile = policy.sm90_tile(call, TARGETS[90])
+            assert tile.swizzle != (D == 64 or options.get("N_KV") == 1024)
+            policy.swizzle_heads(call, tile, TARGETS[90])
 
 
 def machine_code(code: bytes, folder: Path) -> list[str]:
@@ -432,33 +459,39 @@ RUNS_90 = [
     spec(1, 16, 4096, 256, True),
     *[spec(1, 16, 4096, 128, True, **option) for option in (WINDOW, PACKED, CAP)],
     spec(1, 16, 4096, 64, False, **PACKED),
-    *[spec(16, 32, 1, D, H_KV=8, N_KV=8192) for D in (64, 128, 256)],  # decoding, heads grouped
+    *[spec(16, 32, 1, D, H_KV=8, N_KV=8192) for D in (64, 128, 256)],  # decoding, pack GQA
     *[spec(1, 32, 1, D, H_KV=8, N_KV=8192) for D in (64, 128, 256)],  # the same, keys split
     spec(1, 8, 512, 128, True, N_KV=8192),
     *[spec(8, 32, 4, D, True, H_KV=4, N_KV=8192, dtype=torch.float16) for D in (64, 128)],
     spec(8, 32, 40, 128, True, H_KV=8, N_KV=8192),
     spec(1, 64, 8192, 64, True, H_KV=8, **WINDOW, has_sinks=True),
     *[spec(1, 16, N, D, True, H_KV=4, N_KV=4096, **ALL) for D in (64, 128) for N in (16, 200)],
-    *[spec(1, 16, 4096, D, True, E=E, **ALL) for D, E in cuda_sm90.HEAD_DIMS],
+    *[spec(1, 16, 4096, D, True, E=E, **ALL) for D, E in policy.SM90_HEAD_DIMS],
 ]  # fmt: skip
+
+
+def sm90(call: FlashSpec) -> Choice:
+    tile = policy.sm90_tile(call, TARGETS[90])
+    return launched_with(tile, policy.splits(call, tile, TARGETS[90]))
 
 
 def name_of(call: FlashSpec) -> str:
     options = [n for n in ("left", "right", "softcap", "sequences") if getattr(call, n) is not None]
-    grouped = cuda_sm90.config(call, TARGETS[90]).grouped
+    packed = sm90(call).tile.pack_gqa
     words = [call.D, call.E, call.N_Q, call.N_KV, call.dtype, *options, *["sinks"] * call.has_sinks]
-    return " ".join(map(str, [*words, *["grouped"] * grouped]))
+    return " ".join(map(str, [*words, *["pack GQA"] * packed]))
 
 
 @pytest.mark.parametrize("call", dict.fromkeys(RUNS_90), ids=name_of)
 def test_hopper_overlaps_and_keeps_p(call, tmp_path):
     """No spills, no serialised products; exponentials run while o += p v does, and p is made anew only after it."""
-    cfg = cuda_sm90.config(call, TARGETS[90])
-    code, usage = cuda.compile_variant(cuda_sm90.variant(call, cfg))
+    choice = sm90(call)
+    tile = choice.tile
+    code, usage = cuda.compile_variant(sm90_kernel.variant(call, TARGETS[90], choice))
     assert usage.spilled == 0
     assert not usage.warnings, usage.warnings
-    assert usage.registers == 65_536 // (cfg.threads * cfg.blocks_per_sm) // 8 * 8
-    assert cfg.shared(call.D, call.E) <= TARGETS[90].smem_bytes // cfg.blocks_per_sm
+    assert usage.registers == 65_536 // (sm90_kernel.threads(choice) * tile.blocks_per_sm) // 8 * 8
+    assert sm90_kernel.shared_bytes(call, choice) <= TARGETS[90].smem_bytes // tile.blocks_per_sm
     assert sass.overwritten(sass.disassemble(code)) == []
     lines = machine_code(code, tmp_path)
     assert not any(line.startswith(("STL", "LDL")) for line in lines)
@@ -467,11 +500,11 @@ def test_hopper_overlaps_and_keeps_p(call, tmp_path):
     for start in starts:
         end = next(i for i in range(start, len(lines)) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x0", lines[i]))
         inside = " ".join(lines[start:end])
-        assert inside.count("MUFU.EX2") == cfg.block_n // 2 * (1 if call.softcap is None else 2) + 2
+        assert inside.count("MUFU.EX2") == tile.block_n // 2 * (1 if call.softcap is None else 2) + 2
         assert inside.count("F2FP") == 0
         reads = [re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", line) for line in lines[start - 400 : start]]
         p = {int(m[1]) + i for m in reads if m for i in range(4)}
-        assert len(p) == cfg.block_n // 4
+        assert len(p) == tile.block_n // 4
         for line in lines[start:end]:
             target = re.match(r"(?:@!?U?P\d+ )?[A-Z]\S+ R(\d+)", line)
             assert target is None or int(target[1]) not in p, line
@@ -480,6 +513,6 @@ def test_hopper_overlaps_and_keeps_p(call, tmp_path):
 def test_sinks_in_the_dtype_of_q():
     call = spec(1, 4, 1000, 128, True, has_sinks=True)
     for dtype in (torch.bfloat16, torch.float16):
-        variant = cuda_sm90.variant(call._replace(dtype=dtype), cuda_sm90.config(call, TARGETS[90]), dtype)
+        variant = sm90_kernel.variant(call._replace(dtype=dtype), TARGETS[90], sm90(call), dtype)
         assert ("SINKS", 2) in variant.macros
         assert cuda.compile_variant(variant)[1].spilled == 0

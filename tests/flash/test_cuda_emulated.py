@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import fulmen
-from fulmen.flash import cuda, cuda_sm90, cuda_small
+from fulmen import dispatch
+from fulmen.dispatch import Choice
+from fulmen.flash.policy import SingleTile, Sm90Tile, SmallTile
 from fulmen.testing import flash as testing
 from tests import emulator
 from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
+from tests.flash.test_cuda import launched_with
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
-S, O, G = cuda_small.Config, cuda_small.Once, cuda_sm90.Config
+
+
+def launched(kind: type, *fields: int, splits: int = 1, **options: int) -> Choice:
+    return launched_with(kind(*fields, **options), splits)
+
+
+S, O, G = (functools.partial(launched, kind) for kind in (SmallTile, SingleTile, Sm90Tile))
 FULL = {"H_KV": 1, "N_KV": 150, "causal": True, "window": (40, None), "softcap": 3.0, "sinks": True}
 PACKED = {"lengths_q": [70, 1, 0, 45], "lengths_k": [30, 1, 5, 170], "causal": True}
 BLIND = {"N_Q": 150, "N_KV": 40, "causal": True}  # rows that see no key
@@ -40,10 +51,10 @@ ONCE = {
     "2x128": (O(128, 2, 3), 64, {"N_Q": 250, "causal": True}),
     "2x128 blind": (O(128, 2, 3), 64, {**BLIND, "N_Q": 350, "N_KV": 200}),
     "4x64": (O(64, 4, 3), 64, {"N_Q": 70, "N_KV": 200}),
-    "128 grouped": (O(128, grouped=True), 64, {"H": 8, "H_KV": 2, "N_Q": 37, "N_KV": 99}),
-    "64 grouped": (O(64, grouped=True), 64, {"H": 16, "H_KV": 1, "N_Q": 9, "N_KV": 60, "causal": True, "B": 2}),
+    "128 grouped": (O(128, pack_gqa=True), 64, {"H": 8, "H_KV": 2, "N_Q": 37, "N_KV": 99}),
+    "64 grouped": (O(64, pack_gqa=True), 64, {"H": 16, "H_KV": 1, "N_Q": 9, "N_KV": 60, "causal": True, "B": 2}),
     "2x80 grouped": (O(80, 2, 4, True), 64, {"H": 4, "H_KV": 2, "N_Q": 150, "causal": True}),
-    "grouped blind": (O(128, grouped=True), 64, {**BLIND, "H": 4, "H_KV": 1}),
+    "grouped blind": (O(128, pack_gqa=True), 64, {**BLIND, "H": 4, "H_KV": 1}),
     "D=128 grouped": (O(128, 1, 2, True), 128, {"H": 64, "H_KV": 1, "N_Q": 3, "N_KV": 100, "causal": True}),
     "D=128": (O(128, 1, 2), 128, {"N_Q": 99, "N_KV": 120, "causal": True}),
     "D=128 80": (O(80, 1, 3), 128, {"N_Q": 70, "N_KV": 77}),
@@ -53,15 +64,15 @@ HOPPER = {
     "64x128": (G(1, 128, 2, blocks_per_sm=2), 64, {"N_Q": 70, "N_KV": 299}),
     "64x128 packed": (G(1, 128, 2, blocks_per_sm=2), 64, PACKED),
     "128x128": (G(2, 128, 2), 64, {"N_Q": 270, "N_KV": 300, "causal": True}),
-    "128x128 parts": (G(2, 128, 2, together=False), 64, {"N_Q": 130, "B": 2}),
+    "128x128 parts": (G(2, 128, 2, swizzle=True), 64, {"N_Q": 130, "B": 2}),
     "192x128 turns": (G(3, 128, 2, True), 64, {"N_Q": 400, "causal": True}),
     "192x128 blind": (G(3, 128, 2), 64, BLIND),
     "128x128 full": (G(2, 128, 2), 64, FULL),
-    "128x128 grouped": (G(2, 128, 2, grouped=True), 64, {"H": 4, "H_KV": 1, "N_Q": 77, "causal": True}),
+    "128x128 grouped": (G(2, 128, 2, pack_gqa=True), 64, {"H": 4, "H_KV": 1, "N_Q": 77, "causal": True}),
     "D=128 64x80": (G(1, 80, 2, blocks_per_sm=2), 128, {"N_Q": 99, "N_KV": 333, "causal": True}),
     "D=128 packed": (G(2, 128, 2), 128, PACKED),
     "D=128 128x176": (G(2, 176, 2), 128, {"N_Q": 200, "N_KV": 400}),
-    "D=128 grouped": (G(2, 128, 2, grouped=True), 128, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
+    "D=128 grouped": (G(2, 128, 2, pack_gqa=True), 128, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
     "D=192": (G(2, 128, 2), 192, {"E": 128, "N_Q": 150, "causal": True}),
     "D=256": (G(2, 80, 2), 256, {"N_Q": 100, "N_KV": 180, "causal": True}),
     "D=256 full": (G(2, 80, 2), 256, FULL),
@@ -70,7 +81,7 @@ SPLIT = {
     "64x128": (G(1, 128, 2, blocks_per_sm=2, splits=3), 64, {"N_Q": 5, "N_KV": 700}),
     "64x128 causal": (G(1, 128, 2, blocks_per_sm=2, splits=4), 64, {"N_Q": 70, "N_KV": 555, "causal": True}),
     "64x128 grouped": (
-        G(1, 128, 2, blocks_per_sm=2, grouped=True, splits=5), 64, {"H": 8, "H_KV": 2, "N_Q": 3, "N_KV": 900},
+        G(1, 128, 2, blocks_per_sm=2, pack_gqa=True, splits=5), 64, {"H": 8, "H_KV": 2, "N_Q": 3, "N_KV": 900},
     ),
     "all": (G(2, 128, 2, splits=2), 64, {**FULL, "N_KV": 400}),
     "blind": (G(1, 128, 2, blocks_per_sm=2, splits=2), 64, {"N_Q": 350, "N_KV": 300, "causal": True}),
@@ -91,14 +102,14 @@ def inputs(D: int, options: dict, dtype: torch.dtype) -> testing.Inputs:
 
 
 def attend(
-    tile: cuda.Config, x: testing.Inputs, mode: int, seed: int = 0, edit: emulator.Edit = None, sm_count: int = 132
+    choice: Choice, x: testing.Inputs, mode: int, seed: int = 0, edit: emulator.Edit = None, sm_count: int = 132
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse, which were compared with fp64."""
     with emulator.serve("flash", mode, seed, edit, sm_count) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(cuda, "config", lambda spec, hw: tile)
+        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
         with torch.no_grad():
             o, lse = fulmen.flash_attention_with_lse(x.q, x.k, x.v, **x.options(), backend="cuda")
-        assert emulated.launches == 1 + (getattr(tile, "splits", 1) > 1)
+        assert emulated.launches == 1 + (choice.splits > 1)
     testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
     return o, lse
 
@@ -106,9 +117,9 @@ def attend(
 @pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
 @pytest.mark.parametrize("case", CASES)
 def test_right_on_the_emulator(case, mode):
-    tile, D, options = CASES[case]
+    choice, D, options = CASES[case]
     dtype = torch.float16 if len(case) % 4 == 1 else torch.bfloat16
-    attend(tile, inputs(D, options, dtype), mode, seed=len(case))
+    attend(choice, inputs(D, options, dtype), mode, seed=len(case))
 
 
 CASES_OF_EACH = [
@@ -123,9 +134,9 @@ CASES_OF_EACH = [
 
 @pytest.mark.parametrize("case", CASES_OF_EACH)
 def test_the_same_bits_in_every_order(case):
-    tile, D, options = CASES[case]
+    choice, D, options = CASES[case]
     x = inputs(D, options, torch.bfloat16)
-    results = [attend(tile, x, ANY, seed) for seed in range(5)]
+    results = [attend(choice, x, ANY, seed) for seed in range(5)]
     for o, lse in results[1:]:
         assert torch.equal(o, results[0][0])
         assert torch.equal(lse, results[0][1])
@@ -133,8 +144,8 @@ def test_the_same_bits_in_every_order(case):
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("split")])
 def test_few_blocks_take_all_parts(case):
-    tile, D, options = CASES[case]
-    attend(tile, inputs(D, options, torch.bfloat16), ANY, sm_count=1)
+    choice, D, options = CASES[case]
+    attend(choice, inputs(D, options, torch.bfloat16), ANY, sm_count=1)
 
 
 MASKS = [(None, None), (None, 0), (100, 0), (7, 30), (300, None), (0, 0), (None, 50)]
@@ -143,13 +154,13 @@ MASKS = [(None, None), (None, 0), (100, 0), (7, 30), (300, None), (0, 0), (None,
 @pytest.mark.parametrize("window", MASKS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("causal", [False, "top_left"])
-@pytest.mark.parametrize("together", [False, True])
-def test_every_query_sees_all_its_keys(window, packed, causal, together):
+@pytest.mark.parametrize("swizzle", [False, True])
+def test_every_query_sees_all_its_keys(window, packed, causal, swizzle):
     """Of blocks that take several tiles each, from the first to the last and back."""
     lengths = {"lengths_q": [130, 0, 1, 260], "lengths_k": [20, 7, 0, 300]}
     sizes = lengths if packed else {"B": 2, "N_Q": 300, "N_KV": 200}
     x = testing.inputs(H=2, D=64, window=window, causal=causal, dtype=torch.bfloat16, **sizes)
-    attend(G(2, 128, 2, together=together), x, ANY, sm_count=3)
+    attend(G(2, 128, 2, swizzle=swizzle), x, ANY, sm_count=3)
 
 
 WRONG = r" error \d|not finite|not zero"
@@ -203,9 +214,9 @@ MISTAKES = {
 
 def often(mistake: str) -> None:
     case, passage, instead, mode, _ = MISTAKES[mistake]
-    tile, D, options = CASES[case]
+    choice, D, options = CASES[case]
     for seed in range(8):
-        attend(tile, inputs(D, options, torch.bfloat16), mode, seed, (passage, instead))
+        attend(choice, inputs(D, options, torch.bfloat16), mode, seed, (passage, instead))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

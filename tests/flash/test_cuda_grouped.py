@@ -1,6 +1,6 @@
 """Tiles of the Hopper kernel that hold all query heads of a group: when, where their rows lie, and, on a GPU, results.
 
-What cuda_sm90.cu computes from thread and tile is written down here once more and followed on a CPU; the copy engine
+What sm90.cu computes from thread and tile is written down here once more and followed on a CPU; TMA
 reads through the very sizes and strides it would be given.
 """
 
@@ -17,11 +17,13 @@ import fulmen
 from fulmen import hardware
 from fulmen.cuda import TensorMaps
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90
-from fulmen.flash.cuda_sm90 import Config
+from fulmen.flash import policy
+from fulmen.flash.kernels import sm90
 from fulmen.flash.op import FlashSpec, Residuals
+from fulmen.flash.policy import Sm90Tile
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
+from tests.flash.test_cuda import detail, launched_with
 
 HW = TARGETS[90]
 
@@ -36,48 +38,47 @@ def spec(B=1, H=32, H_KV=8, N_Q=1, N_KV=8192, D=128, causal=False, **options) ->
 
 
 @pytest.mark.parametrize(
-    ("call", "detail"),
+    ("call", "words"),
     [
-        (spec(), "64 queries x 80 keys, heads grouped"),
-        (spec(B=8, N_Q=16), "64 queries x 80 keys, heads grouped"),
-        (spec(B=8, N_Q=17), "128 queries x 176 keys, heads grouped"),
-        (spec(B=8, N_Q=17, causal=True), "128 queries x 176 keys, heads grouped"),
-        (spec(N_Q=4, D=64, softcap=20.0), "64 queries x 128 keys, heads grouped"),
-        (spec(N_Q=4, D=256), "128 queries x 80 keys, heads grouped"),
-        (spec(N_Q=64, N_KV=4000, D=64, H_KV=1, sequences=64), "64 queries x 128 keys, heads grouped"),
+        (spec(), "64 queries x 80 keys, pack GQA"),
+        (spec(B=8, N_Q=16), "64 queries x 80 keys, pack GQA"),
+        (spec(B=8, N_Q=17), "128 queries x 176 keys, pack GQA"),
+        (spec(B=8, N_Q=17, causal=True), "128 queries x 176 keys, pack GQA"),
+        (spec(N_Q=4, D=64, softcap=20.0), "64 queries x 128 keys, pack GQA"),
+        (spec(N_Q=4, D=256), "128 queries x 80 keys, pack GQA"),
+        (spec(N_Q=64, N_KV=4000, D=64, H_KV=1, sequences=64), "64 queries x 128 keys, pack GQA"),
         (spec(H=24, N_Q=1), "64 queries x 80 keys"),  # three heads do not divide a tile
         (spec(H=40, N_Q=17), "64 queries x 80 keys"),
         (spec(H=8, N_Q=1), "64 queries x 80 keys"),  # nothing to group
         (spec(N_Q=1, H=256, H_KV=2), "64 queries x 80 keys"),  # 128 of a group are too many
         *[(spec(N_Q=N, N_KV=N, causal=True), "128 queries x 176 keys") for N in (4096, 8192, 5000)],  # full either way
         *[(spec(N_Q=N, N_KV=N), "128 queries x 176 keys") for N in (2048, 4096)],
-        (spec(N_Q=2049, N_KV=2049), "128 queries x 176 keys, heads grouped"),  # 520 tiles, four rounds; else 544, five
+        (spec(N_Q=2049, N_KV=2049), "128 queries x 176 keys, pack GQA"),  # 520 tiles, four rounds; else 544, five
         (spec(N_Q=8192, causal=True, sequences=8), "128 queries x 128 keys"),
         # A window of 128: a tile of 192 rows sees 24 + 127 keys, or 192 + 127.
-        (spec(H=64, N_Q=8192, D=64, causal=True, left=127, has_sinks=True), "192 queries x 128 keys, heads grouped"),
+        (spec(H=64, N_Q=8192, D=64, causal=True, left=127, has_sinks=True), "192 queries x 128 keys, pack GQA"),
         (spec(H=64, H_KV=64, N_Q=8192, D=64, causal=True, left=127), "192 queries x 128 keys"),
     ],
 )
-def test_grouped_where_it_saves_work(call, detail, monkeypatch):
-    monkeypatch.setattr(hardware, "of", lambda device: HW)
-    assert flash.detail(call).split(", split")[0] == f"cuda_sm90.cu, {detail}"
+def test_packed_where_it_saves_work(call, words):
+    assert detail(policy.choose(call, HW, "cuda")) == f"sm90, {words}"
 
 
 def test_odd_groups_cannot_be_forced(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: HW)
     for H in (8, 24, 56, 1024):
         with pytest.raises(ValueError, match="cannot share tiles"):
-            cuda_sm90.launch_of(spec(H=H), Config(2, 128, 2, grouped=True), (0, 0, 0))
+            sm90.launch_of(spec(H=H), launched_with(Sm90Tile(2, 128, 2, pack_gqa=True)), (0, 0, 0))
 
 
 def test_what_the_kernel_is_told(monkeypatch):
     """The arguments after the addresses, in the order of `Args`: heads and tiles are those of k and v."""
     monkeypatch.setattr(hardware, "of", lambda device: HW)
-    monkeypatch.setattr(cuda_sm90.cuda, "Launch", lambda variant, *rest, **early: (variant, *rest))
-    launch = cuda_sm90.launch_of.__wrapped__
+    monkeypatch.setattr(sm90.cuda, "Launch", lambda variant, *rest, **early: (variant, *rest))
+    launch = sm90.launch_of
     call = spec(B=3, H=32, H_KV=4, N_Q=37, N_KV=500, causal=True)
-    cfg = Config(2, 128, 2, grouped=True)  # 16 positions of 8 heads
-    variant, _, grid, threads, _, constants = launch(call, cfg, (1, 2, 3))
+    tile = Sm90Tile(2, 128, 2, pack_gqa=True)  # 16 positions of 8 heads
+    variant, _, grid, threads, _, constants = launch(call, launched_with(tile), (1, 2, 3))
     assert ("PACK_GQA", 1) in variant.macros
     front, arguments = variant.arguments.bind(constants)
     assert (front.size, len(arguments)) == (3 * 128 + 5 * 8, 512)
@@ -85,7 +86,7 @@ def test_what_the_kernel_is_told(monkeypatch):
     assert fields[:14] == (1, 2, 3, 12, 4, 8, 37, 500, 0, 0, 0, 0, 3, 12)
     assert fields[16] == 3
     assert (grid, threads) == ((36, 1, 1), 384)
-    *_, grid, _, _, constants = launch(call, cfg._replace(grouped=False), (1, 2, 3))
+    *_, grid, _, _, constants = launch(call, launched_with(tile._replace(pack_gqa=False)), (1, 2, 3))
     _, arguments = variant.arguments.bind(constants)
     assert struct.unpack_from("3q11i", arguments, front.size)[3:] == (96, 32, 8, 37, 500, 0, 0, 0, 0, 1, 96)
     assert grid == (96, 1, 1)
@@ -135,16 +136,16 @@ def test_maps_have_strides_the_driver_takes():
         assert np.prod(box) == 64 * 64
 
 
-def rows_of(call: FlashSpec, cfg: Config, cu_q, cu_k):
+def rows_of(call: FlashSpec, tile: Sm90Tile, cu_q, cu_k):
     """What every thread of every tile computes: a tile, the keys it walks, and for each of its rows head, position,
     the first and last key it sees, and the keys between which its consumer does not mask.
     """
-    G = call.group if cfg.grouped else 1
+    G = call.group if tile.pack_gqa else 1
     log = G.bit_length() - 1
-    h_count = call.H_KV if cfg.grouped else call.H
-    length = cfg.rows >> log
+    h_count = call.H_KV if tile.pack_gqa else call.H
+    length = tile.rows >> log
     for head in range(call.B * h_count):
-        for slot in range(cuda_sm90.tiles(call, cfg)):
+        for slot in range(policy.tiles_per_head(call, tile)):
             begin_q = 0
             n_q, n_kv, at = call.N_Q, call.N_KV, slot
             if call.sequences is not None:
@@ -161,13 +162,13 @@ def rows_of(call: FlashSpec, cfg: Config, cu_q, cu_k):
             shift = 0 if call.top_left else n_kv - n_q
             right, left = call.right, call.left
             end = n_kv if right is None else max(0, min(n_kv, min(m0 + length, n_q) + shift + right))
-            first = 0 if left is None else max(0, m0 + shift - left) // cfg.block_n * cfg.block_n
-            end = first + max(0, end - first + cfg.block_n - 1) // cfg.block_n * cfg.block_n
-            for consumer, warp, g, r in itertools.product(range(cfg.consumers), range(4), range(8), range(2)):
+            first = 0 if left is None else max(0, m0 + shift - left) // tile.block_n * tile.block_n
+            end = first + max(0, end - first + tile.block_n - 1) // tile.block_n * tile.block_n
+            for consumer, warp, g, r in itertools.product(range(tile.consumers), range(4), range(8), range(2)):
                 top = m0 + (64 * consumer >> log)
                 start = top + (16 * warp >> log)
                 row = (g + 8 * r) >> log
-                q_head = head * G + ((16 * warp + g + 8 * r) & (G - 1)) if cfg.grouped else head
+                q_head = head * G + ((16 * warp + g + 8 * r) & (G - 1)) if tile.pack_gqa else head
                 position = start + row
                 low_key = 0 if left is None else position + shift - left
                 high_key = n_kv - 1 if right is None else min(n_kv - 1, position + shift + right)
@@ -175,7 +176,7 @@ def rows_of(call: FlashSpec, cfg: Config, cu_q, cu_k):
                 all_to = n_kv - 1 if right is None else min(n_kv - 1, top + shift + right)
                 box_row = 64 * consumer + 16 * warp + g + 8 * r  # of the tile: what the copy engine put there
                 assert (box_row >> log) == position - m0
-                assert not cfg.grouped or box_row % G == q_head % G
+                assert not tile.pack_gqa or box_row % G == q_head % G
                 yield (
                     q_head, begin_q, position, n_q, n_kv, shift, first, end, low_key, high_key, all_from, all_to
                 )  # fmt: skip
@@ -195,9 +196,9 @@ def test_every_query_of_every_head_once_with_its_keys(left, right, packed, consu
             1 if packed else 2, 2 * group, 2, N_Q, N_KV, left=left, right=right, top_left=top_left,
             sequences=len(cu_q) - 1 if packed else None,
         )  # fmt: skip
-        cfg = Config(consumers, 80, 2, grouped=True)
+        tile = Sm90Tile(consumers, 80, 2, pack_gqa=True)
         done = np.zeros((call.B * call.H, N_Q), int)
-        for row in rows_of(call, cfg, cu_q, cu_k):
+        for row in rows_of(call, tile, cu_q, cu_k):
             head, begin, i, n_q, n_kv, shift, first, end, low, high, all_from, all_to = row
             if i < n_q:
                 done[head, begin + i] += 1
@@ -235,10 +236,10 @@ SHAPES = {
 
 
 TILES = {  # that any options leave registers for
-    64: [Config(2, 128, 2), Config(1, 128, 2, blocks_per_sm=2)],
-    128: [Config(2, 128, 2), Config(1, 80, 2, blocks_per_sm=2)],
-    192: [Config(2, 128, 2)],
-    256: [Config(2, 80, 2)],
+    64: [Sm90Tile(2, 128, 2), Sm90Tile(1, 128, 2, blocks_per_sm=2)],
+    128: [Sm90Tile(2, 128, 2), Sm90Tile(1, 80, 2, blocks_per_sm=2)],
+    192: [Sm90Tile(2, 128, 2)],
+    256: [Sm90Tile(2, 80, 2)],
 }
 
 
@@ -256,13 +257,13 @@ def test_grouped_against_fp64_and_single_heads(shape, D, E, dtype):
     tensors = Residuals(x.q, x.k, x.v, x.sinks, *offsets)
     wanted = testing.expected(x)
     blind = testing.blind_rows(wanted)
-    for cfg in TILES[D]:
-        o, lse = flash.forward(call, tensors, cfg._replace(grouped=True))
+    for tile in TILES[D]:
+        o, lse = flash.forward(call, tensors, launched_with(tile._replace(pack_gqa=True)))
         assert torch.equal(lse == -torch.inf, blind)
         testing.assert_close("lse", testing.seen_lse(lse, blind), *testing.finite(wanted["lse"], blind))
         testing.assert_close("o", o, *wanted["o"])
         if call.left is None:  # a window decides where a tile's first block of keys begins, and so the order of sums
-            single = flash.forward(call, tensors, cfg)
+            single = flash.forward(call, tensors, launched_with(tile))
             assert torch.equal(o, single[0])
             assert torch.equal(lse, single[1])
 

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import fulmen
-from fulmen import cuda, hardware
+from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90
+from fulmen.flash import policy
+from fulmen.flash.kernels import combine
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
-from tests.flash.test_cuda import PACKED, spec
+from tests.flash.test_cuda import PACKED, sm90, spec
 
 
 def test_keys_are_split_where_that_was_faster():
-    """By results/h200/cuda_decode.txt: (B, H, H_KV, N_Q, N_KV, D), and in how many parts; 1: not at all."""
+    """(B, H, H_KV, N_Q, N_KV, D), and in how many parts; 1: not at all."""
     measured = {
         (1, 32, 8, 1, 512, 128): 4, (1, 32, 8, 1, 300, 128): 1, (1, 32, 8, 1, 1024, 128): 7,
         (1, 32, 8, 1, 2048, 128): 13,
@@ -30,15 +31,15 @@ def test_keys_are_split_where_that_was_faster():
     }  # fmt: skip
     for (B, H, H_KV, N_Q, N_KV, D), parts in measured.items():
         call = spec(B, H, D=D, H_KV=H_KV, N_Q=N_Q, N_KV=N_KV)
-        assert cuda_sm90.config(call, TARGETS[90]).splits == parts, call
+        assert sm90(call).splits == parts, call
 
 
 def test_what_is_not_split():
     one = {"B": 1, "H": 8, "D": 128, "N_Q": 1, "N_KV": 8192}
-    assert cuda_sm90.config(spec(**one), TARGETS[90]).splits > 1
+    assert sm90(spec(**one)).splits > 1
     seen = ({"causal": True, "left": 100}, {"left": 127}, {"N_Q": 64, "causal": True, "top_left": True})  # few keys
     for change in (*seen, PACKED, {"H": 67}, {"N_KV": 0}, {"N_Q": 0}, {"B": 0}):
-        assert cuda_sm90.config(spec(**one | change), TARGETS[90]).splits == 1, change
+        assert sm90(spec(**one | change)).splits == 1, change
 
 
 SPLIT = {
@@ -55,11 +56,10 @@ SPLIT = {
 }  # fmt: skip
 
 
-def test_these_are_split(monkeypatch):
-    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+def test_these_are_split():
     for case, options in SPLIT.items():
         call = testing.inputs(**options, dtype=torch.bfloat16).spec()
-        assert flash.config(call, TARGETS[90]).splits > 1, case
+        assert policy.choose(call, TARGETS[90], "cuda").splits > 1, case
 
 
 @pytest.mark.gpu
@@ -88,13 +88,13 @@ def test_split_keys_by_turns_on_a_gpu(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", SPLIT)
 def test_split_keys_on_a_gpu(case, dtype):
-    """Right, the same bits every time, and in a graph; gradients from lse as it was merged."""
+    """Right, the same bits every time, and in a graph; gradients from lse as it was combined."""
     options = SPLIT[case]
     x = testing.inputs(**options, dtype=dtype, device="cuda")
     call = x.spec(with_lse=True)
     if (why := flash.supports(call)) is not None or hardware.of(call.device).arch != 90:
         pytest.skip(why or "for Hopper")
-    assert flash.config(call, hardware.of(call.device)).splits > 1
+    assert dispatch.choose("flash", call, "cuda").splits > 1
     attend = functools.partial(fulmen.flash_attention_with_lse, x.q, x.k, x.v, **x.options(), backend="cuda")
     with torch.no_grad():
         o, lse = attend()
@@ -116,10 +116,10 @@ def test_split_keys_on_a_gpu(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_merging_fits(dtype):
+def test_combining_fits(dtype):
     for E in (64, 128, 256):
         for sinks in (None, torch.float32, dtype):
             call = spec(D=E, dtype=dtype, has_sinks=sinks is not None)
-            _, usage = cuda.compile_variant(cuda_sm90.merge_variant(call, sinks))
+            _, usage = cuda.compile_variant(combine.variant(call, sinks))
             assert (usage.spilled, usage.warnings) == (0, ())
             assert usage.registers <= 64

@@ -156,6 +156,6 @@ def test_sdpa_is_sdpa(shape, causal):
     x = testing.inputs(1, 2, shape[0], 16, N_KV=shape[1], causal=causal)
     if causal and shape[0] == shape[1]:
         x = x._replace(causal=True)
-    assert sdpa.implementation(x.spec()) == "cpu"
+    assert sdpa.chosen(x.spec()) == "cpu"
     want = torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=bool(causal))
     assert torch.equal(fulmen.flash_attention(x.q, x.k, x.v, causal=x.causal, backend="sdpa"), want)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fulmen.flash
-from fulmen import dispatch, hardware
-from fulmen.flash import eager, op
+from fulmen import dispatch, hardware, plans
+from fulmen.flash import eager
 from fulmen.flash.op import FlashSpec, Residuals
 from fulmen.testing import flash as testing
 
@@ -77,7 +77,7 @@ def backend(monkeypatch):
     yield module
     sys.modules.pop("fulmen.flash.flash_attn")
     dispatch.pick.cache_clear()
-    op.forget()
+    plans.clear()
 
 
 CASES = {

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fulmen
 from fulmen import dispatch
+from fulmen import plans as cache
 from fulmen.flash import eager, op, sdpa
 from fulmen.testing import flash as testing
 
@@ -181,10 +182,10 @@ def test_activation_checkpointing(kind, device):
 @pytest.fixture(params=[False, True], ids=["forward", "quick"])
 def plans(monkeypatch, request):
     """An empty cache, and the number of times a call was checked in full; with and without a kernel's shortest way."""
-    monkeypatch.setattr(op, "_plans", {})
-    monkeypatch.setattr(op, "_recent", {})
-    checked, check = [], op._check
-    monkeypatch.setattr(op, "_check", lambda *args: checked.append(1) or check(*args))
+    monkeypatch.setattr(cache, "_plans", {})
+    monkeypatch.setattr(cache, "_recent", {})
+    checked, check = [], op.check_inputs
+    monkeypatch.setattr(op, "check_inputs", lambda *args: checked.append(1) or check(*args))
     if request.param:
         for name in ("sdpa", "eager"):
             slow = dispatch.kernels("flash")[name]
@@ -200,7 +201,7 @@ def shortest(kernel: dispatch.Kernel, spec: op.FlashSpec, x: op.Residuals):
     """As the kernels for GPUs have it: knows the spec and nothing else."""
     if spec.wants_lse or spec.has_sinks or spec.sequences is not None:
         return None
-    return lambda q, k, v: (kernel.forward(spec, op.Residuals(q, k, v))[0], None)
+    return lambda *tensors: (kernel.forward(spec, op.Residuals(*tensors))[0], None)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -213,7 +214,7 @@ def test_a_second_call_takes_the_fast_path(plans, grad):
         else:
             assert torch.equal(attend_o(y)[0], attend_o(y, "sdpa")[0])
     assert len(plans) == 2  # one for "auto", one for "sdpa"
-    assert len(op._plans) == 2
+    assert len(cache._plans) == 2
 
 
 # One change each to a call that has a plan, which must not serve it.
@@ -242,7 +243,7 @@ def test_a_plan_serves_only_its_like(plans, what):
     attend_o(x)
     other = testing.inputs(**plain | OTHER_CALLS[what])
     results = [attend_o(other)[0] for _ in range(2)]
-    assert len(plans) == (3 if what in ("sinks", "packed") else 2)
+    assert len(plans) == 2
     for o in results:
         assert o.dtype == other.q.dtype
         testing.assert_close("o", o, testing.low_precision(other).o, testing.reference(other).o, roundings=8)
@@ -260,7 +261,7 @@ def test_a_plan_knows_whether_there_is_a_gradient(plans):
             (gradient,) = torch.autograd.grad(attend_o(one)[0].sum(), getattr(one, name))
             assert gradient.shape == getattr(x, name).shape
         assert not attend_o(x)[0].requires_grad
-    assert len(op._plans) == 2
+    assert len(cache._plans) == 2
 
 
 CIRCUMSTANCES = [
@@ -272,14 +273,14 @@ CIRCUMSTANCES = [
 @pytest.fixture
 def recognised(plans, monkeypatch):
     """Whether a call is served without looking at its tensors one by one."""
-    plain, looked = op._plain, []
-    monkeypatch.setattr(op, "_plain", lambda *x: looked.append(1) or plain(*x))
+    plannable, looked = cache._plannable, []
+    monkeypatch.setattr(cache, "_plannable", lambda given: looked.append(1) or plannable(given))
     return lambda call, *args: (looked.clear(), call(*args), not looked)[2]
 
 
 @pytest.mark.parametrize("plans", [True], indirect=True, ids=["quick"])
 def test_the_last_few_calls_are_recognised_at_once(recognised):
-    shapes = [testing.inputs(1, 2, n, 16) for n in range(20, 20 + op.MAX_RECENT)]
+    shapes = [testing.inputs(1, 2, n, 16) for n in range(20, 20 + cache.MAX_RECENT)]
     for x in shapes:
         assert not recognised(attend_o, x)
     for x in (*shapes, *reversed(shapes)):
@@ -376,16 +377,16 @@ def test_a_bad_call_leaves_no_plan(plans):
             fulmen.flash_attention(x.q, x.k, x.v, window=(-1, 0))
         with pytest.raises(NotImplementedError, match="no window"):
             fulmen.flash_attention(x.q, x.k, x.v, window=(1, 0), backend="sdpa")
-    assert not op._plans
+    assert not cache._plans
 
 
 def test_plans_do_not_pile_up(plans, monkeypatch):
-    monkeypatch.setattr(op, "MAX_PLANS", 5)
+    monkeypatch.setattr(cache, "MAX_PLANS", 5)
     for n in range(1, 14):
         x = testing.inputs(1, 1, n, 16)
         for _ in range(2):
             attend_o(x)
-        assert len(op._plans) <= 5
+        assert len(cache._plans) <= 5
     assert len(plans) == 13
 
 

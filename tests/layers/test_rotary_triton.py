@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fulmen import launch
-from fulmen.boundary import unwatched
+from fulmen.boundary import is_plain_eager
 from fulmen.hardware import TARGETS
 from fulmen.layers import GroupedQueryAttention, LatentCache, MultiHeadLatentAttention, latent, latent_triton, rotary
 from fulmen.layers import rotary_triton as kernels
@@ -258,7 +258,7 @@ def forced(monkeypatch, launched):
     def taken(module):
         def choose(*tensors):
             same = all(t.dtype == tensors[0].dtype for t in tensors)
-            return module if same and unwatched(*tensors) else None
+            return module if same and is_plain_eager(*tensors) else None
 
         return choose
 

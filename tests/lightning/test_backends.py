@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fulmen import dispatch
-from fulmen.lightning import triton_split
+from fulmen.lightning import policy, triton_split
 from fulmen.lightning.op import spec_of
 from fulmen.testing import lightning as testing
 
@@ -126,8 +126,8 @@ def supported(backend: str, x: testing.Inputs) -> None:
 def segments(monkeypatch):
     """The numbers of segments triton_split used. Interpreted shapes are small, so let it cut them small."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(triton_split, "MIN_SEGMENT", 16)
-        monkeypatch.setattr(triton_split, "PROGRAMS_PER_SM", 1000)
+        monkeypatch.setattr(policy, "MIN_SEGMENT", 16)
+        monkeypatch.setattr(policy, "PROGRAMS_PER_SM", 1000)
     numbers, cut = [], triton_split.segments
 
     def recorded(*args):
@@ -135,7 +135,9 @@ def segments(monkeypatch):
         return cut(*args)
 
     monkeypatch.setattr(triton_split, "segments", recorded)
-    return numbers
+    dispatch._choose.cache_clear()
+    yield numbers
+    dispatch._choose.cache_clear()
 
 
 def check(backend: str, x: testing.Inputs, segments: list[int], use=("o", "state")) -> None:

@@ -17,21 +17,31 @@ from fulmen import cuda as build
 from fulmen import dispatch, hardware
 from fulmen.boundary import aligned
 from fulmen.hardware import TARGETS
-from fulmen.lightning import cuda, triton_split
+from fulmen.lightning import cuda, policy, triton_split
 from fulmen.lightning import triton as fused
-from fulmen.lightning.op import Residuals, spec_of
+from fulmen.lightning.kernels import sweep
+from fulmen.lightning.op import LightningSpec, Residuals, spec_of
 from fulmen.testing import lightning as testing
 from tests import sass
 from tests.lightning.cuda_calls import CUDA, spec
 
 PASSES = ("forward", "training", "backward", "state")
+HW = TARGETS[90]
+
+
+def tiles_of(call: LightningSpec) -> policy.SweepTiles:
+    return policy.choose(call, HW, "cuda").tile
+
+
+def tile_of(call: LightningSpec, pass_: str) -> policy.SweepTile:
+    return getattr(tiles_of(call), pass_)
 
 
 # ---------------------------------------------------------------------------------------------- compiled
 
 
 class Made(NamedTuple):
-    cfg: cuda.Config
+    tile: policy.SweepTile
     D: int
     usage: build.Usage
     sass: str
@@ -39,17 +49,13 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module")
 def made():
-    """Everything `config` chooses, compiled once: 28 variants in 25 s on two cores."""
-    found: dict[build.Variant, tuple[cuda.Config, int]] = {}
-    was, hardware.of = hardware.of, lambda device: TARGETS[90]
-    try:
-        for D, decay, packed in itertools.product((64, 128), (False, True), (None, 4)):
-            for B, H, N in ((1, 128, 8192), (1, 8, 65536)):  # in one piece, and split
-                call = spec(B, H, N, D, decay, sequences=packed)
-                for cfg in (cuda.config(call, what) for what in PASSES):
-                    found[cuda.variant(call, cfg)] = cfg, D
-    finally:
-        hardware.of = was
+    """Everything the policy chooses, compiled once: 28 variants in 25 s on two cores."""
+    found: dict[build.Variant, tuple[policy.SweepTile, int]] = {}
+    for D, decay, packed in itertools.product((64, 128), (False, True), (None, 4)):
+        for B, H, N in ((1, 128, 8192), (1, 8, 65536)):  # in one piece, and split
+            call = spec(B, H, N, D, decay, sequences=packed)
+            for tile in (tile_of(call, what) for what in PASSES):
+                found[sweep.variant(call, tile)] = tile, D
 
     def compiled(variant: build.Variant) -> Made:
         code, usage = build.compile_variant(variant)
@@ -67,11 +73,11 @@ def test_every_variant_is_there(made):
 
 def test_fits(made):
     """Also the registers that warpgroups trade among themselves: as many as the launch has."""
-    for variant, (cfg, D, usage, _) in made.items():
+    for variant, (tile, D, usage, _) in made.items():
         assert usage.shared == 0
-        assert cfg.shared(D) <= TARGETS[90].smem_bytes == 232_448, variant
-        assert usage.registers * cfg.threads <= 65_536, variant
-        assert cfg.threads <= 1024
+        assert sweep.shared_bytes(spec(D=D), tile) <= TARGETS[90].smem_bytes == 232_448, variant
+        assert usage.registers * sweep.threads(tile) <= 65_536, variant
+        assert sweep.threads(tile) <= 1024
 
 
 def test_no_spills_no_serialised_products(made):
@@ -84,8 +90,8 @@ def test_no_spills_no_serialised_products(made):
 
 def test_no_register_is_overwritten_while_a_product_reads_it(made):
     """Where outputs are made, at least their products have an operand in registers."""
-    for variant, (cfg, _, _, text) in made.items():
-        assert not cfg.outs or sass.PRODUCT.search(text), variant
+    for variant, (tile, _, _, text) in made.items():
+        assert not tile.outs or sass.PRODUCT.search(text), variant
         assert sass.overwritten(text) == [], variant
 
 
@@ -93,8 +99,8 @@ def test_blocks_of_a_head_share_without_a_fence_of_the_whole_gpu(made):
     """Which the compiler takes for granted wherever blocks of a cluster tell each other something, and which costs more
     than sharing gains."""
     assert {dict(v.macros)["SHARE"] for v in made} == {0, 1}
-    for variant, (cfg, _, _, text) in made.items():
-        assert ("MULTICAST" in text) == cfg.share, variant
+    for variant, (tile, _, _, text) in made.items():
+        assert ("MULTICAST" in text) == tile.share, variant
         assert "MEMBAR.ALL.GPU" not in text, variant
 
 
@@ -128,7 +134,7 @@ def test_serves(D, h200, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for call in (spec(4, 32, 8192, D), spec(1, 8, 65536, D, sequences=4)):
         assert cuda.supports(call) is None
-    assert "warpgroups for outputs" in dispatch.kernels("lightning")["cuda"].detail(spec(D=D))
+    assert "warpgroups for outputs" in str(dispatch.choose("lightning", spec(D=D), "cuda"))
     asked = []
     monkeypatch.setattr(build, "problem", lambda variant, device, shared: asked.append(variant) or "no compiler")
     assert cuda.supports(spec(D=D)) == "no compiler"
@@ -145,8 +151,8 @@ def test_every_pass_is_asked_for_in_supports(h200, monkeypatch):
         asked.clear()
         call = spec(B, H, N, D, True, sequences=sequences)
         assert cuda.supports(call) is None
-        needed = [what for what in PASSES if what != "state" or cuda.parts(call) > 1]
-        assert {cuda.variant(call, cuda.config(call, what)) for what in needed} <= set(asked)
+        needed = [what for what in PASSES if what != "state" or policy.cuda_segments(call, HW, "forward") > 1]
+        assert {sweep.variant(call, tile_of(call, what)) for what in needed} <= set(asked)
 
 
 @pytest.mark.parametrize(
@@ -178,26 +184,26 @@ def test_every_pass_is_asked_for_in_supports(h200, monkeypatch):
         (spec(1, 8, 600, sequences=4), 1),
     ],
 )
-def test_parts(call, number, h200):
-    assert cuda.parts(call) == number
-    measured = {4: 1}.get(number, number) if call.D == 64 and cuda.whole(call) else number
-    assert cuda.parts(call, "backward") == measured  # of four segments it is slower
+def test_segments(call, number):
+    assert policy.cuda_segments(call, HW, "forward") == number
+    measured = {4: 1}.get(number, number) if call.D == 64 and policy.whole_waves(call, HW) else number
+    assert policy.cuda_segments(call, HW, "backward") == measured  # of four segments it is slower
 
 
-def test_cuts(h200):
+def test_splits():
     """Whole groups of SAVED_ROWS rows, no more segments than asked for, none of them empty."""
     heads = 1, 3, 40, 100, 132, 150, 270, 400
     for N, H, D in itertools.product((0, 1, 511, 1023, 1024, 1025, 4095, 65536, 10**6 + 1), heads, (64, 128)):
-        cut = cuda.cut_of(spec(1, H, N, D))
+        cut = tiles_of(spec(1, H, N, D)).forward_split
         if cut.number == 1:
             assert (cut.rows, cut.whole) == (max(N, 1), 0)
             continue
         assert cut.whole * (D // 64) % 132 == 0
         assert 0 < (H - cut.whole) * (D // 64) < 132
-        assert cut.rows % cuda.SAVED_ROWS == 0
+        assert cut.rows % policy.SAVED_ROWS == 0
         assert (cut.number - 1) * cut.rows < N <= cut.number * cut.rows
-        assert cut.number <= cuda.parts(spec(1, H, N, D))
-        packed = cuda.cut_of(spec(1, H, N, D, sequences=1))
+        assert cut.number <= policy.cuda_segments(spec(1, H, N, D), HW, "forward")
+        packed = tiles_of(spec(1, H, N, D, sequences=1)).forward_split
         assert packed.number == (N // packed.rows + 1 if packed.number > 1 else 1)
 
 
@@ -215,7 +221,7 @@ def test_saves(h200):
 
 class Launched(NamedTuple):
     names: tuple[str, ...]
-    cfg: cuda.Config
+    tile: policy.SweepTile
     saved: bool
     not_last: bool
 
@@ -225,13 +231,13 @@ def launched(h200, monkeypatch):
     """What a call would launch, in order; nothing is."""
     found: list[object] = []
 
-    def run(spec, cfg, names, x, tensors, states, cut, saved=None, first=None, only_cut=False, not_last=False):
+    def run(spec, tile, names, x, tensors, states, cut, first=None, only_cut=False, not_last=False, kept=None):
         for name in names:
-            sweep = cuda.SWEEPS[name]
-            needed = [sweep.a, sweep.b, sweep.c] + ([sweep.out] if cfg.outs else [])
+            one = sweep.SWEEPS[name]
+            needed = [one.a, one.b, one.c] + ([one.out] if tile.outs else [])
             assert set(needed) <= set(tensors)
         assert aligned(*tensors.values())
-        found.append(Launched(names, cfg, saved is not None, not_last))
+        found.append(Launched(names, tile, sweep.SAVED in tensors, not_last))
 
     monkeypatch.setattr(cuda, "run", run)
     monkeypatch.setattr(fused, "run", lambda launches, device: found.extend(x.kernel.__name__ for x in launches))
@@ -258,14 +264,14 @@ def test_launches_of_one_piece(launched):
     cuda.forward(call, x)
     cuda.backward(call, x, given.do, None)
     assert names_of(launched) == [("o",), ("dv", "dk", "dq")]
-    assert [one.cfg.save for one in launched] == [1, 2]
+    assert [one.tile.save for one in launched] == [1, 2]
     assert all(one.saved for one in launched)
     launched.clear()
     call, x, given = call_of(1, 70, 600, 64)
     cuda.forward(call, x)
     cuda.backward(call, x, given.do, None)
     assert names_of(launched) == [("o",), ("dv", "dk"), ("dq",)]
-    assert launched[0].cfg.save == 0
+    assert launched[0].tile.save == 0
     assert not any(one.saved for one in launched)
 
 
@@ -369,25 +375,49 @@ class Args(ctypes.Structure):
 
 def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     """The sizes are asserted by the compiler as well, which was given the sources above."""
-    assert ctypes.sizeof(SweepArgs) == cuda.SWEEP.size == 112
-    front = cuda.ARGUMENTS.packer()
+    assert ctypes.sizeof(SweepArgs) == sweep.SWEEP.size == 112
+    front = sweep.ARGUMENTS.packer()
     assert front.size == ctypes.sizeof(Args)
-    assert cuda.ARGUMENTS.size == -(-front.size // 64) * 64 == 1472
+    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1472
     packed: list[bytes] = []
-    monkeypatch.setattr(cuda, "launch_of", lambda *args: lambda *values: packed.append(front.pack(*values)))
-    monkeypatch.setattr(cuda, "map_of", lambda x: bytes([x.shape[2] % 251]) * 128)
+    monkeypatch.setattr(sweep, "launch_of", lambda *args: lambda *values: packed.append(front.pack(*values)))
+    monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes([x.shape[2] % 251]) * 128)
     call, x, given = call_of(1, 3, 700, 64, states=True)
     call = call._replace(scale=0.5)
-    tensors = {cuda.Q: x.q, cuda.K: x.k, cuda.V: x.v, cuda.DO: given.do, cuda.OUT: x.q, cuda.DK: x.k, cuda.DV: x.v}
-    states = cuda.States(x.initial_state, None, given.dstate, x.initial_state)
-    cut = cuda.segments(call, x, "backward")
-    cuda.run(call, cuda.config(call, "backward"), ("dv", "dk"), x, tensors, states, cut, not_last=True)
+    tensors = {
+        sweep.Q: x.q,
+        sweep.K: x.k,
+        sweep.V: x.v,
+        sweep.DO: given.do,
+        sweep.OUT: x.q,
+        sweep.DK: x.k,
+        sweep.DV: x.v,
+    }
+    states = sweep.States(x.initial_state, None, given.dstate, x.initial_state)
+    cut = cuda.segments(call, tiles_of(call).backward_split, x)
+    cuda.run(call, tile_of(call, "backward"), ("dv", "dk"), x, tensors, states, cut, not_last=True)
     args = Args.from_buffer_copy(packed[0])
     dv, dk, none = args.sweep
     assert (dv.out, dk.out, none.out) == (x.v.data_ptr(), x.k.data_ptr(), 0)
     assert (dv.out_b, dv.out_h, dv.out_n) == tuple(2 * s for s in x.v.stride()[:3])
-    assert (dv.a, dv.b, dv.c, dv.to, dv.reverse, dv.swapped, dv.saved) == (cuda.K, cuda.Q, cuda.DO, cuda.DV, 1, 0, 0)
-    assert (dk.a, dk.b, dk.c, dk.to, dk.reverse, dk.swapped, dk.saved) == (cuda.V, cuda.DO, cuda.Q, cuda.DK, 1, 1, 0)
+    assert (dv.a, dv.b, dv.c, dv.to, dv.reverse, dv.swapped, dv.saved) == (
+        sweep.K,
+        sweep.Q,
+        sweep.DO,
+        sweep.DV,
+        1,
+        0,
+        0,
+    )
+    assert (dk.a, dk.b, dk.c, dk.to, dk.reverse, dk.swapped, dk.saved) == (
+        sweep.V,
+        sweep.DO,
+        sweep.Q,
+        sweep.DK,
+        1,
+        1,
+        0,
+    )
     assert dv.enters == dk.enters == given.dstate.data_ptr()
     assert (dv.leaves, dk.leaves) == (x.initial_state.data_ptr(), 0)  # one of them says it
     assert (dv.enters_times, dv.leaves_times) == (2.0, 0.5)
@@ -402,10 +432,10 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
     sent: list[tuple[int, Args]] = []
 
     def launch_of(variant, device, blocks, threads, shared):
-        return lambda *values: sent.append((blocks, Args.from_buffer_copy(cuda.ARGUMENTS.packer().pack(*values))))
+        return lambda *values: sent.append((blocks, Args.from_buffer_copy(sweep.ARGUMENTS.packer().pack(*values))))
 
-    monkeypatch.setattr(cuda, "launch_of", launch_of)
-    monkeypatch.setattr(cuda, "map_of", lambda x: bytes(128))
+    monkeypatch.setattr(sweep, "launch_of", launch_of)
+    monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes(128))
     monkeypatch.setattr(fused, "run", lambda launches, device: None)
     call, x, given = call_of(1, 135, 1100, 64, states=True, saved=True)
     _, final = cuda.forward(call, x)
@@ -449,8 +479,8 @@ def test_what_a_benchmark_asks_the_resources_of(shape, pass_, names, h200):
         if name == SCAN:
             assert launch.kernel.__name__ == SCAN
         else:
-            assert launch.variant == cuda.variant(call, cuda.config(call, name))
-            assert launch.threads == cuda.config(call, name).threads
+            assert launch.variant == sweep.variant(call, tile_of(call, name))
+            assert launch.threads == sweep.threads(tile_of(call, name))
             assert 0 < launch.shared <= TARGETS[90].smem_bytes
             assert launch.grid % (B * H * (D // 64)) == 0
     assert not adapter.launches(case, TARGETS[80], "cuda", pass_)

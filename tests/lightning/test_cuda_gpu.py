@@ -60,7 +60,7 @@ def test_cuts_on_this_gpu(D, case):
     """The cases are what they say."""
     x = gpu_inputs(case, D)
     call = spec_of(x.q, x.k, x.v, x.decay, **x.options())
-    assert (cuda.parts(call) > 1) == ("split" in case)
+    assert (cuda.tiles_of(call).forward_split.number > 1) == ("split" in case)
 
 
 @needs_cuda
@@ -225,8 +225,7 @@ def test_a_thread_that_has_not_used_the_gpu():
     def work() -> None:
         try:
             tensor_map.encode.cache_clear()
-            tensor_map.remembered.cache_clear()
-            cuda.map_of(x.q)
+            tensor_map.tensor_maps(x.q, 64)(x.q.data_ptr())
             found.append(cuda.forward(call, residuals)[0])
         except Exception as error:
             found.append(error)

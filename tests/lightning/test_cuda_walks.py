@@ -1,4 +1,4 @@
-"""Which rows each block of the CUDA backend takes, and in which order: the arithmetic of cuda_sm90.cu, in Python."""
+"""Which rows each block of the CUDA backend takes, and in which order: the arithmetic of sweep.cu, in Python."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 from fulmen.lightning import cuda, triton_split
 from fulmen.lightning import triton as fused
+from fulmen.lightning.kernels import sweep
 from fulmen.lightning.op import Residuals
+from fulmen.lightning.policy import SAVED_ROWS
 from tests.lightning.cuda_calls import spec
 
-EVERY, C = cuda.SAVED_ROWS // cuda.CHUNK, cuda.CHUNK
+EVERY, C = SAVED_ROWS // sweep.CHUNK, sweep.CHUNK
 
 
 class Walk:
-    """Walk of cuda_sm90.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
+    """Walk of sweep.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
     shown of it here holds there. To be changed with it."""
 
     def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False, start=0):
@@ -26,7 +28,7 @@ class Walk:
         segments = spec.states if pieces is not None else cut.number
         self.tile, pid = block % (spec.D // 64), block // (spec.D // 64)
         self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
-        self.reverse = cuda.SWEEPS[self.sweep].reverse
+        self.reverse = sweep.SWEEPS[self.sweep].reverse
         self.grouped = saved and self.sweep == "dq"
         self.backwards = self.sweep in ("state", "dstate") and not spec.has_decay  # OUTS = 0
         self.whole = self.number < cut.whole
@@ -97,10 +99,11 @@ def walks(spec, names, lengths=None, saved=False):
     cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, None, None, offsets)
-    cut = cuda.segments(spec, x, "forward" if names[0] in ("o", "state") else "backward")
+    tiles = cuda.tiles_of(spec)
+    cut = cuda.segments(spec, tiles.forward_split if names[0] in ("o", "state") else tiles.backward_split, x)
     fused.run(triton_split.find_pieces(spec, x, cut), torch.device("cpu"))
     start = cut.whole if names[0] in ("state", "dstate") else 0
-    blocks = (cuda.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
+    blocks = (sweep.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
     return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
 
 
@@ -136,7 +139,7 @@ def test_every_row_is_visited_once(case, saved, h200):
         pytest.skip("no rows")
     for names in (("o",), ("dv", "dk", "dq") if saved else ("dv", "dk"), ("state",)):
         found, cut = walks(call, names, lengths, saved)
-        assert (cut.number > 1) == ("split" in case or cuda.parts(call) > 1)
+        assert (cut.number > 1) == ("split" in case or cuda.tiles_of(call).forward_split.number > 1)
         seen: dict[tuple, int] = {}
         for w in found:
             assert 0 <= w.number < (cut.whole or call.B * call.H * cut.number * (call.sequences or 1))
@@ -211,7 +214,7 @@ def test_wrong_offsets_stay_in_the_tensor(h200):
     for wrong in ([0, 5000, 1000, 2000], [-7, 300, 100, 9999], [2000, 0, 2000, 0], [0, 2**31 - 1, -(2**31), 7]):
         call = spec(1, 2, 2000, sequences=3)
         x = Residuals(torch.empty(0), None, None, None, None, torch.tensor(wrong, dtype=torch.int32))
-        cut = cuda.segments(call, x, "forward")
+        cut = cuda.segments(call, cuda.tiles_of(call).forward_split, x)
         fused.run(triton_split.find_pieces(call, x, cut), torch.device("cpu"))
         _, slots, *_ = cuda.saves(call)
         for block in range(call.H * cut.number):

@@ -7,7 +7,7 @@ import torch
 
 import fulmen
 from fulmen import dispatch
-from fulmen.lightning import triton_split
+from fulmen.lightning import policy
 from fulmen.lightning.op import spec_of
 from fulmen.testing import lightning as testing
 
@@ -41,8 +41,11 @@ def run(x: testing.Inputs, backend: str) -> testing.Outputs:
 @pytest.fixture
 def split(monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(triton_split, "MIN_SEGMENT", 16)
-        monkeypatch.setattr(triton_split, "PROGRAMS_PER_SM", 1000)
+        monkeypatch.setattr(policy, "MIN_SEGMENT", 16)
+        monkeypatch.setattr(policy, "PROGRAMS_PER_SM", 1000)
+    dispatch._choose.cache_clear()
+    yield
+    dispatch._choose.cache_clear()
 
 
 @pytest.mark.parametrize("lengths", [None, [40, 0, 1, 59]], ids=["batch", "packed"])

@@ -109,7 +109,7 @@ def test_opcheck(kind, layout, device):
         torch.library.opcheck(ops.lightning_forward.default, args)
     tensors = (x.q, x.k, x.v, x.decay, x.initial_state, x.cu_seqlens, x.do)
     for dstate in (None, x.dstate):
-        torch.library.opcheck(ops.lightning_backward.default, (*tensors, dstate, x.scale, "auto"))
+        torch.library.opcheck(ops.lightning_backward.default, (*tensors, dstate, x.scale, False, "auto"))
 
 
 # -------------------------------------------------------------------------------- autocast, checkpointing

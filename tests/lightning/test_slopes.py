@@ -176,7 +176,7 @@ def test_opcheck(case):
     x = inputs(**CASES[case])
     tensors = (x.q, x.k, x.v, x.decay.detach(), x.initial_state, x.cu_seqlens, x.do)
     for dstate in (None, x.dstate):
-        torch.library.opcheck(torch.ops.fulmen.lightning_decay_gradient.default, (*tensors, dstate, x.scale))
+        torch.library.opcheck(torch.ops.fulmen.lightning_backward.default, (*tensors, dstate, x.scale, True, "auto"))
 
 
 def test_no_second_derivative():

@@ -109,14 +109,16 @@ def refuses(case: dict[str, Any], device: torch.device, backend: str) -> str | N
 
 
 def chosen(case: dict[str, Any], device: torch.device, backend: str) -> str:
-    kernel = dispatch.pick("flash", spec(case, device), backend)
-    return kernel.name if kernel.detail is None else f"{kernel.name} ({kernel.detail(spec(case, device))})"
+    call = spec(case, device)
+    choice = dispatch.choose("flash", call, dispatch.pick("flash", call, backend).name)
+    return choice.backend if choice.kernel == choice.backend else f"{choice.backend} ({choice})"
 
 
 def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
     name = backend.partition(" ")[0]  # of "cuda (...)", as `chosen` says it
     if name not in ("triton", "cuda"):
         return []
+    from fulmen.flash import policy
     from fulmen.flash import triton as module
     from fulmen.flash.op import Residuals
 
@@ -124,41 +126,39 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     q, k, v, o = (make(shape) for shape in shapes(case))
     lse = torch.empty(q.shape[:3], device="meta")
     call, x = spec(case, q.device)._replace(with_lse=fully), Residuals(q, k, v)
+    tiles = policy.choose(call, hw, "triton").tile
     forward: list[Any] = []
     if pass_ != "backward":
         kept = lse if call.wants_lse else None
-        forward = native_forward(call, hw) if name == "cuda" else [module.forward_launch(call, hw, x, o, kept)]
+        forward = native_forward(call, hw) if name == "cuda" else [module.forward_launch(call, tiles, x, o, kept)]
     if pass_ == "forward" or not call.needs_grad or (name == "cuda" and cudnn_goes_back(call)):
         return forward
-    heads = module.heads_summed(call, hw)
-    kind = torch.float32 if heads < call.group else q.dtype
-    dk, dv = (torch.empty(t.shape[0], call.H // heads, *t.shape[2:], dtype=kind, device="meta") for t in (k, v))
+    kind = torch.float32 if tiles.heads_summed < call.group else q.dtype
+    heads = call.H // tiles.heads_summed
+    dk, dv = (torch.empty(t.shape[0], heads, *t.shape[2:], dtype=kind, device="meta") for t in (k, v))
     y = module.Backward(o, lse, o, lse if fully else None, lse, q, dk, dv)
-    return forward + module.backward_launches(call, hw, x, y)
+    return forward + module.backward_launches(call, tiles, x, y)
 
 
 def cudnn_goes_back(call: FlashSpec) -> bool:
     """Whether the backward of backend cuda is cuDNN's, of which we know no launches; else it is triton's."""
-    from fulmen.flash import cuda
-
-    return torch.cuda.is_available() and cuda.paired(call._replace(device=torch.device("cuda")))
+    on_gpu = call._replace(device=torch.device("cuda"))
+    return torch.cuda.is_available() and dispatch.choose("flash", on_gpu, "cuda").backward == "cudnn"
 
 
 def native_forward(call: FlashSpec, hw: hardware.Hardware) -> list[Native]:
     """The launch of backend cuda, or both where keys are split."""
-    from fulmen.flash import cuda, cuda_sm90, cuda_small
+    from fulmen.flash import cuda, policy
+    from fulmen.flash.kernels import combine
 
-    cfg = cuda.config(call, hw)
-    if not isinstance(cfg, cuda_sm90.Config):
-        blocks, shared = math.prod(cuda_small.grid(call, cfg)), cfg.shared(call.D)
-        return [Native(cuda_small.variant(call, hw, cfg), blocks, cfg.threads, shared, cfg.stages)]
-    tiles = cuda_sm90.tiles(call, cfg) * cuda_sm90.heads(call, cfg) * cfg.splits
-    blocks, shared = min(cfg.blocks_per_sm * hw.sm_count, tiles), cfg.shared(call.D, call.E)
-    one = Native(cuda_sm90.variant(call, cfg), blocks, cfg.threads, shared, cfg.stages)
-    if cfg.splits == 1:
+    choice = policy.choose(call, hw, "cuda")
+    kernel = cuda.KERNELS[choice.kernel]
+    blocks, shared = math.prod(kernel.grid(call, hw, choice)), kernel.shared_bytes(call, choice)
+    one = Native(kernel.variant(call, hw, choice), blocks, kernel.threads(choice), shared, choice.tile.stages)
+    if choice.splits == 1:
         return [one]
     rows = call.B * call.H * call.N_Q
-    return [one, Native(cuda_sm90.merge_variant(call), rows, cuda_sm90.MERGE_THREADS, cuda_sm90.MERGE_BYTES, 1)]
+    return [one, Native(combine.variant(call), rows, combine.THREADS, combine.SHARED_BYTES, 1)]
 
 
 def floors(case: dict[str, Any]) -> dict[str, int]:

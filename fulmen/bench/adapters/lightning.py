@@ -105,6 +105,7 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
         return []
     import importlib
 
+    from fulmen.lightning import policy
     from fulmen.lightning.op import Residuals, empty_states
     from fulmen.lightning.triton import Gradients
 
@@ -115,34 +116,38 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
     state = empty_states(q, case["B"], case["E"]) if fully else None
     call = spec(case, q.device)._replace(has_initial_state=fully, with_final_state=fully)
     x = Residuals(q, k, v, slopes, state, None)
-    forward = module.forward_launches(call, hw, x, o, state) if pass_ != "backward" else []
+    tile = policy.choose(call, hw, backend).tile
+    forward = module.forward_launches(call, tile, x, o, state) if pass_ != "backward" else []
     if pass_ == "forward":
         return forward
-    return forward + module.backward_launches(call, hw, x, o, state, Gradients.empty(call, x), state)
+    return forward + module.backward_launches(call, tile, x, o, state, Gradients.empty(call, x), state)
 
 
 def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, fully: bool) -> list[Any]:
     """Those of backend cuda, with gradients: what it saves, it saves. Between segments a scan of triton_split's."""
-    from fulmen.lightning import cuda, triton_split
+    from fulmen.lightning import cuda, policy, triton_split
+    from fulmen.lightning.kernels import sweep
     from fulmen.lightning.op import Residuals
 
     call = spec(case, torch.device("cuda"))._replace(has_initial_state=fully, with_final_state=fully)
     if hw.arch != 90 or call.D != call.E or call.D not in (64, 128) or call.H != call.H_KV:
         return []
-    cut, saves = cuda.cut_of(call), cuda.saves(call) is not None
+    tiles, saves = policy.choose(call, hw, "cuda").tile, cuda.saves(call) is not None
+    none = torch.empty(0, device="meta")
+    x = Residuals(none, none, none, none if call.has_decay else None, None, None)
+    cut = cuda.segments(call, tiles.forward_split, x)
 
     def native(what: str, sweeps: int) -> Native:
-        cfg = cuda.config(call, what)
-        pieces = cuda.pieces(call, cut) - (cut.whole if what == "state" else 0)
+        tile = getattr(tiles, what)
+        pieces = sweep.pieces(call, cut) - (cut.whole if what == "state" else 0)
         blocks = pieces * sweeps * (call.D // 64)
-        return Native(cuda.variant(call, cfg), blocks, cfg.threads, cfg.shared(call.D), cfg.stages)
+        shared = sweep.shared_bytes(call, tile)
+        return Native(sweep.variant(call, tile), blocks, sweep.threads(tile), shared, tile.stages)
 
     def gather() -> list[Any]:
         """The states that enter segments."""
         if cut.number == 1:
             return []
-        none = torch.empty(0, device="meta")
-        x = Residuals(none, none, none, none if call.has_decay else None, None, None)
         return [native("state", 1), triton_split.scan(call, x, cut, none, None, None)]
 
     forward = [*gather(), native("training" if saves else "forward", 1)] if pass_ != "backward" else []

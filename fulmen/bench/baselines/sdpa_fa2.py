@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fulmen import hardware
 from fulmen.bench.baselines.sdpa import attend, version
 
 __all__ = ["COMPUTES", "attend", "pinned", "refuses", "version"]
@@ -19,9 +20,9 @@ def refuses(case: dict[str, Any], device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"a kernel for CUDA GPUs, and the device is {device}"
     from fulmen.bench.adapters import flash
-    from fulmen.flash.sdpa import lacks
+    from fulmen.flash.sdpa import unsupported_reason
 
-    return lacks(flash.spec(flash.complete(case), device), "flash")
+    return unsupported_reason(flash.spec(flash.complete(case), device), hardware.of(device), "flash")
 
 
 def pinned() -> AbstractContextManager[None]:

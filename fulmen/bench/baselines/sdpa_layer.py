@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fulmen import hardware
 from fulmen.bench.baselines.sdpa import version
 
 __all__ = ["COMPUTES", "attend", "pinned", "refuses", "version"]
@@ -21,9 +22,9 @@ def refuses(case: dict[str, Any], device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     from fulmen.bench.adapters import flash, layer
-    from fulmen.flash.sdpa import lacks
+    from fulmen.flash.sdpa import unsupported_reason
 
-    return lacks(flash.spec(layer.of_flash(layer.complete(case)), device), "cudnn")
+    return unsupported_reason(flash.spec(layer.of_flash(layer.complete(case)), device), hardware.of(device), "cudnn")
 
 
 def pinned() -> AbstractContextManager[Any]:

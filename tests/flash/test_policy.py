@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fulmen import dispatch, hardware
-from fulmen.flash import ranking
+from fulmen.flash import policy
 from fulmen.flash.op import FlashSpec
 
 
@@ -20,7 +20,6 @@ def spec(N=4096, D=128, *, B=2, E=None, causal=True, grad=True, dtype=torch.bflo
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
-    monkeypatch.setattr("fulmen.flash.sdpa.cudnn_version", lambda: 91900)
     dispatch.pick.cache_clear()
     yield
     dispatch.pick.cache_clear()
@@ -119,7 +118,7 @@ def test_auto_on_hopper(asked, choice, hopper):
     ],
 )
 def test_without_its_compiler_cuda_leaves_the_next_best(asked, choice, hopper, monkeypatch):
-    assert ranking.first(asked) == "cuda"
+    assert policy.order(asked, hardware.TARGETS[90])[0] == "cuda"
     kernel = dispatch.kernels("flash")["cuda"]
     monkeypatch.setitem(dispatch._kernels["flash"], "cuda", kernel._replace(supports=lambda call: "no compiler"))
     assert dispatch.pick("flash", asked).name == choice
@@ -128,7 +127,7 @@ def test_without_its_compiler_cuda_leaves_the_next_best(asked, choice, hopper, m
 def test_an_unmeasured_gpu_gets_torch_first(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[80])
     dispatch.pick.cache_clear()
-    assert ranking.first(spec()) == "sdpa"
+    assert policy.order(spec(), hardware.TARGETS[80])[0] == "sdpa"
     assert dispatch.pick("flash", spec()).name == "sdpa"
     assert dispatch.pick("flash", spec(left=5)).name == "triton"
     dispatch.pick.cache_clear()
@@ -136,13 +135,12 @@ def test_an_unmeasured_gpu_gets_torch_first(monkeypatch):
 
 def test_every_backend_has_a_place():
     names = {*dispatch.kernels("flash"), "flash_attn"}
-    assert names == set(ranking.ORDER) == set(ranking.CPU_ORDER)
+    assert names == set(policy.ORDER) == set(policy.CPU_ORDER)
 
 
 def test_rows_are_found_for_every_call():
     for causal in (True, False):
-        for grad in (True, False):
-            for size in (64, 128, 256):
-                rows = [r for r in ranking.ROWS if (r.D, r.causal, r.grad) == (size, causal, grad)]
-                assert min(r.keys for r in rows) == 0
-                assert all(r.first in ("sdpa", "triton", "cuda") for r in rows)
+        for size in (64, 128, 256):
+            rows = [r for r in policy.ROWS if (r.D, r.causal) == (size, causal)]
+            assert min(r.keys for r in rows) == 0
+            assert all(r.first in ("sdpa", "triton", "cuda") for r in rows)

@@ -1,0 +1,572 @@
+"""What softmax attention runs: the backend, its kernel, its tile and how often keys are split.
+
+Everything here is data or a pure function of (spec, hw). Nothing is compiled or launched, and no other module compares
+backends. Where to look:
+
+    what "auto" takes      ROWS, `fastest` and, for few queries, `decode`
+    a tile                 `sm90_base_tile`, SINGLE_TILES, `small_tile`, HOPPER_TILES and OTHER_TILES for triton
+    when keys are split    `splits`
+    the answer             `order` (backends, fastest first) and `choose` (one `Choice`)
+
+Measurements beside a row are medians on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6, bf16; fp16 is taken to be the
+same). Shapes are written B2 H32/8 N4096; 1 x 8192 is one query of 8192 keys. `fulmen tune` proposes rows for triton.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+
+from fulmen.dispatch import Choice
+from fulmen.flash import sdpa
+from fulmen.flash.op import FlashSpec
+from fulmen.hardware import Hardware
+
+# --------------------------------------------------------------------------------------------------- tile types
+
+
+class Sm90Tile(NamedTuple):
+    """The kernel `sm90`: for Hopper, every option."""
+
+    consumers: int  # warpgroups of 64 rows
+    block_n: int  # keys at a time
+    stages: int  # blocks of keys in flight
+    take_turns: bool = False  # the warpgroups issue their products one after the other
+    blocks_per_sm: int = 1
+    swizzle: bool = False  # L2 swizzle: as many heads at a time as the L2 cache holds; else all heads, LPT first
+    pack_gqa: bool = False  # a tile holds all query heads of a group
+
+    @property
+    def kernel(self) -> str:
+        return "sm90"
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.consumers
+
+    def positions(self, spec: FlashSpec) -> int:
+        """Query positions of a tile."""
+        return self.rows // spec.group if self.pack_gqa else self.rows
+
+    def __str__(self) -> str:
+        return f"{self.rows} queries x {self.block_n} keys" + ", pack GQA" * self.pack_gqa
+
+
+class SmallTile(NamedTuple):
+    """The kernel `small`: up to 512 queries and keys, from compute capability 8.0 on."""
+
+    warps_m: int  # of 16 queries each
+    warps_n: int  # that share the keys of a block
+    block_n: int  # keys at a time
+    stages: int  # blocks of keys in flight; 1: all keys are one block
+    blocks_per_sm: int = 1  # that the registers must leave room for
+
+    @property
+    def kernel(self) -> str:
+        return "small"
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.warps_m
+
+    def __str__(self) -> str:
+        return f"{self.rows} queries x {self.block_n} keys"
+
+
+class SingleTile(NamedTuple):
+    """The kernel `single_tile`: for Hopper, 64 queries and up to 256 keys, all in shared memory."""
+
+    block_n: int  # keys at a time
+    stages: int = 1  # how many times
+    blocks_per_sm: int = 4  # that the registers must leave room for
+    pack_gqa: bool = False  # a tile holds all query heads of a group
+
+    @property
+    def kernel(self) -> str:
+        return "single_tile"
+
+    @property
+    def rows(self) -> int:
+        return 64
+
+    def __str__(self) -> str:
+        return f"{self.rows} queries x {self.stages * self.block_n} keys" + ", pack GQA" * self.pack_gqa
+
+
+class TritonTile(NamedTuple):
+    own: int  # rows a program owns: of q in forward and dq, of k in dkdv
+    walk: int  # rows it takes at a time of the other side
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"{self.own} x {self.walk}, {self.num_warps} warps, {self.num_stages} stages"
+
+
+class TritonTiles(NamedTuple):
+    """The passes of backend `triton`."""
+
+    forward: TritonTile
+    dq: TritonTile
+    dkdv: TritonTile
+    heads_summed: int  # query heads one program of dkdv sums over
+    use_tma: bool  # where strides allow it; else pointers load the tiles
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name} {getattr(self, name)}" for name in PASSES)
+
+
+PASSES = ("forward", "dq", "dkdv")
+
+# -------------------------------------------------------------------------------------------- what "auto" takes
+
+SMALL_MAX_TOKENS = 512
+SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
+
+ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # on a GPU, after the fastest
+CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")  # triton is interpreted there
+
+SMALL_FLOPS = 8e9  # forward; below, CPU overhead decides: 15 us a call with triton, 39 with sdpa
+FULL = 32_768  # queries of all heads together; with fewer, tiles of `sm90` do not fill the GPU
+DECODE_KEYS = {1: 1024, 2: 8192}  # splits, and up to how many keys cuda is then ahead of cuDNN; from 3 on always
+SHORT_KEYS = {64: 128, 128: 80}  # D = E, and up to how many keys cuda is ahead of cuDNN in a long call
+
+
+class Row(NamedTuple):
+    """On Hopper, plain calls that fill the GPU, up to head dim D, from that many keys on to the next row's."""
+
+    D: int
+    causal: bool
+    keys: int
+    first: str
+
+
+# sdpa: ms of triton and cuDNN, forward / backward. cuda: TFLOP/s of cuda and cuDNN; its backward is cuDNN's, too.
+ROWS = [
+    Row(64, True, 0, "sdpa"),  # N 512: 0.030, 0.026; 2048: 0.053 / 0.147, 0.050 / 0.139
+    Row(64, True, 1024, "cuda"),  # 1024: 233, 190 (32 heads), 313, 320 (256); 2048: 323, 253; 4096: 467, 433
+    Row(64, False, 0, "sdpa"),  # 512: 0.035, 0.029; 2048: 0.066 / 0.183, 0.063 / 0.172
+    Row(64, False, 2048, "cuda"),  # 2048: 440, 400; 4096: 466, 419
+    Row(128, True, 0, "sdpa"),  # D 80, 2048: 0.177, 0.149; D 128, 4096: 0.309 / 0.887, 0.265 / 0.757
+    Row(128, True, 1024, "cuda"),  # 1024: 399, 353 (64 heads), 431, 425 (256); 4096: 607, 531; 16384: 655, 541
+    Row(128, False, 0, "sdpa"),  # 4096: 0.534 / 1.58, 0.410 / 1.21; 16384: 4.05 / 11.7, 3.15 / 9.04
+    Row(128, False, 2048, "cuda"),  # 2048: 624, 609; 4096: 675, 668; 8192: 625, 590; 16384: 641, 603
+    Row(256, True, 0, "sdpa"),  # 4096: 0.607 / 3.14, 0.454 / 1.81; D 192, E 128: 0.526 / 2.19, 0.324 / 1.07
+    Row(256, True, 4096, "cuda"),  # ms: 0.364, 0.448; D 192, E 128: 0.263, 0.320
+    Row(256, False, 0, "sdpa"),  # 4096: 1.03 / 5.38, 0.747 / 3.33; D 192, E 128: 0.916 / 4.16, 0.524 / 2.98
+    Row(256, False, 4096, "cuda"),  # ms: 0.358, 0.380; D 192, E 128: 0.495, 0.522
+]
+
+
+def flops(spec: FlashSpec) -> float:
+    """Of a forward without a mask."""
+    return 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E)
+
+
+def is_plain(spec: FlashSpec) -> bool:
+    """Causal or full, without any other option."""
+    return spec.plain and spec.right in (None, 0)
+
+
+def fastest(spec: FlashSpec, hw: Hardware) -> str:
+    """The backend measured to be the fastest; torch's where nothing was measured."""
+    if hw.arch != 90:
+        return "sdpa"
+    plain = is_plain(spec)
+    if not spec.needs_grad and (name := decode(spec, hw)) is not None:
+        return name
+    if flops(spec) < SMALL_FLOPS:  # B1 H8 N128 D64: triton 0.007 / 0.014, cuDNN 0.008 / 0.017
+        return "cuda" if plain and not spec.needs_grad and is_short(spec) else "triton"
+    if plain and not spec.needs_grad and spec.D == spec.E and SHORT_KEYS.get(spec.D, -1) >= spec.N_KV:
+        # us, cuda and cuDNN: D 64, B8 H8, 16384 x 77 106, 139; 16384 x 128 120, 129; B64 H16 N128 23.2, 22.7
+        # D 128, B8 H8, 4096 x 64 40, 50; 4096 x 77 48, 50; but 1024 x 128 18.2, 16.4
+        return "cuda"
+    queries = spec.B * spec.H * spec.N_Q
+    full = spec.N_Q >= 1024 and queries >= FULL
+    if not plain:  # sdpa has no options. ms, cuda and triton: window 0.243, 0.323; softcap 0.360, 0.491
+        return "cuda" if full else "triton"
+    causal, size = spec.right is not None, max(spec.D, spec.E)
+    width = min((row.D for row in ROWS if size <= row.D), default=0)
+    rows = [row for row in ROWS if (row.D, row.causal) == (width, causal) and row.keys <= spec.N_KV]
+    name = max(rows, key=lambda row: row.keys).first if rows else "sdpa"
+    if not causal and size == 128 and spec.N_KV < 4096 and spec.group == 1:
+        full = full and queries >= 8 * FULL  # us, N 2048, cuda and cuDNN: 64 heads 222, 215; 256 heads 897, 914
+    return "sdpa" if name == "cuda" and not full else name
+
+
+def is_short(spec: FlashSpec) -> bool:
+    """Whether cuda is ahead of triton in a short call, or within 2 %.
+
+    us on the GPU, cuda and triton:
+    D 64, B1 H1 N128 2.7, 3.8; N512 6.5, 8.6; B4 H16 N256 7.0, 8.3; B32 H8 N128 8.4, 11.9; 4096 x 256, B8 H8 53, 65
+    D 128, B1 H1 N128 3.5, 5.0; N512 8.5, 9.6; B8 H4 N256 8.9, 8.8; B4 H16 N256 11.4, 11.6; B64 H32/8, 1 x 250 25, 65
+    """
+    return spec.D == spec.E and spec.D in (64, 128) and (512 if spec.N_Q == spec.N_KV else 256) >= spec.N_KV
+
+
+def decode(spec: FlashSpec, hw: Hardware) -> str | None:
+    """The fastest where few queries read many keys, as in decoding; None: no such call.
+
+    us between events, cuda, FlashAttention-2, cuDNN and triton: D 128, H32/8, B1 1 x 1024 11, 16, 13, 18;
+    1 x 8192 21, 31, 24, 99; 1 x 32768 48, 58, 51, 377; 64 x 32768 68, 144, 383, 334; B4 1 x 8192 48, 56, 50, 105;
+    B8 79, 84, 80, 145; but 1 x 32768 274, 261, 257, 537. With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192
+    16, 101; D 128, H32/8, softcap 24, 246; 1 x 300 12, 16.
+    """
+    rows = spec.N_Q * spec.group
+    few = rows <= 64
+    least = spec.B * spec.H_KV * rows / 192  # tiles: keys are split where these leave half of the SMs idle
+    if not spec.N_Q or spec.sequences is not None or not (few or 2 * least <= hw.sm_count):
+        return None
+    if spec.dtype not in (torch.bfloat16, torch.float16) or spec.scale < 0 or (spec.D, spec.E) not in SM90_HEAD_DIMS:
+        return None
+    tile = sm90_tile(spec, hw)
+    number = splits(spec, tile, hw)
+    if not is_plain(spec):
+        return "cuda" if few or number > 1 else None
+    if spec.N_KV <= 256:
+        return None
+    if not few:
+        return "cuda" if number > 1 else None
+    ahead = DECODE_KEYS.get(number, math.inf) >= spec.N_KV
+    shares_keys = tile.pack_gqa or spec.group == 1  # else each head reads its keys for itself: not measured
+    too_large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for cuDNN
+    bottom_right = spec.right is not None and spec.N_Q > 1  # which torch cannot say
+    return "cuda" if (ahead and shares_keys) or too_large or bottom_right else "sdpa"
+
+
+def without_cuda(spec: FlashSpec) -> str:
+    """What follows where cuda is the fastest: its compiler is an optional dependency."""
+    decodes = spec.N_Q * spec.group <= 64 and spec.N_KV > 256
+    return "sdpa" if spec.plain and (decodes or flops(spec) >= SMALL_FLOPS) else "triton"
+
+
+# ------------------------------------------------------------------------------------------ tiles of backend cuda
+
+
+def sm90_base_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
+    """By size; beside a row TFLOP/s of it and of cuDNN. Options take registers: with any, tiles are smaller."""
+    causal, long = spec.right is not None, spec.N_KV >= 4096
+    few = mean_queries(spec) * (spec.group if spec.group in PACKABLE_GROUPS else 1) <= 64
+    waves = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
+    if spec.D == 64:
+        if few or (spec.plain and spec.N_KV <= 512 and waves[64] <= 2):
+            return Sm90Tile(1, 128, 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
+        short = spec.N_KV <= 1024 if causal else 1.2 * math.ceil(waves[192]) >= math.ceil(waves[128])
+        if spec.softcap is not None or (spec.plain and short):
+            return Sm90Tile(2, 128, 2)  # B32 H8 N1024, causal: 288, 317
+        # N2048: 440, 400; causal 323, 253; N4096: 466, 419; causal 467, 433
+        return Sm90Tile(3, 128, 2, take_turns=not (long and (spec.plain or causal)))
+    if spec.D == 128:
+        if few or (spec.plain and spec.N_KV <= 1024 and waves[64] <= (2 if causal else 1)):
+            return Sm90Tile(1, 80, 2, blocks_per_sm=2)  # B1 H16 N512: 204, 190; causal 99, 89
+        if spec.plain and (long if causal else spec.N_KV > 1024):
+            return Sm90Tile(2, 176, 2)  # N4096: 675, 668; causal 607, 531
+        return Sm90Tile(2, 128, 2)  # N2048, causal: 527, 420
+    return Sm90Tile(2, 80, 2) if spec.D == 256 else Sm90Tile(2, 128, 2)
+
+
+def sm90_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
+    tile = sm90_base_tile(spec, hw)
+    tile = tile._replace(pack_gqa=spec.group in PACKABLE_GROUPS and should_pack_gqa(spec, tile, hw))
+    return tile._replace(swizzle=should_swizzle(spec, tile, hw))
+
+
+# By D: up to how many keys, and the tile. Beside a row us, L2 cold, of it and of the next best kernel of ours.
+SINGLE_TILES = {
+    64: {
+        64: SingleTile(64),  # B64 H16 N64: 12.3, 13.5
+        80: SingleTile(80),  # B2 H10, 4096 x 77: 12.2, 16.2
+        128: SingleTile(128),  # B8 H4 N128: 3.9, 4.0; B32 H8: 8.4, 9.3
+        160: SingleTile(80, 2),  # B32 H8 N150: 11.1, 14.0
+        192: SingleTile(64, 3),  # B32 H8 N192: 12.6, 14.8
+        256: SingleTile(128, 2, 3),  # B32 H8 N256: 18.3, 21.2
+    },
+    128: {
+        64: SingleTile(64),  # B32 H8 N64: 7.7, 8.9
+        80: SingleTile(80, 1, 3),  # B2 H10, 4096 x 77: 18.4, 18.4
+        128: SingleTile(128, 1, 2),  # B8 H16 N128: 8.5, 9.3; but B32 H8: 15.6, 14.1
+    },
+}
+
+
+def short_tile(spec: FlashSpec, hw: Hardware) -> SmallTile | SingleTile | None:
+    """On Hopper, for up to 256 keys; None where `sm90` is faster.
+
+    `small` spreads few queries over SMs in tiles of 16; `single_tile` takes 64 and packs GQA if that saves tiles.
+    """
+    keys, sms, wide = spec.N_KV, hw.sm_count, spec.D == 128
+    if keys > 256 or not is_plain(spec) or spec.D != spec.E or spec.D not in (64, 128):
+        return None
+    if max(spec.B, spec.H) > sdpa.MAX_GRID:
+        return None
+    tiles = packed = query_tiles(spec, 64)
+    if spec.group in PACKABLE_GROUPS:
+        packed = math.ceil(spec.N_Q * spec.group / 64) * spec.H_KV * spec.B
+    pack_gqa = packed < tiles and tiles > sms  # else all are there at once, the sooner the fewer share one
+    if 80 < keys <= 128:
+        if query_tiles(spec, 16) <= sms or (spec.N_Q <= 16 and not pack_gqa):
+            return SmallTile(1, 4, 128, 1)  # B1 H1 N128: 2.7, 3.1; B64 H32, 1 x 100: 19.4, 20.3
+        if wide and packed > 2 * sms and not (16 if pack_gqa else 0) < spec.N_Q <= 32:
+            return None
+    if keys > 128 and wide:  # B8 H4 N256: 8.7, 8.3
+        return small_tile(spec, hw) if tiles <= sms // 2 and spec.N_Q <= SMALL_MAX_TOKENS else None
+    if keys > 128 and query_tiles(spec, 16) <= 2 * sms:
+        return SmallTile(1, 4, 128, 2)  # B1 H8 N256: 3.8, 4.8; H16: 4.9, 5.0; H24: 5.9, 5.3
+    if keys > 192 and spec.right is not None and tiles > 3 * sms:
+        return SingleTile(64, 4, 3, pack_gqa)  # causal, B32 H8 N256: 16.9, 17.3
+    rows = SINGLE_TILES[spec.D]
+    return rows[min(most for most in rows if keys <= most)]._replace(pack_gqa=pack_gqa)
+
+
+def small_tile(spec: FlashSpec, hw: Hardware) -> SmallTile:
+    """Few queries are spread over as many SMs as there are; many share the keys they load."""
+    wide, one_block = spec.D == 128, spec.N_KV <= 128
+    ring = min(2 if wide else 4, max(2, math.ceil(spec.N_KV / 64)))
+    if query_tiles(spec, 16) <= hw.sm_count:
+        if one_block:
+            return SmallTile(1, 4, 128, 1)
+        return SmallTile(1, 4, 64, 2) if wide else SmallTile(1, 4, 128, 2)
+    if query_tiles(spec, 32) <= hw.sm_count:
+        return SmallTile(2, 2, 128, 1) if one_block else SmallTile(2, 2, 64, ring)
+    if query_tiles(spec, 64) <= hw.sm_count:
+        return SmallTile(4, 1, 64 if spec.N_KV <= 64 else 128, 1) if one_block else SmallTile(4, 1, 64, ring)
+    return SmallTile(8, 1, 64, 2) if wide else SmallTile(8, 1, 64, ring, 2 if hw.arch < 100 else 1)
+
+
+# ---------------------------------------------------------------------------------------- tiles of backend triton
+
+# (pass, D and E up to). On an H200, TFLOP/s causal and full, counting all products done. Others were only compiled.
+HOPPER_TILES = {
+    ("forward", 64): TritonTile(64, 128, 4, 2),  # 413, 487
+    ("forward", 128): TritonTile(64, 64, 4, 3),  # 518, 538
+    ("forward", 256): TritonTile(128, 64, 8, 2),  # 450, 536
+    ("dq", 64): TritonTile(64, 64, 4, 3),  # 584, 661
+    ("dq", 128): TritonTile(128, 64, 8, 3),  # 652, 700
+    ("dq", 256): TritonTile(128, 32, 8, 2),  # 376, 413
+    ("dkdv", 64): TritonTile(64, 64, 4, 2),  # 423, 538
+    ("dkdv", 128): TritonTile(64, 64, 4, 2),  # 588, 640
+    ("dkdv", 256): TritonTile(64, 64, 8, 2),  # 257, 306; D 192, E 128: 226, 238
+}
+UNEVEN_TILES = {  # Hopper and Blackwell, one of D and E above 128
+    ("forward", 256): TritonTile(64, 32, 4, 3),  # D 192, E 128: 324, 379
+    ("dq", 256): TritonTile(64, 32, 4, 2),  # D 192, E 128: 376, 430
+}
+OTHER_TILES = {
+    ("forward", 64): TritonTile(64, 64, 4, 3),
+    ("forward", 128): TritonTile(128, 32, 8, 2),
+    ("forward", 256): TritonTile(64, 32, 8, 2),
+    ("dq", 64): TritonTile(128, 64, 8, 2),
+    ("dq", 128): TritonTile(64, 32, 4, 2),
+    ("dq", 256): TritonTile(32, 32, 8, 1),
+    ("dkdv", 64): TritonTile(64, 32, 4, 2),
+    ("dkdv", 128): TritonTile(64, 32, 8, 1),
+    ("dkdv", 256): TritonTile(32, 32, 8, 1),
+}
+TMA_FLOPS = 8e9  # below, a call is over before its descriptors would be written
+
+
+def triton_tiles(spec: FlashSpec, hw: Hardware) -> TritonTiles:
+    """By what the chip multiplies with and can hold."""
+    size = next(width for width in (64, 128, 256) if max(spec.D, spec.E) <= width)
+    large = hw.arch // 10 in (9, 10)
+    rows = OTHER_TILES
+    if large and hw.smem_bytes > 200_000:
+        rows = HOPPER_TILES | (UNEVEN_TILES if min(spec.D, spec.E) <= 128 else {})
+    forward, dq, dkdv = (rows[name, size] for name in PASSES)
+    if rows is not OTHER_TILES and size == 256 and (hw.arch != 90 or spec.sequences is not None):
+        dkdv = dkdv._replace(walk=32)  # 64 was measured on Hopper, not packed
+    products = 4 * spec.B * spec.H * spec.N_Q * spec.N_KV * max(spec.D, spec.E)
+    use_tma = large and spec.sequences is None and products >= TMA_FLOPS
+    return TritonTiles(forward, dq, dkdv, heads_summed(spec, dkdv, hw), use_tma)
+
+
+def heads_summed(spec: FlashSpec, tile: TritonTile, hw: Hardware) -> int:
+    """Query heads one program of dkdv sums over: all of a group if that leaves work for the whole GPU, else one."""
+    programs = tiles_of(spec, spec.N_KV, tile.own) * spec.B * spec.H_KV
+    uneven = spec.right is not None or spec.left is not None
+    return spec.group if programs >= (4 if uneven else 1) * hw.sm_count else 1
+
+
+# ------------------------------------------------------------------------------------ arithmetic of tile schedulers
+
+MANY_TILES = 512  # of a head: their schedule is not worked out
+MAX_SPLITS = 264  # that the combine kernel has room for
+
+
+def tiles_of(spec: FlashSpec, rows: int, block: int) -> int:
+    """Tiles of one head; packed, as many as any mix of lengths may need."""
+    return math.ceil(rows / block) if spec.sequences is None else rows // block + spec.sequences
+
+
+def query_tiles(spec: FlashSpec, rows: int) -> int:
+    """Tiles of all heads together, where nothing is packed."""
+    return math.ceil(spec.N_Q / rows) * spec.B * spec.H
+
+
+def mean_queries(spec: FlashSpec) -> float:
+    """Queries of a sequence; packed, on average, as lengths are on the GPU."""
+    return spec.N_Q / (spec.sequences or 1)
+
+
+def heads(spec: FlashSpec, tile: Sm90Tile) -> int:
+    """Heads that have tiles of their own: of q or, packing GQA, of k and v."""
+    return spec.B * (spec.H_KV if tile.pack_gqa else spec.H)
+
+
+def tiles_per_head(spec: FlashSpec, tile: Sm90Tile) -> int:
+    return tiles_of(spec, spec.N_Q, tile.positions(spec))
+
+
+def should_pack_gqa(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
+    """Whether a tile should hold all query heads of a group, at fewer positions.
+
+    Counts waves of tiles times blocks of keys in a tile. Short queries leave fewer rows empty, and a tile of fewer
+    positions sees fewer keys through a window. Packing must save a tenth, or half of the tiles, each of which reads its
+    keys. Where tiles are full either way it gains nothing: 0.96 to 1.00 of the speed, 0.98 where 1.07 was counted.
+    """
+    cost, count = [], []
+    for one in (tile, tile._replace(pack_gqa=True)):
+        positions, keys = one.positions(spec), spec.N_KV
+        if spec.left is not None and spec.right is not None:
+            keys = min(keys, positions + spec.left + spec.right)
+        count.append(math.ceil(mean_queries(spec) / positions) * (spec.sequences or 1) * heads(spec, one))
+        cost.append(math.ceil(count[-1] / (tile.blocks_per_sm * hw.sm_count)) * (keys / tile.block_n + 2))
+    return 1.1 * cost[1] < cost[0] or 2 * count[1] <= count[0]
+
+
+def should_swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
+    """Whether heads are taken in groups that fit the L2 cache, where that was measured (D = 64 and 128).
+
+    Without a mask groups are never slower. Causal, all heads at once, longest tiles first, balance the blocks best. But
+    of many heads few tiles each run side by side, and k and v beyond the L2 cache are read again and again: B32 H8
+    N2048 D128 has 453 TFLOP/s so, and 563 in groups. So groups, if they are about as balanced. At D = 64, where k and v
+    are half as large, there is less to gain. B1 H40 N8192 in groups of 7 heads: estimated 1.09 times, measured 1.02.
+    """
+    if spec.D not in (64, 128) or not spec.plain:
+        return False
+    if spec.right is None:
+        return True
+    fits = 2 * hw.l2_bytes >= 3 * spec.B * spec.H * spec.N_KV * (spec.D + spec.E) * 2
+    if spec.group > 1 or hw.sm_count >= 3 * spec.B * spec.H or fits:
+        return False
+    if tiles_per_head(spec, tile) > MANY_TILES:  # balanced either way
+        return spec.D != 64
+    groups = lpt_makespan(spec, tile, hw, swizzle_heads(spec, tile._replace(swizzle=True), hw))
+    return groups <= (1.05 if spec.D == 128 else 1.02) * lpt_makespan(spec, tile, hw, heads(spec, tile))
+
+
+def swizzle_heads(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
+    """Heads worked on at a time: all, or an L2 swizzle group.
+
+    A group is as many as half of the L2 cache holds k and v of, a multiple of the GQA group; causal, down to half as
+    many if that balances the blocks better.
+    """
+    every, unit = max(1, heads(spec, tile)), 1 if tile.pack_gqa else max(spec.group, 1)
+    stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
+    if not tile.swizzle or stored * unit >= every:
+        return every
+    many = every > 32 * stored * unit or tiles_per_head(spec, tile) > MANY_TILES  # of which the last weighs little
+    if spec.right is None or not spec.plain or many:
+        return stored * unit
+    return unit * min(range(stored, stored // 2, -1), key=lambda n: lpt_makespan(spec, tile, hw, n * unit))
+
+
+def lpt_makespan(spec: FlashSpec, tile: Sm90Tile, hw: Hardware, group: int) -> float:
+    """Work of the busiest block in a causal call, `group` heads at a time, longest tiles first; in blocks of keys.
+
+    Tiles go to blocks as in the kernel's tile scheduler, back and forth. Beside its keys a tile costs as much as 1.2
+    blocks of them.
+    """
+    positions, shift = tile.positions(spec), 0 if spec.top_left else spec.N_KV - spec.N_Q
+    per_head, every = tiles_per_head(spec, tile), heads(spec, tile)
+    ends = [min(spec.N_KV, max(0, min((i + 1) * positions, spec.N_Q) + shift)) for i in range(per_head)]
+    work = [math.ceil(end / tile.block_n) + 1.2 for end in reversed(ends)]
+    grid = max(1, min(tile.blocks_per_sm * hw.sm_count, every * len(work)))
+    more, at = [0.0] * (grid + 1), 0  # how much more a block has to do than the one before it
+    for first in range(0, every, group):
+        for each in work:
+            left = min(group, every - first)
+            while left:
+                turn, block = divmod(at, grid)
+                count = min(left, grid - block)
+                low = grid - block - count if turn % 2 else block
+                more[low] += each
+                more[low + count] -= each
+                at, left = at + count, left - count
+    return max(itertools.accumulate(more))
+
+
+def splits(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
+    """How many blocks share the keys of a tile: as many as idle SMs allow, if that saves more than combining costs.
+
+    Only where tiles leave half of the SMs idle. Each block gets at least two blocks of keys. Costs are in us.
+    """
+    count, keys = tiles_per_head(spec, tile) * heads(spec, tile), spec.N_KV
+    if spec.left is not None and spec.right is not None:
+        keys = min(keys, tile.positions(spec) + spec.left + spec.right)
+    if spec.left is not None and not spec.top_left:
+        keys = min(keys, spec.N_Q + spec.left)
+    if spec.right is not None and spec.top_left:
+        keys = min(keys, spec.N_Q + spec.right)
+    if spec.sequences is not None or not 0 < 2 * count <= hw.sm_count or max(spec.H, spec.B) > sdpa.MAX_GRID:
+        return 1
+    room = hw.sm_count * (tile.blocks_per_sm if spec.D == 64 else 1)  # B1 H16, 1 x 8192: 20.0, 22.3 with one
+    every = math.ceil(keys / tile.block_n)
+    each = max(2, math.ceil(every / min(room // count, MAX_SPLITS)))
+    number = math.ceil(every / each)
+    saved = 0.8 * tile.consumers * (every - each)  # B1 H32/8, 1 x 8192, D 128: 80.7 to 20.6
+    combine = 3 + number * spec.B * spec.H * spec.N_Q * spec.E * 8 / 2e6  # B1 H4 N2048, D 128, in 2: 32.8 to 35.8
+    return number if saved > 1.3 * combine else 1
+
+
+# --------------------------------------------------------------------------------------------------- the answer
+
+
+def order(spec: FlashSpec, hw: Hardware) -> tuple[str, ...]:
+    """Backends in the order "auto" tries them."""
+    if spec.device.type != "cuda":
+        return CPU_ORDER
+    best = fastest(spec, hw)
+    names = list(dict.fromkeys((best, *([without_cuda(spec)] if best == "cuda" else []), *ORDER)))
+    if hw.arch == 90 and sdpa.unsupported_reason(spec, hw, "cudnn") is not None:
+        names.remove("sdpa")  # on Hopper FlashAttention-2, which torch would take, is slower than triton
+        names.insert(names.index("triton") + 1, "sdpa")
+    return tuple(names)
+
+
+def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
+    """What `backend` runs for a call it serves; "auto": the backend to try first."""
+    if backend == "auto":
+        return choose(spec, hw, order(spec, hw)[0])
+    if backend == "sdpa":
+        kernel = sdpa_kernel(spec, hw)
+        return Choice(backend, kernel, None, 1, kernel)
+    if backend == "triton":
+        return Choice(backend, backend, triton_tiles(spec, hw), 1, backend)
+    if backend == "cuda":
+        short = short_tile(spec, hw) if hw.arch == 90 else small_tile(spec, hw)
+        if short is not None:
+            return Choice(backend, short.kernel, short, 1, cuda_backward(spec, hw))
+        tile = sm90_tile(spec, hw)
+        return Choice(backend, tile.kernel, tile, splits(spec, tile, hw), cuda_backward(spec, hw))
+    return Choice(backend, backend, None, 1, backend)
+
+
+def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
+    """The kernel of torch's SDPA: the first that serves the call, or "none"."""
+    if spec.device.type == "cpu":
+        return "cpu"
+    return next((name for name in sdpa.ON_CUDA if sdpa.unsupported_reason(spec, hw, name) is None), "none")
+
+
+def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
+    """Whose backward follows cuda's forward.
+
+    cuDNN's is faster than triton's, but has no option except causal, no gradient of lse and no fixed order of sums.
+    """
+    cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
+    return "cudnn" if cudnn else "triton"

@@ -1,0 +1,204 @@
+"""What lightning attention runs: the backend, its tile and into how many segments sequences are split.
+
+Everything here is data or a pure function of (spec, hw). Nothing is compiled or launched, and no other module compares
+backends. Where to look:
+
+    what "auto" takes            `order`
+    a tile                       `triton_tile`, SWEEP_TILES for cuda
+    when sequences are split     `triton_split` and `cuda_split`
+    the answer                   `order` (backends, fastest first) and `choose` (one `Choice`)
+
+Measurements are medians on an H200. u is the size of q: a forward moves at least 4u, a backward 7u.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fulmen.dispatch import Choice
+from fulmen.hardware import Hardware
+from fulmen.lightning.op import LightningSpec
+
+# --------------------------------------------------------------------------------------------------- tile types
+
+
+class TritonTile(NamedTuple):
+    """Of every sweep of a call in the backends `triton` and `triton_split`."""
+
+    chunk: int  # rows at a time
+    block_v: int  # value columns of a program
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk} x {self.block_v}, {self.num_warps} warps, {self.num_stages} stages"
+
+
+class Split(NamedTuple):
+    """How sequences are split into segments."""
+
+    rows: int  # of a segment
+    number: int = 1  # segments of a sequence; of packed ones, the most there can be in all
+    whole: int = 0  # the first (sequence, head) pairs, which are not split
+
+
+class SplitTile(NamedTuple):
+    """Backend `triton_split`."""
+
+    sweep: TritonTile
+    split: Split
+
+    def __str__(self) -> str:
+        return str(self.sweep)
+
+
+class SweepTile(NamedTuple):
+    """One launch of backend `cuda`."""
+
+    stages: int  # chunks in flight
+    outs: int  # warpgroups that compute outputs; 0: a state alone
+    save: int = 0  # 1: saves states, 2: reads saved ones
+    share: bool = False  # blocks of one head load rows for each other (multicast)
+
+    def __str__(self) -> str:
+        return f"{self.stages} stages, {self.outs} warpgroups for outputs"
+
+
+class SweepTiles(NamedTuple):
+    """Backend `cuda`: a tile for each kind of launch, and how the two passes are split."""
+
+    forward: SweepTile
+    training: SweepTile  # a forward that saves for its backward
+    backward: SweepTile
+    state: SweepTile  # states of segments
+    forward_split: Split
+    backward_split: Split
+
+    def __str__(self) -> str:
+        return str(self.forward)
+
+
+# --------------------------------------------------------------------------------------------------- what "auto" takes
+
+
+def order(spec: LightningSpec, hw: Hardware) -> tuple[str, ...]:
+    """Backends in the order "auto" tries them.
+
+    cuda is ahead of triton, forward and backward together; a forward alone at D = 64 is on a par. triton_split is ahead
+    of triton where that leaves at least half of the SMs without a program.
+    """
+    if spec.device.type != "cuda":  # triton would be interpreted
+        return "eager", "triton", "triton_split", "cuda", "reference"
+    programs = spec.states * spec.H * value_tiles(spec, triton_tile(spec, hw))
+    if 2 * programs <= hw.sm_count and spec.N >= 8 * MIN_SEGMENT:
+        return "cuda", "triton_split", "triton", "eager", "reference"
+    return "cuda", "triton", "triton_split", "eager", "reference"
+
+
+# ----------------------------------------------------------------------------------------------------- tiles
+
+
+def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
+    """By what the chip multiplies with and can hold.
+
+    Beside a row its share of the H200's copy bandwidth, forward and backward. Others were compiled, not measured.
+    """
+    wide = max(spec.D, spec.E) > 128
+    large = hw.smem_bytes > 200_000
+    hopper = hw.arch // 10 == 9 and large
+    if spec.dtype == torch.float32:  # on the CUDA cores
+        return TritonTile(16, 64 if hopper and not wide else 32, 4, 2)  # D64: 6 % and 3 %
+    if wide:
+        return TritonTile(32, 64, 4, 3) if hopper and spec.D == spec.E else TritonTile(32, 64, 8, 2)  # D256: 17, 10 %
+    if hopper:  # wgmma: one warpgroup multiplies 64 rows at a time
+        return TritonTile(64, 64, 4, 4)  # D64: 90 % and 63 %; D128: 83 % and 52 %, with decay 74 % and 45 %
+    if hw.arch // 10 == 10 and large:  # tcgen05, accumulators in tensor memory
+        return TritonTile(64, 64, 8, 3)
+    return TritonTile(32, 64, 4, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
+
+
+SWEEP_TILES = {  # of backend cuda: D = E, then forward, training, backward, state
+    64: (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
+    128: (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),
+}
+
+
+# ---------------------------------------------------------------------------------- segments, to fill the GPU
+
+PROGRAMS_PER_SM = 2
+MIN_SEGMENT = 256  # rows, in triton_split; shorter ones spend their time on states
+SAVED_ROWS = 512  # cuda saves a state so often, and segments are multiples of it
+PACKED_WAVES = 8  # times as many segments of packed sequences, so that what is left over at their ends is small
+# (pass, D): cuda splits what is left over after whole waves of blocks only into at least so many segments
+LEFTOVER_SEGMENTS = {("forward", 64): 4, ("backward", 64): 5, ("forward", 128): 3, ("backward", 128): 3}
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def value_tiles(spec: LightningSpec, tile: TritonTile) -> int:
+    """Programs that share the value columns of a head."""
+    return cdiv(spec.E, tile.block_v)
+
+
+def most_segments(spec: LightningSpec, rows: int) -> int:
+    """Segments of so many rows; of packed sequences, as many as any mix of lengths may need."""
+    return cdiv(max(spec.N, 1), rows) if spec.sequences is None else spec.N // rows + spec.sequences
+
+
+def triton_split(spec: LightningSpec, tile: TritonTile, hw: Hardware) -> Split:
+    """Enough segments for PROGRAMS_PER_SM programs on each SM, none shorter than MIN_SEGMENT."""
+    programs = max(spec.B * spec.H * value_tiles(spec, tile), 1)
+    wanted = PROGRAMS_PER_SM * max(hw.sm_count, 1) * (1 if spec.sequences is None else PACKED_WAVES)
+    count = max(1, min(wanted // programs, spec.N // MIN_SEGMENT))
+    rows = cdiv(max(spec.N, 1), count * tile.chunk) * tile.chunk
+    return Split(rows, most_segments(spec, rows))
+
+
+def whole_waves(spec: LightningSpec, hw: Hardware) -> int:
+    """How many (sequence, head) pairs give every SM of cuda's grid a block, some number of times."""
+    blocks, sms = spec.D // 64, hw.sm_count
+    return 0 if spec.sequences is not None else spec.B * spec.H * blocks // sms * sms // blocks
+
+
+def cuda_segments(spec: LightningSpec, hw: Hardware, pass_: str) -> int:
+    """Segments, at most: one for every idle SM. After whole waves the pairs left over are split if they are few."""
+    whole = whole_waves(spec, hw)
+    left = (spec.B * spec.H - whole) * (spec.D // 64)
+    wanted = hw.sm_count // max(left, 1)
+    if whole and (not left or wanted < LEFTOVER_SEGMENTS[pass_, spec.D]):
+        return 1
+    if spec.sequences is not None:  # whose lengths are on the GPU
+        wanted = 0 if wanted < 2 * spec.sequences else wanted * PACKED_WAVES
+    return max(1, min(wanted, spec.N // SAVED_ROWS))
+
+
+def cuda_split(spec: LightningSpec, hw: Hardware, pass_: str) -> Split:
+    """At D = 128 the same for both passes: the states that enter segments are what is saved."""
+    count = cuda_segments(spec, hw, pass_)
+    if count == 1:
+        return Split(max(spec.N, 1))
+    rows = cdiv(spec.N, count * SAVED_ROWS) * SAVED_ROWS
+    return Split(rows, most_segments(spec, rows), whole_waves(spec, hw))
+
+
+# --------------------------------------------------------------------------------------------------- the answer
+
+
+def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
+    """What `backend` runs for a call it serves; "auto": the backend to try first."""
+    if backend == "auto":
+        return choose(spec, hw, order(spec, hw)[0])
+    if backend == "triton":
+        return Choice(backend, backend, triton_tile(spec, hw), 1, backend)
+    if backend == "triton_split":
+        tile = triton_tile(spec, hw)
+        split = triton_split(spec, tile, hw)
+        return Choice(backend, backend, SplitTile(tile, split), split.number, backend)
+    if backend == "cuda" and spec.D in SWEEP_TILES:
+        forward, back = (cuda_split(spec, hw, pass_) for pass_ in ("forward", "backward"))
+        return Choice(backend, backend, SweepTiles(*SWEEP_TILES[spec.D], forward, back), forward.number, backend)
+    return Choice(backend, backend, None, 1, backend)

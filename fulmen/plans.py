@@ -1,0 +1,192 @@
+"""The fast path: repeated eager calls of an op, forward and backward, find a plan instead of being checked again.
+
+A plan is what an op learns about a call before a kernel runs: the spec, the kernel and its prepared launches. A call is
+looked up twice:
+
+    _recent   the last few plans with the same options, each behind a guard: one C++ call that compares types, dtypes,
+              devices, shapes, strides and requires_grad of all tensors. torch.compile's guards are used.
+    _plans    all plans, in a dictionary keyed by the same facts. It also serves what guards cannot tell apart.
+
+The key holds everything an op's checks read, so a hit skips them. Only plain eager calls have plans: no compiler, mode,
+transform, tensor subclass or nested tensor. `clear()` forgets every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulmen.boundary import is_plain_eager, no_modes_active, tensor_guard
+
+Guard = Callable[..., bool]
+
+MAX_PLANS = 4096
+MAX_RECENT = 8
+GUARDED = (Tensor, torch.nn.Parameter)  # exact types
+
+_grad_enabled = torch.is_grad_enabled
+_autocast_enabled = torch._C._is_any_autocast_enabled
+_plans: dict[Hashable, Plan] = {}
+_recent: dict[Hashable, tuple[tuple[Guard, Plan], ...]] = {}
+
+
+class Repeated:
+    """One direction of a call: `run` is `general` at the first call; the second prepares what all others take.
+
+    prepare  (*tensors) -> a function of such tensors that does the same at less cost, or None
+    """
+
+    __slots__ = ("general", "prepare", "run")
+
+    def __init__(self, general: Callable[..., Any], prepare: Callable[..., Any] | None) -> None:
+        self.general, self.prepare = general, prepare
+        self.run: Callable[..., Any] = general if prepare is None else self._first
+
+    def _first(self, *tensors: Tensor | None) -> Any:
+        self.run = self._second
+        return self.general(*tensors)
+
+    def _second(self, *tensors: Tensor | None) -> Any:
+        assert self.prepare is not None
+        self.run = self.prepare(*tensors) or self.general
+        return self.run(*tensors)
+
+
+class Plan:
+    """What is known about calls with the same shapes, strides and options.
+
+    forward     from the op's tensors to its outputs
+    backward    makes the other direction, from saved tensors and gradients; `backward_of` keeps what it made
+    arguments   what the registered operators take after the tensors
+    needs_grad  whether a backward will follow
+    """
+
+    __slots__ = ("arguments", "backward", "backwards", "forward", "needs_grad", "spec")
+
+    def __init__(
+        self,
+        spec: Any,
+        forward: Repeated,
+        backward: Callable[[], Repeated],
+        arguments: tuple[Any, ...],
+        needs_grad: bool,
+    ) -> None:
+        self.spec, self.forward, self.backward = spec, forward, backward
+        self.arguments, self.needs_grad = arguments, needs_grad
+        self.backwards: tuple[tuple[int, Guard, Repeated], ...] = ()
+
+    def gradients(self, *tensors: Tensor | None) -> Any:
+        """Runs the backward on saved tensors and gradients of any kind."""
+        return (self.backward_of(tensors) or self.backward().general)(*tensors)
+
+    def backward_of(self, tensors: tuple[Tensor | None, ...]) -> Callable[..., Any] | None:
+        """The backward of these saved tensors and gradients; None unless this is a plain eager call."""
+        if _grad_enabled() or not no_modes_active():
+            return None
+        which, there = given(tensors)
+        for of, guard, known in self.backwards:
+            if of == which and guard(*there):
+                return known.run if _aligned(there) else known.general
+        if not is_plain_eager(*there):
+            return None
+        new = self.backward()
+        if (guard := _guard(there)) is not None:
+            self.backwards = ((which, guard, new), *self.backwards)[:MAX_RECENT]
+        return new.run if _aligned(there) else new.general
+
+
+def given(tensors: tuple[Tensor | None, ...]) -> tuple[int, tuple[Tensor, ...]]:
+    """A number that says which tensors are not None, and these."""
+    which, bit, there = 0, 1, []
+    for t in tensors:
+        if t is not None:
+            there.append(t)
+            which += bit
+        bit += bit
+    return which, tuple(there)
+
+
+def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
+    """The plan of a call with these options and tensors, if an equal call came before.
+
+    options  all that is no tensor, and which tensors are given; hashable, of types for which equal means the same
+    """
+    if not no_modes_active():
+        return None
+    for t in tensors:
+        if type(t) not in GUARDED or t.is_nested:  # guards must not be asked about nested tensors
+            return None
+    if not _autocast_enabled():  # guards do not see the autocast dtype
+        for guard, plan in _recent.get((options, _grad_enabled(), deterministic()), ()):
+            if guard(*tensors) and _aligned(tensors):
+                return plan
+    if not _plannable(tensors):
+        return None
+    plan = _plans.get(_key(options, tensors))
+    if plan is not None:
+        _remember(options, tensors, plan)
+    return plan
+
+
+def keep(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> Plan:
+    """Keeps the plan of a checked call that `find` did not know, if it is a plain eager call."""
+    if _plannable(tensors):
+        if len(_plans) >= MAX_PLANS:
+            clear()
+        _plans[_key(options, tensors)] = plan
+        _remember(options, tensors, plan)
+    return plan
+
+
+def clear() -> None:
+    """Forgets every plan."""
+    _plans.clear()
+    _recent.clear()
+
+
+def function_call(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its search for torch.func's transforms: plain eager calls have none."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def deterministic() -> bool:
+    """Whether torch.use_deterministic_algorithms asks for results that repeat bit for bit."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _plannable(tensors: tuple[Tensor, ...]) -> bool:
+    return is_plain_eager(*tensors) and not any(t.is_neg() for t in tensors)
+
+
+def _key(options: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
+    """Everything the checks of a call read."""
+    facts = tuple((t.shape, t.stride(), t.dtype, t.device, t.is_inference()) for t in tensors)
+    needs_grad = _grad_enabled() and any(t.requires_grad for t in tensors)
+    device = tensors[0].device.type
+    cast = device != "meta" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    modes = (cast, torch.is_inference_mode_enabled(), needs_grad and (True, deterministic()))
+    return options, facts, modes, _aligned(tensors)
+
+
+def _remember(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> None:
+    """Puts the plan in front of those with its options and modes of autograd."""
+    if not _autocast_enabled() and _aligned(tensors) and (guard := _guard(tensors)) is not None:
+        options = (options, _grad_enabled(), deterministic())
+        _recent[options] = ((guard, plan), *_recent.get(options, ()))[:MAX_RECENT]
+
+
+def _guard(tensors: tuple[Tensor, ...]) -> Guard | None:
+    """None where guards cannot tell: they know no tensor twice, and not every torch has them."""
+    twice = len({id(t) for t in tensors}) < len(tensors)
+    return None if twice or any(type(t) not in GUARDED for t in tensors) else tensor_guard(*tensors)
+
+
+def _aligned(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether all begin at multiples of 16 bytes, which prepared launches take for granted."""
+    address = 0
+    for t in tensors:
+        address |= t.data_ptr()
+    return not address & 15
