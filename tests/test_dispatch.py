@@ -221,7 +221,7 @@ def test_explain_prints_the_choice(monkeypatch):
     monkeypatch.setattr("fulmen.cuda.problem", lambda *args: None)
     monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
     asked = importlib.import_module("fulmen.flash.op").plain_spec(CUDA)._replace(B=1, H=32, H_KV=8, N_Q=1, N_KV=8192)
-    asked = asked._replace(D=128, E=128, right=None)
+    asked = asked._replace(D=128, E=128, right=None, needs_grad=False)
     monkeypatch.setattr("fulmen.flash.op.checked_spec", lambda: asked)
     dispatch.pick.cache_clear()
     text = fulmen.explain("flash")

@@ -121,11 +121,11 @@ class TritonTiles(NamedTuple):
 
 PASSES = ("forward", "dq", "dkdv")
 
-# -------------------------------------------------------------------------------------------- what "auto" takes
-
-SMALL_MAX_TOKENS = 512
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+SMALL_MAX_TOKENS = 512
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
+
+# -------------------------------------------------------------------------------------------- what "auto" takes
 
 ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # on a GPU, after the fastest
 CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")  # triton is interpreted there
@@ -211,10 +211,17 @@ def is_short(spec: FlashSpec) -> bool:
 def decode(spec: FlashSpec, hw: Hardware) -> str | None:
     """The fastest where few queries read many keys, as in decoding; None: no such call.
 
-    us between events, cuda, FlashAttention-2, cuDNN and triton: D 128, H32/8, B1 1 x 1024 11, 16, 13, 18;
-    1 x 8192 21, 31, 24, 99; 1 x 32768 48, 58, 51, 377; 64 x 32768 68, 144, 383, 334; B4 1 x 8192 48, 56, 50, 105;
-    B8 79, 84, 80, 145; but 1 x 32768 274, 261, 257, 537. With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192
-    16, 101; D 128, H32/8, softcap 24, 246; 1 x 300 12, 16.
+    us, D 128, H32/8     cuda   FA2  cuDNN  triton
+    B1    1 x 1024         11    16     13      18
+    B1    1 x 8192         21    31     24      99
+    B1    1 x 32768        48    58     51     377
+    B1   64 x 32768        68   144    383     334
+    B4    1 x 8192         48    56     50     105
+    B8    1 x 8192         79    84     80     145
+    B8    1 x 32768       274   261    257     537
+    softcap, 1 x 8192      24                  246
+    softcap, 1 x 300       12                   16
+    D 64, H64/8, sinks     16                  101
     """
     rows = spec.N_Q * spec.group
     few = rows <= 64
