@@ -62,6 +62,24 @@ __device__ __forceinline__ void named_barrier_arrive(int id) {
 // What this thread wrote to shared memory becomes visible to TMA and wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// After mbarrier_init, before any other thread or TMA uses the barriers.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_async();
+}
+
+// One unit of 16 bytes.
+__device__ __forceinline__ void store_zeros(u32 to) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0) : "memory");
+}
+
+// A warpgroup gives registers away, or takes what others gave: so many a thread are left, or are had.
+template <int COUNT>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+
 // ------------------------------------------------------------------------------------------------------ TMA
 
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {

@@ -45,7 +45,6 @@ constexpr int S = BLOCK_N / 2, O = E / 2, P = BLOCK_N / 4;  // registers
 constexpr int WARPS = 4 * CONSUMERS;
 static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products");
 
-
 using Stage = PipelineState<STAGES>;
 
 // 64 rows of queries, from position `row` on.
@@ -217,7 +216,7 @@ struct Work {
     Keys seen;
 };
 
-// One block of keys, which has come: its logits, and the product of the block before.
+// One block of keys, whose k has arrived: its logits, and the product of p and v of the block before.
 template <bool MASK>
 __device__ __forceinline__ void step(Work &w, const Args &a, const Shared &at, Stage &k, Stage &v, u32 q, int consumer,
                                      int key, int first) {
@@ -229,7 +228,7 @@ __device__ __forceinline__ void step(Work &w, const Args &a, const Shared &at, S
     wgmma_fence();
     start_over_columns<D, BLOCK_N>(w.s, q, at.k[k]);
     at.v.wait(v);
-    wgmma_fence();                            // again: the wait may have taken another path
+    wgmma_fence();                      // again: the wait may have taken another path
     start_over_rows<BLOCK_N>(w.o, w.p, at.v[v], true);
     pass_turn(consumer);
     wgmma_wait<1>();
@@ -237,7 +236,7 @@ __device__ __forceinline__ void step(Work &w, const Args &a, const Shared &at, S
     if (reports) at.k.release(k);
     k.next();
     softmax<MASK>(w.s, w.x, w.alpha, key, w.seen, a.factor, a.inner);
-    if (key > first) at.k.wait(k);  // here, as the assembler moves nothing across a loop
+    if (key > first) at.k.wait(k);      // here, as the assembler moves nothing across a loop
     wgmma_wait<0>();
     pin(w.s);                           // p is not made from it before the product that reads p is over
     pin(w.o);
@@ -252,9 +251,7 @@ __device__ __forceinline__ void step(Work &w, const Args &a, const Shared &at, S
 __device__ __forceinline__ void zero_rows(u32 v, int from, int consumer) {
     for (int unit = from * 8 + threadIdx.x % 128; unit < BLOCK_N * 8; unit += 128)
 #pragma unroll
-        for (int i = 0; i < E / 64; i++)
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};"
-                         :: "r"(v + i * BLOCK_N * 128 + unit * 16), "r"(0) : "memory");
+        for (int i = 0; i < E / 64; i++) store_zeros(v + i * BLOCK_N * 128 + unit * 16);
     fence_async();
     named_barrier_sync<128>(1 + CONSUMERS + consumer);
 }
@@ -395,7 +392,7 @@ __device__ __forceinline__ void consume(const Args &a, const Shared &at, int con
     }
 }
 
-// Registers of a thread, for which those at launch are pooled.
+// Registers of a thread: what the producer gives away, the consumers take.
 constexpr int OF_PRODUCER = CONSUMERS == 1 ? 40 : CONSUMERS == 3 ? 32 : PACKED ? 40 : 24;
 constexpr int OF_CONSUMER = CONSUMERS == 1 ? 216 : CONSUMERS == 3 ? 160 : PACKED ? 232 : 240;
 
@@ -409,16 +406,15 @@ flash_sm90_forward_kernel(const __grid_constant__ Args a) {
             mbarrier_init(at.k.full + 8 * i, 1), mbarrier_init(at.k.empty + 8 * i, WARPS);
             mbarrier_init(at.v.full + 8 * i, 1), mbarrier_init(at.v.empty + 8 * i, WARPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        fence_async();
+        fence_barrier_init();
     }
     __syncthreads();
     wait_for_previous_kernel();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(OF_PRODUCER));
+        give_registers<OF_PRODUCER>();
         if (threadIdx.x == 0) produce(a, at);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_CONSUMER));
+        take_registers<OF_CONSUMER>();
         consume(a, at, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);
     }
 }

@@ -191,9 +191,7 @@ __device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n
     const int from = w.reverse ? 0 : w.left(n), to = w.reverse ? C - w.left(n) : C;
     for (int unit = from * 8 + threadIdx.x % 128; unit < to * 8; unit += 128)
 #pragma unroll
-        for (int i = 0; i < PANELS + 1; i++)
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};"
-                         :: "r"(at.b(n) + i * PANEL + unit * 16), "r"(0) : "memory");
+        for (int i = 0; i < PANELS + 1; i++) store_zeros(at.b(n) + i * PANEL + unit * 16);
     fence_async();
     named_barrier_sync<128>(1 + group);
 }
@@ -490,7 +488,7 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     if (y.leads) tma_store_wait_read<0>();
 }
 
-// Registers of a thread, for which those at launch are pooled.
+// Registers of a thread: what the producer gives away, the other warpgroups take.
 constexpr int OF_PRODUCER = 40, OF_STATE = OUTS == 1 ? 232 : 152, OF_OUTPUT = OUTS == 1 ? 232 : 160;
 constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
@@ -514,8 +512,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         for (int i = 0; i < 4; i++) mbarrier_init(at.state_full + 8 * i, 4);  // and state_empty
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        fence_async();
+        fence_barrier_init();
     }
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
@@ -524,13 +521,13 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
     const Sweep &sweep = w.find(x);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 1 + OUTS) {
-        if (OUTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(OF_PRODUCER));
+        if (OUTS) give_registers<OF_PRODUCER>();
         if (threadIdx.x % 128 == 0) produce(x, at, w, sweep);
     } else if (role == 0) {
-        if (OUTS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_STATE));
+        if (OUTS) take_registers<OF_STATE>();
         keep_state(x, at, w, sweep);
     } else if (OUTS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_OUTPUT));
+        take_registers<OF_OUTPUT>();
         make_outputs(x, at, w, sweep, role);
     }
 }
