@@ -28,6 +28,7 @@ import torch
 from fulmen import cuda, dispatch, hardware, plans
 from fulmen.cuda import tensor_map as maps
 from fulmen.flash import cuda as flash_cuda
+from fulmen.flash import op as flash_op
 from fulmen.flash.kernels import sm90
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning_triton
@@ -338,14 +339,15 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
     monkeypatch.setattr(sm90, "workspace", guarded_workspace)
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
-    for module in (home, lightning_triton):
+    for module in (home, flash_op, lightning_triton):
         for name in ("empty_rows", "empty_lse", "empty_states"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, functools.partial(emulator.empty, like=getattr(module, name)))
     own = emulator.on_own_memory
     changed = kernel._replace(
-        supports=lambda spec: None, forward=own(kernel.forward), backward=own(kernel.backward), prepare=None
-    )
+        supports=lambda spec: None, forward=own(kernel.forward), backward=own(kernel.backward), prepare=None,
+        prepare_backward=None,
+    )  # fmt: skip
     monkeypatch.setitem(dispatch._kernels[op], "cuda", changed)
 
 
