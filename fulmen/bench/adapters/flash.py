@@ -132,18 +132,14 @@ def cudnn_goes_back(call: FlashSpec) -> bool:
 
 def native_forward(call: FlashSpec, hw: hardware.Hardware) -> list[Native]:
     """The launch of backend cuda, or both where keys are split."""
-    from fulmen.flash import cuda_sm90, cuda_small, policy
+    from fulmen.flash import cuda, policy
+    from fulmen.flash.kernels import combine
 
     choice = policy.choose(call, hw, "cuda")
-    tile = choice.tile
-    if choice.kernel != "sm90":
-        blocks, shared = math.prod(cuda_small.grid(call, choice)), cuda_small.shared_bytes(call, choice)
-        variant, threads = cuda_small.variant(call, hw, choice), cuda_small.threads(choice)
-        return [Native(variant, blocks, threads, shared, tile.stages)]
-    tiles = policy.tiles_per_head(call, tile) * policy.heads(call, tile) * choice.splits
-    blocks, shared = min(tile.blocks_per_sm * hw.sm_count, tiles), cuda_sm90.shared_bytes(call, tile)
-    one = Native(cuda_sm90.variant(call, choice), blocks, cuda_sm90.threads(tile), shared, tile.stages)
+    kernel = cuda.KERNELS[choice.kernel]
+    blocks, shared = math.prod(kernel.grid(call, hw, choice)), kernel.shared_bytes(call, choice)
+    one = Native(kernel.variant(call, hw, choice), blocks, kernel.threads(choice), shared, choice.tile.stages)
     if choice.splits == 1:
         return [one]
     rows = call.B * call.H * call.N_Q
-    return [one, Native(cuda_sm90.merge_variant(call), rows, cuda_sm90.MERGE_THREADS, cuda_sm90.MERGE_BYTES, 1)]
+    return [one, Native(combine.variant(call), rows, combine.THREADS, combine.SHARED_BYTES, 1)]

@@ -116,6 +116,7 @@ def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: s
 def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, fully: bool) -> list[Any]:
     """Those of backend cuda, with gradients: what it saves, it saves. Between segments a scan of triton_split's."""
     from fulmen.lightning import cuda, policy, triton_split
+    from fulmen.lightning.kernels import sweep
     from fulmen.lightning.spec import Residuals
 
     call = spec(case, torch.device("cuda"))._replace(has_initial_state=fully, with_final_state=fully)
@@ -128,10 +129,10 @@ def native_launches(case: dict[str, Any], hw: hardware.Hardware, pass_: str, ful
 
     def native(what: str, sweeps: int) -> Native:
         tile = getattr(tiles, what)
-        pieces = cuda.pieces(call, cut) - (cut.whole if what == "state" else 0)
+        pieces = sweep.pieces(call, cut) - (cut.whole if what == "state" else 0)
         blocks = pieces * sweeps * (call.D // 64)
-        shared = cuda.shared_bytes(call, tile)
-        return Native(cuda.variant(call, tile), blocks, cuda.threads(tile), shared, tile.stages)
+        shared = sweep.shared_bytes(call, tile)
+        return Native(sweep.variant(call, tile), blocks, sweep.threads(tile), shared, tile.stages)
 
     def gather() -> list[Any]:
         """The states that enter segments."""
