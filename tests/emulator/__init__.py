@@ -281,6 +281,7 @@ class Emulator:
                 raise AssertionError(f"{variant.kernel}: {failure.decode()}")
 
         call.empty = 0 in grid
+        call.at = lambda addresses, values: call(*values(addresses))
         return call
 
 

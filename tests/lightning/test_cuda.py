@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -380,7 +381,8 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     assert front.size == ctypes.sizeof(Args)
     assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1472
     packed: list[bytes] = []
-    monkeypatch.setattr(sweep, "launch_of", lambda *args: lambda *values: packed.append(front.pack(*values)))
+    pack = SimpleNamespace(at=lambda addresses, values: packed.append(front.pack(*values(addresses))))
+    monkeypatch.setattr(sweep, "launch_of", lambda *args: pack)
     monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes([x.shape[2] % 251]) * 128)
     call, x, given = call_of(1, 3, 700, 64, states=True)
     call = call._replace(scale=0.5)
@@ -395,7 +397,7 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     }
     states = sweep.States(x.initial_state, None, given.dstate, x.initial_state)
     cut = cuda.segments(call, tiles_of(call).backward_split, x)
-    cuda.run(call, tile_of(call, "backward"), ("dv", "dk"), x, tensors, states, cut, not_last=True)
+    cuda.run(call, tile_of(call, "backward"), ("dv", "dk"), x, tensors, states, cut, {}, not_last=True)
     args = Args.from_buffer_copy(packed[0])
     dv, dk, none = args.sweep
     assert (dv.out, dk.out, none.out) == (x.v.data_ptr(), x.k.data_ptr(), 0)
@@ -432,7 +434,11 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
     sent: list[tuple[int, Args]] = []
 
     def launch_of(variant, device, blocks, threads, shared):
-        return lambda *values: sent.append((blocks, Args.from_buffer_copy(sweep.ARGUMENTS.packer().pack(*values))))
+        def at(addresses, values):
+            packed = sweep.ARGUMENTS.packer().pack(*values(addresses))
+            sent.append((blocks, Args.from_buffer_copy(packed)))
+
+        return SimpleNamespace(at=at)
 
     monkeypatch.setattr(sweep, "launch_of", launch_of)
     monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes(128))
