@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -14,16 +16,20 @@ import pytest
 import torch
 
 from fulmen import cuda, hardware
+from fulmen.cuda import compile as compiling
+from fulmen.cuda import launch, tensor_map
 from fulmen.flash import cuda as flash
+from fulmen.flash.kernels import combine, sm90, small
 from fulmen.flash.spec import FlashSpec
-from tests import sass
+from fulmen.lightning.kernels import sweep
+from tests import emulator, sass
 
 ROOT = Path(__file__).parents[1]
-SMALL = cuda.Variant("flash/cuda_small.cu", "flash_small_forward_kernel", "80", (
+SMALL = cuda.Variant("flash/kernels/small.cu", "flash_small_forward_kernel", "80", (
     ("HEAD_DIM", 64), ("WARPS_M", 4), ("WARPS_N", 1), ("BLOCK_N", 64), ("STAGES", 2), ("BLOCKS_PER_SM", 1), ("BF16", 1),
     ("CAUSAL", 0),
-))  # fmt: skip
-CACHED = (cuda._made, cuda._loaded, cuda.nvrtc)
+), small.ARGUMENTS)  # fmt: skip
+CACHED = (compiling.cubin_or_reason, launch.loaded_or_reason, compiling.nvrtc)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +54,7 @@ def test_compiled_once_and_kept(folder, monkeypatch):
     assert elf(code)
     (file,) = folder.iterdir()
     forget()
-    monkeypatch.setattr(cuda, "compile_now", None)  # must not be called
+    monkeypatch.setattr(compiling, "compile_text", None)  # must not be called
     assert cuda.cubin(SMALL) == code
     assert list(folder.iterdir()) == [file]
 
@@ -57,14 +63,14 @@ def test_what_the_name_depends_on(monkeypatch):
     text = (cuda.PACKAGE / SMALL.source).read_text()
     macros = (*SMALL.macros[:-1], ("CAUSAL", 1))
     names = {
-        cuda.cache_file(SMALL, text).name,
-        cuda.cache_file(SMALL, text + " ").name,
-        cuda.cache_file(SMALL._replace(arch="90a"), text).name,
-        cuda.cache_file(SMALL._replace(macros=macros), text).name,
+        compiling.cache_file(SMALL, text).name,
+        compiling.cache_file(SMALL, text + " ").name,
+        compiling.cache_file(SMALL._replace(arch="90a"), text).name,
+        compiling.cache_file(SMALL._replace(macros=macros), text).name,
     }
-    module, _ = cuda.nvrtc()
-    monkeypatch.setattr(cuda, "nvrtc", lambda: (module, (1, 2)))
-    names.add(cuda.cache_file(SMALL, text).name)
+    module, _ = compiling.nvrtc()
+    monkeypatch.setattr(compiling, "nvrtc", lambda: (module, (1, 2)))
+    names.add(compiling.cache_file(SMALL, text).name)
     assert len(names) == 5
 
 
@@ -76,7 +82,7 @@ def test_a_damaged_file_is_made_again(folder, damage):
     forget()
     assert cuda.cubin(SMALL) == code
     forget()
-    assert cuda.read(file) == code
+    assert compiling.read(file) == code
 
 
 def test_a_folder_that_cannot_be_written(folder, monkeypatch):
@@ -87,17 +93,54 @@ def test_a_folder_that_cannot_be_written(folder, monkeypatch):
 
 def test_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("FULMEN_CACHE_DIR", "/a/b")
-    assert cuda.cache_folder() == Path("/a/b")
+    assert compiling.cache_folder() == Path("/a/b")
     monkeypatch.delenv("FULMEN_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cuda.cache_folder() == Path("/x/fulmen")
+    assert compiling.cache_folder() == Path("/x/fulmen")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cuda.cache_folder() == tmp_path / ".cache" / "fulmen"
+    assert compiling.cache_folder() == tmp_path / ".cache" / "fulmen"
+
+
+def test_the_folder_is_the_user_s_own(folder):
+    cuda.cubin(SMALL)
+    (file,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="users and their rights, as POSIX has them")
+@pytest.mark.parametrize("right", [0o020, 0o002])
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_what_others_can_write_is_not_loaded(folder, which, right):
+    code = cuda.cubin(SMALL)
+    (file,) = folder.iterdir()
+    planted = b"not what was compiled"
+    file.write_bytes(hashlib.sha256(planted).digest() + planted)
+    assert compiling.read(file) == planted
+    path = file if which == "file" else folder
+    path.chmod(path.stat().st_mode | right)
+    forget()
+    with pytest.warns(UserWarning, match=rf"compiled again: {path} can be written by other users"):
+        assert cuda.cubin(SMALL) == code
+    path.chmod(0o700)
+    assert compiling.read(file) == code  # ours has taken its place
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="users and their rights, as POSIX has them")
+def test_what_belongs_to_another_user_is_not_loaded(folder, monkeypatch):
+    code = cuda.cubin(SMALL)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    forget()
+    with pytest.warns(UserWarning, match="compiled again: .* belongs to another user"):
+        assert cuda.cubin(SMALL) == code
 
 
 def test_many_processes_at_once(folder):
-    program = f"from fulmen import cuda; import hashlib; print(hashlib.sha256(cuda.cubin(cuda.{SMALL!r})).hexdigest())"
+    program = (
+        "from tests.test_cuda import SMALL, cuda; import hashlib; print(hashlib.sha256(cuda.cubin(SMALL)).hexdigest())"
+    )
     run = [sys.executable, "-W", "error", "-c", program]
     processes = [subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     results = [(p.communicate()[0], p.returncode) for p in processes]
@@ -153,15 +196,15 @@ def test_an_architecture_the_compiler_does_not_know(monkeypatch):
     why = reason(monkeypatch, arch=999)
     assert why is not None
     assert why.startswith("NVRTC")
-    assert "cuda_small.cu" in why
+    assert "small.cu" in why
 
 
 def test_a_source_that_does_not_compile(monkeypatch, tmp_path):
-    (tmp_path / "flash").mkdir()
-    (tmp_path / "flash" / "cuda_small.cu").write_text('extern "C" __global__ void f() { wrongly(); }\n')
-    monkeypatch.setattr(cuda, "PACKAGE", tmp_path)
+    (tmp_path / "flash" / "kernels").mkdir(parents=True)
+    (tmp_path / "flash" / "kernels" / "small.cu").write_text('extern "C" __global__ void f() { wrongly(); }\n')
+    monkeypatch.setattr(compiling, "PACKAGE", tmp_path)
     why = reason(monkeypatch) or ""
-    assert "cannot compile flash/cuda_small.cu" in why
+    assert "cannot compile flash/kernels/small.cu" in why
     assert "wrongly" in why
     with pytest.raises(cuda.Unavailable, match="wrongly"):
         cuda.cubin(SMALL)
@@ -171,7 +214,7 @@ def test_without_a_driver(monkeypatch):
     """Where torch says there is a GPU and the driver does not: a sentence as well."""
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
-    answer = cuda._loaded.__wrapped__
+    answer = launch.loaded_or_reason.__wrapped__
     monkeypatch.setattr(torch.cuda, "device", lambda index: threading.Lock())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"query": lambda self: True})())
     assert "driver" in str(answer(SMALL, 0, 1000)).lower()
@@ -179,22 +222,23 @@ def test_without_a_driver(monkeypatch):
 
 def test_a_map_made_by_a_thread_without_a_context(monkeypatch):
     """As the threads of autograd are, until something there has used the GPU."""
-    answers, made = [cuda.INVALID_CONTEXT, 0], []
+    answers, made = [launch.INVALID_CONTEXT, 0], []
     driver = types.SimpleNamespace(
         cuTensorMapEncodeTiled=lambda *args: made.append(args) or answers.pop(0),
         cuDevicePrimaryCtxRetain=lambda context, device: made.append(device) or 0,
         cuCtxSetCurrent=lambda context: made.append("current"),
     )
-    monkeypatch.setattr(cuda, "library", lambda: driver)
+    monkeypatch.setattr(launch, "library", lambda: driver)
+    monkeypatch.setattr(tensor_map, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     call = torch.bfloat16, 4096, (64, 100, 2, 1), (128, 12800, 25600), (64, 64, 1, 1)
-    assert len(cuda.tensor_map(*call)) == 128
+    assert len(tensor_map.encode(*call)) == 128
     assert made[1:3] == [3, "current"]
     assert made[0] == made[3]
-    cuda.tensor_map.cache_clear()
+    tensor_map.encode.cache_clear()
     answers += [1]
     with pytest.raises(ValueError, match=r"TMA cannot read sizes .* CUDA error 1"):
-        cuda.tensor_map(*call)
+        tensor_map.encode(*call)
 
 
 def test_doctor_tells():
@@ -202,6 +246,7 @@ def test_doctor_tells():
     run = subprocess.run([sys.executable, "-m", "fulmen", "doctor"], capture_output=True, text=True, env=env, cwd=ROOT)
     assert run.returncode == 0
     assert "NVRTC" in run.stdout
+    assert "libnvrtc" in run.stdout  # where it was found
 
 
 def test_importing_fulmen_compiles_nothing():
@@ -268,6 +313,50 @@ def test_what_is_no_hazard(code):
     assert sass.overwritten(listing(*code, "EXIT")) == []
 
 
+# ------------------------------------------------------------------------------------------------- arguments
+
+ARGUMENTS = {
+    "sm90": sm90.ARGUMENTS, "combine": combine.ARGUMENTS, "small": small.ARGUMENTS,
+    "sweep": sweep.ARGUMENTS, "one sweep": sweep.SWEEP, "strides": cuda.STRIDES,
+    "gaps": cuda.Struct("Gaps", ("a", "int"), ("b", "char *"), ("c", "float", 3), ("d", cuda.STRIDES, 2), ("e", "int")),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_fields_lie_where_c_puts_them(name, tmp_path):
+    """The declaration, compiled: offsets and size."""
+    made = ARGUMENTS[name]
+    lines = [f'printf("%zu ", offsetof({made.name}, {field.name}));' for field in made.fields]
+    program = f"""#include <cstddef>
+#include <cstdio>
+struct float2;
+struct float4;
+{compiling.TENSOR_MAP}
+{made.declaration()}
+int main() {{ {" ".join(lines)} printf("%zu %zu", sizeof({made.name}), alignof({made.name})); }}
+"""
+    command = [emulator.COMPILER, "-std=c++17", "-xc++", "-", "-o", str(tmp_path / "offsets")]
+    subprocess.run(command, input=program, text=True, check=True)
+    told = subprocess.run([tmp_path / "offsets"], capture_output=True, text=True, check=True).stdout
+    assert [*made.offsets.values(), made.size, made.align] == [int(word) for word in told.split()]
+
+
+def test_constants_are_packed_behind_what_a_call_brings():
+    made = cuda.Struct(
+        "Args", ("map", "TensorMap"), ("o", "char *"), ("n", "int"), ("strides", cuda.STRIDES), ("x", "float")
+    )
+    front, rest = made.bind({"n": 7, "strides": (1, 2, 3), "x": 0.5})
+    assert len(rest) == made.size == 192
+    whole = bytearray(rest)
+    front.pack_into(whole, 0, bytes(range(128)), 1 << 40)
+    assert whole == bytes(range(128)) + struct.pack("=Qi4x3qf", 1 << 40, 7, 1, 2, 3, 0.5) + bytes(20)
+    assert made.bind({})[0].size == 172
+    for wrong in ({"n": 7, "x": 0.5}, {"x": 0.5, "n": 7, "strides": (1, 2, 3)}):
+        with pytest.raises(ValueError, match="Args ends with"):
+            made.bind(wrong)
+
+
 # -------------------------------------------------------------------------------------- sources that include
 
 
@@ -276,8 +365,8 @@ def test_what_a_source_includes_is_put_in_its_place(monkeypatch, tmp_path):
     (tmp_path / "shared.cuh").write_text("// shared\n\n")
     (tmp_path / "op" / "more.cuh").write_text('#include "shared.cuh"\nint more;\n')
     (tmp_path / "op" / "kernel.cu").write_text('a\n#include "op/more.cuh"\nb  // #include "shared.cuh"\n')
-    monkeypatch.setattr(cuda, "PACKAGE", tmp_path)
-    assert cuda.text_of("op/kernel.cu") == 'a\n// shared\nint more;\nb  // #include "shared.cuh"\n'
+    monkeypatch.setattr(compiling, "PACKAGE", tmp_path)
+    assert compiling.included("op/kernel.cu") == 'a\n// shared\nint more;\nb  // #include "shared.cuh"\n'
     (tmp_path / "shared.cuh").unlink()
     variant = SMALL._replace(source="op/kernel.cu")
     with pytest.raises(cuda.Unavailable, match=r"shared\.cuh"):
@@ -287,14 +376,14 @@ def test_what_a_source_includes_is_put_in_its_place(monkeypatch, tmp_path):
 def test_a_changed_include_is_another_kernel(monkeypatch, tmp_path):
     """The cache's name is made of the text with everything it includes."""
     (tmp_path / "k.cu").write_text('#include "x.cuh"\n')
-    monkeypatch.setattr(cuda, "PACKAGE", tmp_path)
+    monkeypatch.setattr(compiling, "PACKAGE", tmp_path)
     names = set()
     for text in ("int a;", "int b;"):
         (tmp_path / "x.cuh").write_text(text)
-        names.add(cuda.cache_file(SMALL, cuda.text_of("k.cu")).name)
+        names.add(compiling.cache_file(SMALL, compiling.included("k.cu")).name)
     assert len(names) == 2
 
 
 @pytest.mark.parametrize("source", sorted(str(path.relative_to(cuda.PACKAGE)) for path in cuda.PACKAGE.rglob("*.cu")))
 def test_no_include_is_left(source):
-    assert "#include" not in cuda.text_of(source)
+    assert "#include" not in compiling.included(source)

@@ -10,8 +10,8 @@ import torch
 from fulmen.flash import policy as flash
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
-from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import policy as lightning
+from fulmen.lightning.kernels import sweep
 from fulmen.lightning.spec import LightningSpec
 
 PATH = Path(__file__).parent.parent / "docs" / "dispatch.md"
@@ -107,7 +107,7 @@ def flash_lines() -> list[str]:
 
 
 def lightning_cuda_lines() -> list[str]:
-    lines = [LIGHTNING_CUDA.format(chunk=lightning_cuda.CHUNK, rows=lightning.SAVED_ROWS)]
+    lines = [LIGHTNING_CUDA.format(chunk=sweep.CHUNK, rows=lightning.SAVED_ROWS)]
     passes = {
         "forward": "forward",
         "training": "forward with gradients",
@@ -119,7 +119,7 @@ def lightning_cuda_lines() -> list[str]:
         tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
         for name, words in passes.items():
             tile = getattr(tiles, name)
-            cost = f"{lightning_cuda.threads(tile)} | {lightning_cuda.shared_bytes(spec, tile):,} B"
+            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile):,} B"
             saved = ("none", "written", "read")[tile.save]
             lines.append(f"| {D} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
     return lines

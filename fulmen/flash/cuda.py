@@ -1,20 +1,21 @@
 """Softmax attention in CUDA C++, forward; the backward, from the same o and lse, is cuDNN's where `sdpa` has it, else
-that of `triton`. policy.py chooses the kernel and its tile.
+that of `triton`. policy.py chooses the kernel and its tile; kernels/ has the sources and their launchers.
 
-    cuda_sm90.cu    for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option
-    cuda_merge.cu   combines what several of its blocks have of one row's keys
-    cuda_small.cu   up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
-                    Hopper up to 256 keys of queries that do not fill the GPU
-    cuda_once.cu    for Hopper: up to 256 keys of any number of queries, else as cuda_small.cu
+    sm90          for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option; `combine` follows where keys are
+                  split
+    small         up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
+                  Hopper up to 256 keys of queries that do not fill the GPU
+    single_tile   for Hopper: up to 256 keys of any number of queries, else as `small`
 
-All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for the copy engine
-that cuda_sm90.cu works with those that repeat (stride 0). Sources are
-compiled by NVRTC at the first call that needs them (`fulmen.cuda`), in seconds, and kept on disk.
+All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for TMA, which sm90
+loads with, those that repeat (stride 0). NVRTC compiles a source at the first call that needs it (`fulmen.cuda`), in
+seconds, and the result is kept on disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,11 @@ from torch import Tensor
 from fulmen import cuda, dispatch, hardware
 from fulmen.boundary import allocator
 from fulmen.dispatch import Choice, register
-from fulmen.flash import cuda_sm90, cuda_small, sdpa, triton
+from fulmen.flash import sdpa, triton
+from fulmen.flash.kernels import combine, single_tile, sm90, small
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
+
+KERNELS: dict[str, Any] = {"sm90": sm90, "small": small, "single_tile": single_tile}
 
 
 def supports(spec: FlashSpec) -> str | None:
@@ -36,17 +40,16 @@ def supports(spec: FlashSpec) -> str | None:
         return f"needs compute capability 8.0 or later, this GPU has {hw.arch / 10}"
     if spec.scale < 0:
         return f"needs a positive scale, and it is {spec.scale}"
-    if (why := (cuda_sm90 if hw.arch == 90 else cuda_small).unsupported_reason(spec, hw)) is not None:
+    if (why := (sm90 if hw.arch == 90 else small).unsupported_reason(spec, hw)) is not None:
         return why
     choice = chosen(spec)
     if spec.needs_grad and choice.backward == "triton" and (why := triton.supports(spec)) is not None:
         return f"has triton's backward, which {why}"
-    if choice.kernel == "sm90":
-        why = cuda.problem(cuda_sm90.variant(spec, choice), spec.device, cuda_sm90.shared_bytes(spec, choice.tile))
-        if why is None and choice.splits > 1:
-            why = cuda.problem(cuda_sm90.merge_variant(spec), spec.device, cuda_sm90.MERGE_BYTES)
-        return why
-    return cuda.problem(cuda_small.variant(spec, hw, choice), spec.device, cuda_small.shared_bytes(spec, choice))
+    kernel = KERNELS[choice.kernel]
+    why = cuda.problem(kernel.variant(spec, hw, choice), spec.device, kernel.shared_bytes(spec, choice))
+    if why is None and choice.splits > 1:
+        why = cuda.problem(combine.variant(spec), spec.device, combine.SHARED_BYTES)
+    return why
 
 
 def chosen(spec: FlashSpec) -> Choice:
@@ -62,7 +65,8 @@ def readable(x: Tensor, repeats: bool) -> bool:
 
 
 def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
-    return (cuda_sm90 if choice.kernel == "sm90" else cuda_small).launcher(spec, choice, x, o)
+    launch: Callable[..., None] = KERNELS[choice.kernel].launcher(spec, choice, x, o)
+    return launch
 
 
 def address(x: Tensor | None) -> int:
@@ -73,7 +77,7 @@ def forward(spec: FlashSpec, x: Residuals, choice: Choice | None = None) -> tupl
     choice = choice or chosen(spec)
     o, lse = empty_outputs(spec, x)
     for name in ("q", "k", "v"):
-        if not readable(getattr(x, name), repeats=choice.kernel != "sm90"):
+        if not readable(getattr(x, name), repeats=KERNELS[choice.kernel].TAKES_REPEATS):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
     launcher(spec, choice, x, o)(*map(address, (*x[:3], o, lse, *x[3:])))
     return o, lse
@@ -84,7 +88,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor
     choice = chosen(spec)
     if spec.has_sinks and spec.sequences is not None:  # whose lse is filled first
         return None
-    if not all(readable(t, choice.kernel != "sm90") for t in x[:3]):
+    if not all(readable(t, KERNELS[choice.kernel].TAKES_REPEATS) for t in x[:3]):
         return None
     o, lse = empty_outputs(spec, x)
     launch, new_o, new_lse = launcher(spec, choice, x, o), allocator(o), None if lse is None else allocator(lse)

@@ -132,6 +132,7 @@ CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")  # tr
 
 SMALL_FLOPS = 8e9  # forward; below, CPU overhead decides: 15 us a call with triton, 39 with sdpa
 FULL = 32_768  # queries of all heads together; with fewer, tiles of `sm90` do not fill the GPU
+DECODE_QUERIES = 64
 DECODE_KEYS = {1: 1024, 2: 8192}  # splits, and up to how many keys cuda is then ahead of cuDNN; from 3 on always
 SHORT_KEYS = {64: 128, 128: 80}  # D = E, and up to how many keys cuda is ahead of cuDNN in a long call
 
@@ -539,8 +540,10 @@ def order(spec: FlashSpec, hw: Hardware) -> tuple[str, ...]:
         return CPU_ORDER
     best = fastest(spec, hw)
     names = list(dict.fromkeys((best, *([without_cuda(spec)] if best == "cuda" else []), *ORDER)))
-    if hw.arch == 90 and sdpa.unsupported_reason(spec, hw, "cudnn") is not None:
-        names.remove("sdpa")  # on Hopper FlashAttention-2, which torch would take, is slower than triton
+    kernel = sdpa_kernel(spec, hw)
+    if hw.arch == 90 and (kernel == "cudnn") == is_decoding(spec):
+        # On Hopper FlashAttention-2 is slower than triton except in decoding, where cuDNN is not to be taken.
+        names.remove("sdpa")
         names.insert(names.index("triton") + 1, "sdpa")
     return tuple(names)
 
@@ -563,11 +566,20 @@ def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
     return Choice(backend, backend, None, 1, backend)
 
 
+def is_decoding(spec: FlashSpec) -> bool:
+    """Few queries over a cache, which is longer at every step."""
+    return not spec.needs_grad and spec.N_Q <= DECODE_QUERIES and spec.N_Q < spec.N_KV
+
+
 def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
-    """The kernel of torch's SDPA: the first that serves the call, or "none"."""
+    """The kernel of torch's SDPA: the first that serves the call, or "none".
+
+    cuDNN builds a plan for every new shape, 50 ms: in decoding it comes last.
+    """
     if spec.device.type == "cpu":
         return "cpu"
-    return next((name for name in sdpa.ON_CUDA if sdpa.unsupported_reason(spec, hw, name) is None), "none")
+    names = (*sdpa.ON_CUDA[1:], "cudnn") if is_decoding(spec) else sdpa.ON_CUDA
+    return next((name for name in names if sdpa.unsupported_reason(spec, hw, name) is None), "none")
 
 
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:

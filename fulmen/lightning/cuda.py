@@ -1,4 +1,4 @@
-"""Lightning attention in CUDA C++ for Hopper: `cuda_sm90.cu`, the sweep of triton.py by warps with roles.
+"""Lightning attention in CUDA C++ for Hopper: kernels/sweep.cu, the sweep of triton.py with warp specialisation.
 
 bf16, D = E of 64 or 128, as many heads of k and v as of q. Backward, in u (the bytes of q):
 
@@ -11,15 +11,13 @@ scan carries them on, the sweeps start from them. Of the last segment no state i
 D = 128 these states are then what is saved, which spares the backward a launch. Where heads fill the SMs some number of
 times and few are left over, these are split, and the others are not.
 
-The copy engine takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not
+TMA takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not
 are copied; for other inputs `auto` takes triton.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +27,28 @@ from fulmen.boundary import aligned, allocator, empty_rows
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
+from fulmen.lightning.kernels.sweep import (
+    DK,
+    DO,
+    DV,
+    NO_STATES,
+    OUT,
+    SAVED,
+    SWEEPS,
+    K,
+    Q,
+    States,
+    SweepLaunch,
+    V,
+    address,
+    addresses,
+    shared_bytes,
+    variant,
+)
 from fulmen.lightning.policy import SAVED_ROWS, Split, SweepTile, SweepTiles, cdiv
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
 from fulmen.lightning.triton import Segments
 
-CHUNK = 64
 MAX_ROWS = 1 << 30
 
 
@@ -61,34 +76,9 @@ def supports(spec: LightningSpec) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------- variants
-
-
 def tiles_of(spec: LightningSpec) -> SweepTiles:
     tiles: SweepTiles = dispatch.choose("lightning", spec, "cuda").tile
     return tiles
-
-
-def threads(tile: SweepTile) -> int:
-    return 128 * (2 + tile.outs)
-
-
-def shared_bytes(spec: LightningSpec, tile: SweepTile) -> int:
-    """The ring, states on their way, outputs on theirs, barriers."""
-    panel, panels = 64 * 128, spec.D // 64
-    if not tile.outs:
-        return tile.stages * ((panels + 1) * panel + 16) + 64
-    states = (3 if tile.save == 2 else 2) * panels
-    return tile.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * tile.outs) * panel + 64
-
-
-def variant(spec: LightningSpec, tile: SweepTile) -> cuda.Variant:
-    macros = {
-        "HEAD_DIM": spec.D, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
-        "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": tile.save,
-        "SHARE": int(tile.share),
-    }  # fmt: skip
-    return cuda.Variant("lightning/cuda_sm90.cu", "lightning_sm90_kernel", "90a", tuple(macros.items()))
 
 
 def segments(spec: LightningSpec, cut: Split, x: Residuals) -> Segments:
@@ -104,135 +94,6 @@ def saves(spec: LightningSpec) -> tuple[int, ...] | None:
     if spec.sequences is None:
         return spec.B * spec.H, cdiv(spec.N, SAVED_ROWS), spec.E, spec.D
     return spec.H, spec.N // SAVED_ROWS + spec.sequences, spec.E, spec.D
-
-
-# -------------------------------------------------------------------------------------------------- launches
-
-Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # places of the maps
-
-
-class Sweep(NamedTuple):
-    """One of f's uses: which tensors are a, b, c and out, and what is particular about its states."""
-
-    a: int
-    b: int
-    c: int
-    out: int
-    reverse: bool = False
-    swapped: bool = False
-
-
-SWEEPS = {
-    "o": Sweep(Q, K, V, OUT),
-    "dq": Sweep(DO, V, K, OUT, swapped=True),
-    "dk": Sweep(V, DO, Q, DK, reverse=True, swapped=True),
-    "dv": Sweep(K, Q, DO, DV, reverse=True),
-    "state": Sweep(K, K, V, OUT),
-    "dstate": Sweep(Q, Q, DO, OUT, reverse=True),
-}
-FRONT = struct.Struct("=" + 8 * "128s" + 3 * "Q3q4Q2f7i12x" + "3Q5if4i")
-NO_MAP = bytes(128)
-
-
-def launch_of(var: cuda.Variant, device: torch.device, blocks: int, threads: int, shared: int) -> cuda.Launch:
-    rest = bytes(-FRONT.size % 64)
-    return cuda.Launch(var, device, (blocks, 1, 1), threads, shared, FRONT.format, rest, early=True)
-
-
-class States(NamedTuple):
-    """As in triton.py: fp32 states that enter and leave the rows a block walks, and their gradients."""
-
-    initial: Tensor | None = None
-    final: Tensor | None = None
-    dfinal: Tensor | None = None
-    dinitial: Tensor | None = None
-
-
-NO_STATES = States()
-
-# What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
-# nothing is), states of what is not cut, then decay, cu_seqlens and pieces. 0 is none.
-Addresses = tuple[int, ...]
-INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
-NOT_CUT = 4  # from a state to that of what is not cut
-DECAY = 16
-AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
-    "o": (INITIAL, FINAL),
-    "dq": (INITIAL, None),
-    "dk": (DFINAL, None),
-    "dv": (DFINAL, DINITIAL),
-    "state": (None, FINAL),
-    "dstate": (None, DINITIAL),
-}
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def addresses(
-    x: Residuals, tensors: dict[int, Tensor], states: States, not_cut: States = NO_STATES, pieces: Tensor | None = None
-) -> Addresses:
-    at = [address(tensors.get(i)) for i in range(8)]
-    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, pieces))
-
-
-def pieces(spec: LightningSpec, cut: Segments) -> int:
-    """Of packed sequences as many as there can be."""
-    heads = (1 if cut.pieces is not None else spec.states) * spec.H
-    return cut.whole + (heads - cut.whole) * cut.number
-
-
-class SweepLaunch:
-    """One launch of the sweeps called `names`, for tensors of the same shapes and strides: a function of addresses.
-
-    tensors   what the sweeps read and write, by their places among the maps
-    only_cut  leaves out what is not cut
-    not_last  leaves out the last segment of a sequence
-    """
-
-    def __init__(
-        self,
-        spec: LightningSpec,
-        tile: SweepTile,
-        names: tuple[str, ...],
-        tensors: dict[int, Tensor],
-        cut: Segments,
-        only_cut: bool = False,
-        not_last: bool = False,
-    ) -> None:
-        self.maps = [(i, cuda.tensor_maps(t, 64)) for i, t in tensors.items()]
-        self.pointers: list[tuple[int, int]] = []  # places among the values and among the addresses
-        values: list[float | bytes] = [NO_MAP] * 8
-        for name in names:
-            sweep, out, at = SWEEPS[name], tensors.get(SWEEPS[name].out), len(values)
-            times = spec.scale if sweep.reverse else 1.0
-            strides = (0, 0, 0) if out is None else tuple(out.element_size() * step for step in out.stride()[:3])
-            values += [0, *strides, 0, 0, 0, 0, 1 / times, times]
-            values += [sweep.a, sweep.b, sweep.c, sweep.out, sweep.reverse, sweep.swapped]
-            values += [name == "dq" and SAVED in tensors]
-            self.pointers += [(at, sweep.out)] if out is not None else []
-            for i, state in enumerate(AROUND[name], at + 4):
-                self.pointers += [(i, state), (i + 2, state + NOT_CUT)] if state is not None else []
-        values += (3 - len(names)) * [0] * 17
-        self.pointers += [(len(values) + i, DECAY + i) for i in range(3)]
-        skipped = cut.whole if only_cut else 0
-        segments = spec.states if cut.pieces is not None else cut.number
-        values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, len(names), spec.scale, not_last, 0, cut.whole, skipped]
-        blocks = (pieces(spec, cut) - skipped) * len(names) * (spec.D // 64)
-        self.values = values
-        self.launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
-
-    def __call__(self, at: Addresses) -> None:
-        self.launch.at(at, self.arguments)
-
-    def arguments(self, at: Addresses) -> list[float | bytes]:
-        values = self.values.copy()
-        for i, maps in self.maps:
-            values[i] = maps(at[i])
-        for i, place in self.pointers:
-            values[i] = at[place]
-        return values
 
 
 Launches = dict[tuple[str, ...], SweepLaunch]  # by the names of their sweeps: what calls with the same strides share

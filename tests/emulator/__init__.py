@@ -1,7 +1,7 @@
-"""Our CUDA sources, run on a CPU: what a GPU would do with them, thread by thread (machine.h).
+"""An emulator of our CUDA sources on a CPU, thread by thread (emulator.h).
 
-The text NVRTC is given is preprocessed with a variant's macros; each `asm` statement becomes a call of the machine, as
-`statement` has it, and the rest is C++ as it is. `serve` puts this in the place of `fulmen.cuda`'s launches.
+The text NVRTC is given is preprocessed with a variant's macros; each `asm` statement becomes a call of the emulator, as
+`statement` has it, and the rest is C++ as it is. `serve` replaces the launches of `fulmen.cuda` by it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import pytest
 import torch
 
 from fulmen import cuda, dispatch, hardware, plans
+from fulmen.cuda import tensor_map as maps
 from fulmen.flash import cuda as flash_cuda
-from fulmen.flash import cuda_sm90, cuda_small
+from fulmen.flash import op as flash_op
+from fulmen.flash.kernels import sm90
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
@@ -65,42 +67,42 @@ def operands(section: str) -> list[str]:
 
 NOTHING = re.compile(r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^\{\.reg \.pred never")
 CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
-    (r"ex2\.approx\.ftz\.f32", "{0} = machine::ex2({1})"),
-    (r"rcp\.approx\.ftz\.f32", "{0} = machine::rcp({1})"),
-    (r"cvt\.rn\.bf16x2\.f32", "{0} = machine::pack({1}, {2}, 0)"),
-    (r"cvt\.rn\.f16x2\.f32", "{0} = machine::pack({1}, {2}, 1)"),
-    (r"cvt\.f32\.f16 ", "{0} = machine::from_half({1}, 1)"),
-    (r".*mul\.rn\.bf16x2 rest, %1, %3; fma\.rn\.bf16x2 %0, %1, %2, rest", "{0} = machine::times({1}, {2}, {3})"),
-    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32", "machine::mma({all}, 0)"),
-    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32", "machine::mma({all}, 1)"),
-    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", "machine::ldmatrix({all}, 0)"),
-    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16", "machine::ldmatrix({all}, 1)"),
-    (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", "machine::stmatrix({all})"),
-    (r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16, %2", "machine::cp_async({all})"),
-    (r"cp\.async\.commit_group", "machine::cp_async_commit()"),
-    (r"cp\.async\.wait_group", "machine::cp_async_wait({0})"),
-    (r"mbarrier\.init\.shared::cta\.b64", "machine::init({all})"),
-    (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%0\]", "machine::arrive({0}, 0)"),
-    (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[%0\], %1", "machine::arrive({all})"),
+    (r"ex2\.approx\.ftz\.f32", "{0} = emulator::ex2({1})"),
+    (r"rcp\.approx\.ftz\.f32", "{0} = emulator::rcp({1})"),
+    (r"cvt\.rn\.bf16x2\.f32", "{0} = emulator::pack({1}, {2}, 0)"),
+    (r"cvt\.rn\.f16x2\.f32", "{0} = emulator::pack({1}, {2}, 1)"),
+    (r"cvt\.f32\.f16 ", "{0} = emulator::from_half({1}, 1)"),
+    (r".*mul\.rn\.bf16x2 rest, %1, %3; fma\.rn\.bf16x2 %0, %1, %2, rest", "{0} = emulator::times({1}, {2}, {3})"),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32", "emulator::mma({all}, 0)"),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32", "emulator::mma({all}, 1)"),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", "emulator::ldmatrix({all}, 0)"),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16", "emulator::ldmatrix({all}, 1)"),
+    (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", "emulator::stmatrix({all})"),
+    (r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16, %2", "emulator::cp_async({all})"),
+    (r"cp\.async\.commit_group", "emulator::cp_async_commit()"),
+    (r"cp\.async\.wait_group", "emulator::cp_async_wait({0})"),
+    (r"mbarrier\.init\.shared::cta\.b64", "emulator::mbarrier_init({all})"),
+    (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%0\]", "emulator::mbarrier_arrive({0}, 0)"),
+    (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[%0\], %1", "emulator::mbarrier_arrive({all})"),
     (r".*mapa\.shared::cluster\.u32 there, %0, %1;\s*mbarrier\.arrive\.shared::cluster\.b64 _, \[there\]",
-     "machine::arrive_at({all})"),
+     "emulator::mbarrier_arrive_at({all})"),
     (r".*again: mbarrier\.try_wait\.parity\.shared::cta\.b64 done, \[%0\], %1;\s*@!done bra again",
-     "machine::await({all})"),
-    (r"barrier\.cluster\.arrive\.relaxed\.aligned;\s*barrier\.cluster\.wait", "machine::meet_cluster()"),
-    (r"bar\.sync %0, (\d+)", "machine::sync({0}, {m[1]})"),
-    (r"bar\.arrive %0, (\d+)", "machine::arrive_named({0}, {m[1]})"),
-    (r"fence\.proxy\.async", "machine::fence_async()"),
+     "emulator::mbarrier_wait({all})"),
+    (r"barrier\.cluster\.arrive\.relaxed\.aligned;\s*barrier\.cluster\.wait", "emulator::cluster_sync()"),
+    (r"bar\.sync %0, %1", "emulator::named_barrier_sync({all})"),
+    (r"bar\.arrive %0, %1", "emulator::named_barrier_arrive({all})"),
+    (r"fence\.proxy\.async", "emulator::fence_async()"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.multicast::cluster .*%7",
-     "machine::load_box({7}, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
+     "emulator::tma_load({7}, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[",
-     "machine::load_box(0, {0}, {1}, {2}, {{{from3}}})"),
-    (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.bulk_group", "machine::store_box({0}, {1}, {{{from2}}})"),
-    (r"cp\.async\.bulk\.commit_group", "machine::bulk_commit()"),
-    (r"cp\.async\.bulk\.wait_group\.read", "machine::bulk_wait_read({0})"),
-    (r"wgmma\.commit_group", "machine::wgmma_commit()"),
-    (r"wgmma\.wait_group", "machine::wgmma_wait({0})"),
-    (r"st\.shared\.v4\.b32 \[%0\], \{%1, %1, %1, %1\}", "machine::write4({all})"),
-    (r"ld\.shared\.v4\.b32 \{%0, %1, %2, %3\}, \[%4\]", "machine::read4({all})"),
+     "emulator::tma_load(0, {0}, {1}, {2}, {{{from3}}})"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.bulk_group", "emulator::tma_store({0}, {1}, {{{from2}}})"),
+    (r"cp\.async\.bulk\.commit_group", "emulator::tma_store_commit()"),
+    (r"cp\.async\.bulk\.wait_group\.read", "emulator::tma_store_wait_read({0})"),
+    (r"wgmma\.commit_group", "emulator::wgmma_commit()"),
+    (r"wgmma\.wait_group", "emulator::wgmma_wait({0})"),
+    (r"st\.shared\.v4\.b32 \[%0\], \{%1, %1, %1, %1\}", "emulator::write4({all})"),
+    (r"ld\.shared\.v4\.b32 \{%0, %1, %2, %3\}, \[%4\]", "emulator::read4({all})"),
 ]  # fmt: skip
 PRODUCT = re.compile(
     r".*setp\.ne\.b32 add, %(\d+), 0;\s*wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.b?f16 "
@@ -115,14 +117,14 @@ def product(m: re.Match[str], ops: list[str]) -> str:
     d = ", ".join(f"&({x})" for x in ops[: n // 2])
     if registers:
         held = f"unsigned *a_[] = {{{', '.join(f'&({ops[i]})' for i in registers)}}};"
-        return (f"{{ float *d_[] = {{{d}}}; {held} machine::wgmma(d_, {n}, a_, 0, {ops[b]}, {ops[add]}, 0, {flags[0]}, "
-                f"{int(kind == 'f16')}); }}")  # fmt: skip
-    return (f"{{ float *d_[] = {{{d}}}; machine::wgmma(d_, {n}, nullptr, {ops[int(a[1:])]}, {ops[b]}, {ops[add]}, "
+        return (f"{{ float *d_[] = {{{d}}}; {held} emulator::wgmma(d_, {n}, a_, 0, {ops[b]}, {ops[add]}, 0, "
+                f"{flags[0]}, {int(kind == 'f16')}); }}")  # fmt: skip
+    return (f"{{ float *d_[] = {{{d}}}; emulator::wgmma(d_, {n}, nullptr, {ops[int(a[1:])]}, {ops[b]}, {ops[add]}, "
             f"{flags[0]}, {flags[1]}, {int(kind == 'f16')}); }}")  # fmt: skip
 
 
 def statement(text: str) -> str:
-    """What the machine does for one asm statement, its brackets taken away."""
+    """What the emulator does for one asm statement, its brackets taken away."""
     sections = [s.strip() for s in cut(text, ":")]
     ptx = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0])).replace("\\n", "\n").strip()
     ops = [f"({x})" for section in sections[1:3] for x in operands(section)]
@@ -131,22 +133,22 @@ def statement(text: str) -> str:
     if m := PRODUCT.match(ptx):
         return product(m, [x[1:-1] for x in ops])
     for pattern, call in CALLS:
-        if m := re.match(pattern, ptx, re.S):
+        if re.match(pattern, ptx, re.S):
             later = {f"from{i}": ", ".join(ops[i:]) for i in (2, 3)}
-            return call.format(*ops, all=", ".join(ops), m=m, **later) + ";"
-    raise NotImplementedError(f"the machine does not know: {ptx}")
+            return call.format(*ops, all=", ".join(ops), **later) + ";"
+    raise NotImplementedError(f"the emulator does not know: {ptx}")
 
 
 def translated(variant: cuda.Variant, edit: Edit = None) -> str:
     """A C++ source whose `run` runs the kernel; `edit`: a passage of its text and what stands there instead."""
-    text = (cuda.PACKAGE / variant.source).read_text()
+    text = cuda.source_text(variant)
     if edit is not None:
         text = text.replace(*edit)
     macros = [f"-D{name}={value}" for name, value in variant.macros]
-    command = [COMPILER, "-E", "-P", "-xc++", "-nostdinc", f"-I{cuda.PACKAGE}", "-D__CUDA_ARCH__=900", *macros, "-"]
+    command = [COMPILER, "-E", "-P", "-xc++", "-nostdinc", "-D__CUDA_ARCH__=900", *macros, "-"]
     text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
     text = re.sub(
-        r"extern __shared__ __align__\(\d+\) char shared\[\];", "char *shared = machine::shared_memory();", text
+        r"extern __shared__ __align__\(\d+\) char shared\[\];", "char *shared = emulator::shared_memory();", text
     )
     out, at = [], 0
     for m in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
@@ -156,12 +158,12 @@ def translated(variant: cuda.Variant, edit: Edit = None) -> str:
         assert text[at] == ";", "an asm statement ends here"
         at += 1
     out.append(text[at:])
-    return f"""#include "machine.h"
+    return f"""#include "emulator.h"
 {"".join(out)}
 extern "C" const char *run(const void *arguments, unsigned x, unsigned y, unsigned z, int threads, int shared,
                            int cluster, int mode, unsigned seed, int ranges, const unsigned long long *allowed) {{
     auto kernel = [](const void *arguments) {{ {variant.kernel}(*(const Args *)arguments); }};
-    return machine::launch(kernel, arguments, {{x, y, z}}, threads, shared, cluster, mode, seed, ranges, allowed);
+    return emulator::launch(kernel, arguments, {{x, y, z}}, threads, shared, cluster, mode, seed, ranges, allowed);
 }}
 """
 
@@ -189,14 +191,14 @@ def compiled(*sources: str) -> Path:
 
 
 @functools.cache
-def machine() -> ctypes.CDLL:
+def runtime() -> ctypes.CDLL:
     """Found by the kernels that are loaded after it."""
     return ctypes.CDLL(str(compiled(*(path.read_text() for path in sorted(HERE.glob("*.cpp"))))), ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def library(variant: cuda.Variant, edit: Edit = None) -> Any:
-    machine()
+    runtime()
     run = ctypes.CDLL(str(compiled(translated(variant, edit)))).run
     run.restype = ctypes.c_char_p
     return run
@@ -205,7 +207,7 @@ def library(variant: cuda.Variant, edit: Edit = None) -> Any:
 # ------------------------------------------------------------------------------------------------- launches
 
 
-class Machine:
+class Emulator:
     """Launches instead of `cuda.Launch`'s: in which mode and order, and on which tensors."""
 
     def __init__(self, mode: int, seed: int, edit: Edit) -> None:
@@ -255,13 +257,13 @@ class Machine:
                 assert bool((margin.view(torch.uint8) == 0xFF).all()), "wrote outside a tensor"
 
     def launch(
-        self, variant: cuda.Variant, device: Any, grid: tuple[int, int, int], threads: int, shared: int, layout: str,
-        rest: bytes, early: bool = False,
+        self, variant: cuda.Variant, device: Any, grid: tuple[int, int, int], threads: int, shared: int,
+        constants: dict[str, Any], early: bool = False,
     ) -> Any:  # fmt: skip
-        front = struct.Struct(layout)
+        front, rest = variant.arguments.bind(constants)
 
         def call(*values: float | bytes) -> None:
-            arguments = front.pack(*values) + rest
+            arguments = front.pack(*values) + rest[front.size :]
             buffer = ctypes.create_string_buffer(len(arguments) + 64)
             start = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 64
             ctypes.memmove(start, arguments, len(arguments))
@@ -269,7 +271,7 @@ class Machine:
             macros = dict(variant.macros)
             cluster = macros["HEAD_DIM"] // 64 if macros.get("SHARE") else 1
             self.launches += 1
-            edit = self.edit if self.edit and self.edit[0] in (cuda.PACKAGE / variant.source).read_text() else None
+            edit = self.edit if self.edit and self.edit[0] in cuda.source_text(variant) else None
             self.edited |= edit is not None
             failure = library(variant, edit)(
                 ctypes.c_void_p(start), *grid, threads, shared, cluster, self.mode, self.seed, len(allowed) // 2,
@@ -279,13 +281,14 @@ class Machine:
                 raise AssertionError(f"{variant.kernel}: {failure.decode()}")
 
         call.empty = 0 in grid
+        call.at = lambda addresses, values: call(*values(addresses))
         return call
 
 
-def tensor_map(
+def encode(
     dtype: torch.dtype, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
-    """As `machine.h` reads it."""
+    """As `emulator.h` reads it."""
     rank = len(sizes)
     pad = [0] * (5 - rank)
     facts = (address, rank, dtype.itemsize, *sizes, *pad, *box, *pad, *strides, *pad)
@@ -293,58 +296,59 @@ def tensor_map(
 
 
 @contextlib.contextmanager
-def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 132) -> Iterator[Machine]:
+def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 132) -> Iterator[Emulator]:
     """Lets backend "cuda" of an operation serve calls on CPU tensors, as on an H200; of flash, calls without gradients:
     its backward is another backend's."""
-    machine = Machine(mode, seed, edit)
+    emulator = Emulator(mode, seed, edit)
     with contextlib.ExitStack() as stack:
         stack.callback(forget)
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         forget()
         hw = hardware.TARGETS[90]._replace(sm_count=sm_count)
         monkeypatch.setattr(hardware, "of", lambda device: hw)
-        replace(monkeypatch, op, machine)
-        yield machine
-        assert machine.edited, f"no such passage: {edit}"
+        replace(monkeypatch, op, emulator)
+        yield emulator
+        assert emulator.edited, f"no such passage: {edit}"
 
 
 def forget() -> None:
-    """What is known of calls: launches belong to a machine."""
+    """What is known of calls: launches belong to an emulator."""
     plans.clear()
-    for module in (flash_cuda, cuda_small, cuda_sm90, lightning_cuda, dispatch):
+    for module in (flash_cuda, lightning_cuda, dispatch, maps):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
 
 
-def replace(monkeypatch: pytest.MonkeyPatch, op: str, machine: Machine) -> None:
-    monkeypatch.setattr(cuda, "Launch", machine.launch)
-    monkeypatch.setattr(cuda, "tensor_map", tensor_map)
+def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> None:
+    monkeypatch.setattr(cuda, "Launch", emulator.launch)
+    monkeypatch.setattr(maps, "encode", encode)
     monkeypatch.setattr(lightning_triton, "run", run_launches)
     segments = lightning_cuda.segments
 
     def guarded_segments(*args: Any) -> Any:
         found = segments(*args)
-        return found if found.pieces is None else found._replace(pieces=machine.tensor(found.pieces))
+        return found if found.pieces is None else found._replace(pieces=emulator.tensor(found.pieces))
 
     monkeypatch.setattr(lightning_cuda, "segments", guarded_segments)
-    workspace = cuda_sm90.workspace
+    workspace = sm90.workspace
 
     def guarded_workspace(*args: Any) -> Any:
         work, after = workspace(*args)
-        return machine.empty(like=lambda: work), after
+        return emulator.empty(like=lambda: work), after
 
-    monkeypatch.setattr(cuda_sm90, "workspace", guarded_workspace)
+    monkeypatch.setattr(sm90, "workspace", guarded_workspace)
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
-    for module in (home, lightning_triton):
+    for module in (home, flash_op, lightning_triton):
         for name in ("empty_rows", "empty_lse", "empty_states"):
             if hasattr(module, name):
-                monkeypatch.setattr(module, name, functools.partial(machine.empty, like=getattr(module, name)))
-    own = machine.on_own_memory
+                monkeypatch.setattr(module, name, functools.partial(emulator.empty, like=getattr(module, name)))
+    own = emulator.on_own_memory
     changed = kernel._replace(
-        supports=lambda spec: None, forward=own(kernel.forward), backward=own(kernel.backward), prepare=None
-    )
+        supports=lambda spec: None, forward=own(kernel.forward), backward=own(kernel.backward), prepare=None,
+        prepare_backward=None,
+    )  # fmt: skip
     monkeypatch.setitem(dispatch._kernels[op], "cuda", changed)
 
 

@@ -13,16 +13,16 @@
 #include <ucontext.h>
 #include <vector>
 
-#include "machine.h"
+#include "emulator.h"
 
-namespace machine {
+namespace emulator {
 
 enum { EARLY, LATE, ANY, PRESSED };
 enum { RANK_SHIFT = 24, STACK = 1 << 17 };
 struct Fiber;
 struct Block;
 
-struct Meeting {                        // so many come; the last does what is to be done
+struct Rendezvous {                        // so many come; the last does what is to be done
     int arrived = 0;
     std::vector<Fiber *> waiting;
 };
@@ -55,7 +55,7 @@ struct Fiber {
     Block *block;
     bool done = false;
     const char *waits = "";
-    void *mine = nullptr;               // what it brought to a meeting
+    void *mine = nullptr;               // what it brought to a rendezvous
     std::vector<Copy> open;             // cp.async, not committed
     std::deque<std::vector<Copy>> groups;
     std::vector<std::shared_ptr<Copy>> open_bulk;
@@ -70,8 +70,8 @@ struct Block {
     int rank;
     std::vector<char> memory, seen;     // as threads and as the copy engine and wgmma see it
     std::map<unsigned, Barrier> barriers;
-    std::map<int, Meeting> named;
-    std::vector<Meeting> warps, groups;  // groups: of four warps
+    std::map<int, Rendezvous> named;
+    std::vector<Rendezvous> warps, groups;  // groups: of four warps
     std::vector<Fiber> fibers;
     int running = 0;                    // threads that have not ended
 };
@@ -83,7 +83,7 @@ struct State {
     std::vector<std::shared_ptr<Copy>> engine;  // copies under way
     std::vector<std::unique_ptr<Block>> cluster;
     std::vector<std::pair<uint64_t, uint64_t>> allowed;
-    Meeting all;
+    Rendezvous all;
     Index grid;
     int threads = 0, shared = 0, loads = EARLY, uses = EARLY;  // when the hardware does it
     int slow_block = -1, slow_warp = -1, slow_group = -1;
@@ -134,7 +134,7 @@ inline void suspend(std::vector<Fiber *> &queue, const char *why) {
 }
 
 template <typename F>
-inline void meet(Meeting &m, int count, const char *why, F last) {
+inline void rendezvous(Rendezvous &m, int count, const char *why, F last) {
     if (++m.arrived == count) {
         last();
         m.arrived = 0;
@@ -242,4 +242,4 @@ inline void write(unsigned address, const void *from, unsigned bytes) {
 
 inline float part(unsigned x, int i, int half) { return from_half(i ? x >> 16 : x & 0xffff, half); }
 
-}  // namespace machine
+}  // namespace emulator

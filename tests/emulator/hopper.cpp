@@ -1,15 +1,15 @@
-// What Hopper adds: mbarriers, clusters, the copy engine (TMA), products of a warpgroup (wgmma).
+// What Hopper adds: mbarriers, clusters, TMA, wgmma.
 
 #include "core.h"
 
-namespace machine {
+namespace emulator {
 
 // ---------------------------------------------------------------------------------------------------- barriers
 
-void sync(int id, int count) { meet(state.now->block->named[id], count, "a named barrier", [] {}); }
+void named_barrier_sync(int id, int count) { rendezvous(state.now->block->named[id], count, "a named barrier", [] {}); }
 
-void arrive_named(int id, int count) {
-    Meeting &m = state.now->block->named[id];
+void named_barrier_arrive(int id, int count) {
+    Rendezvous &m = state.now->block->named[id];
     if (++m.arrived == count) {
         m.arrived = 0;
         wake(m.waiting);
@@ -24,7 +24,7 @@ static Barrier &barrier(unsigned address) {
     return b.barriers[at];
 }
 
-void init(unsigned address, int count) {
+void mbarrier_init(unsigned address, int count) {
     if (address % 8) fail("a barrier that is not aligned");
     Barrier &b = block_of(address).barriers[inside(address, 8)];
     b = Barrier();
@@ -39,7 +39,7 @@ static void turn(Barrier &b) {
     }
 }
 
-void arrive(unsigned address, long bytes) {
+void mbarrier_arrive(unsigned address, long bytes) {
     Barrier &b = barrier(address);
     if (b.left == 0) fail("more arrivals at a barrier than it waits for");
     b.bytes += bytes;
@@ -53,7 +53,7 @@ static void landed(unsigned address, long bytes) {
     turn(b);
 }
 
-void await(unsigned address, int parity) {
+void mbarrier_wait(unsigned address, int parity) {
     while (true) {
         Barrier &b = barrier(address);
         if ((int)(b.phase % 2) != parity) return;
@@ -65,20 +65,20 @@ static unsigned at_rank(unsigned address, unsigned rank) {
     return (address & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;
 }
 
-void arrive_at(unsigned address, unsigned rank) {  // a word to another block takes its time
+void mbarrier_arrive_at(unsigned address, unsigned rank) {  // an arrival in another block takes its time
     const unsigned there = at_rank(address, rank);
-    if ((int)rank == state.now->block->rank) return arrive(there, 0);
+    if ((int)rank == state.now->block->rank) return mbarrier_arrive(there, 0);
     auto c = std::make_shared<Copy>();
-    c->run = [=] { arrive(there, 0); };
+    c->run = [=] { mbarrier_arrive(there, 0); };
     c->awaited = true;
     start_copy(c, state.uses);
 }
 
-void meet_cluster() {
-    meet(state.all, (int)state.cluster.size() * state.threads, "the cluster", [] {});
+void cluster_sync() {
+    rendezvous(state.all, (int)state.cluster.size() * state.threads, "the cluster", [] {});
 }
 
-// ------------------------------------------------------------------------------------------- the copy engine
+// ------------------------------------------------------------------------------------------------------- TMA
 
 struct Map {                            // ours, in the place of the driver's 128 bytes
     uint64_t base;
@@ -107,7 +107,7 @@ static void each_row(const Map &m, const int *at, F f) {  // f(row of the box, w
     }
 }
 
-void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier_at, Coordinates where) {
+void tma_load(unsigned blocks, unsigned to, const void *map, unsigned barrier_at, Coordinates where) {
     const std::vector<int> at(where);
     const Map m = *(const Map *)map;
     if (m.box[0] * m.width != 128 || to % 1024) fail("a box whose rows are not 128 bytes, or not at a multiple of 1024");
@@ -123,9 +123,9 @@ void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier_at
                     check_global(from + (int64_t)column * m.width, m.width);
                     memcpy(x, from + (int64_t)column * m.width, m.width);
                 }
-                const unsigned place = inside(swizzled(to + r * 128 + c * m.width), m.width);
-                memcpy(&state.cluster[rank]->memory[place], x, m.width);
-                memcpy(&state.cluster[rank]->seen[place], x, m.width);
+                const unsigned offset = inside(swizzled(to + r * 128 + c * m.width), m.width);
+                memcpy(&state.cluster[rank]->memory[offset], x, m.width);
+                memcpy(&state.cluster[rank]->seen[offset], x, m.width);
                 bytes += m.width;
             }
         });
@@ -140,7 +140,7 @@ void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier_at
         }
 }
 
-void store_box(unsigned from, const void *map, Coordinates where) {
+void tma_store(unsigned from, const void *map, Coordinates where) {
     const std::vector<int> at(where);
     const Map m = *(const Map *)map;
     for (int x : at)
@@ -163,12 +163,12 @@ void store_box(unsigned from, const void *map, Coordinates where) {
     start_copy(c, state.uses);
 }
 
-void bulk_commit() {
+void tma_store_commit() {
     state.now->bulk.push_back(std::move(state.now->open_bulk));
     state.now->open_bulk.clear();
 }
 
-void bulk_wait_read(int pending) {
+void tma_store_wait_read(int pending) {
     Fiber *f = state.now;
     while ((int)f->bulk.size() > pending) {
         for (auto &c : f->bulk.front()) complete(c);
@@ -176,7 +176,7 @@ void bulk_wait_read(int pending) {
     }
 }
 
-// ------------------------------------------------------------------------------------- products of a warpgroup
+// ----------------------------------------------------------------------------------------------------- wgmma
 
 static float operand(const Block &b, uint64_t desc, int along, int k, int transposed, int half) {
     const unsigned start = (unsigned)(desc & 0x3fff) << 4, panel = (unsigned)(desc >> 16 & 0x3fff) << 4;
@@ -231,7 +231,7 @@ template <typename F>
 static void with_group(F f) {
     Fiber *me = state.now;
     const int g = me->id / 128;
-    meet(me->block->groups[g], 128, "its warpgroup", [&] {
+    rendezvous(me->block->groups[g], 128, "its warpgroup", [&] {
         Fiber *all[128];
         for (int i = 0; i < 128; i++) all[i] = &me->block->fibers[g * 128 + i];
         f(all);
@@ -262,4 +262,4 @@ void wgmma_wait(int pending) {
     with_group([&](Fiber **all) { run_products(all, pending); });
 }
 
-}  // namespace machine
+}  // namespace emulator

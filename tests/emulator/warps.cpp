@@ -2,7 +2,7 @@
 
 #include "core.h"
 
-namespace machine {
+namespace emulator {
 
 // ------------------------------------------------------------------------------------------------------- warps
 
@@ -18,7 +18,7 @@ template <typename T, typename F>
 static void with_warp(T &mine, F each) {  // each(all 32) when all have come
     Fiber *f = state.now;
     f->mine = &mine;
-    meet(f->block->warps[f->warp], 32, "its warp", [&] {
+    rendezvous(f->block->warps[f->warp], 32, "its warp", [&] {
         T *all[32];
         auto fibers = warp_fibers(f);
         for (int i = 0; i < 32; i++) all[i] = (T *)fibers[i]->mine;
@@ -66,7 +66,7 @@ void stmatrix(unsigned address, unsigned x0, unsigned x1, unsigned x2, unsigned 
     Stored m{address, {x0, x1, x2, x3}};
     Fiber *f = state.now;
     f->mine = &m;
-    meet(f->block->warps[f->warp], 32, "its warp", [&] {
+    rendezvous(f->block->warps[f->warp], 32, "its warp", [&] {
         auto fibers = warp_fibers(f);
         Fiber *last = state.now;
         for (int k = 0; k < 4; k++)
@@ -138,4 +138,4 @@ void cp_async_wait(int pending) {
     }
 }
 
-}  // namespace machine
+}  // namespace emulator

@@ -13,7 +13,9 @@ import torch
 from fulmen import cuda, dispatch, hardware
 from fulmen.dispatch import Choice
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90, cuda_small, policy
+from fulmen.flash import policy
+from fulmen.flash.kernels import single_tile, small
+from fulmen.flash.kernels import sm90 as sm90_kernel
 from fulmen.flash.policy import SingleTile, Sm90Tile, SmallTile
 from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.hardware import TARGETS
@@ -61,7 +63,7 @@ def test_small_fits_and_does_not_spill(arch, D):
         call = spec(B, H, N, D, causal)
         tile = policy.small_tile(call, hw)
         choice = launched_with(tile)
-        variant = cuda_small.variant(call, hw, choice)
+        variant = small.variant(call, hw, choice)
         if variant in seen:
             continue
         seen.add(variant)
@@ -69,8 +71,8 @@ def test_small_fits_and_does_not_spill(arch, D):
         assert usage.spilled == 0, (tile, usage)
         assert not usage.warnings, (tile, usage)
         assert usage.shared == 0
-        assert cuda_small.shared_bytes(call, choice) <= hw.smem_bytes, tile
-        assert usage.registers * cuda_small.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
+        assert small.shared_bytes(call, choice) <= hw.smem_bytes, tile
+        assert usage.registers * small.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
     tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
     assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
 
@@ -79,7 +81,7 @@ SHARED = {"H": 32, "H_KV": 8, "N_Q": 24}
 
 
 def single_tiles(D: int) -> list[tuple[FlashSpec, SingleTile]]:
-    """Every tile of cuda_once.cu that is chosen, with a call that takes it."""
+    """Every tile of single_tile.cu that is chosen, with a call that takes it."""
     every = itertools.product((1, 8, 64), (64, 80, 128, 150, 192, 256), (False, True))
     calls = [spec(B, 8, N, D, causal) for B, N, causal in every]
     calls += [spec(64, N_KV=call.N_KV, D=D, causal=call.right == 0, **SHARED) for call in calls]
@@ -89,11 +91,11 @@ def single_tiles(D: int) -> list[tuple[FlashSpec, SingleTile]]:
 
 def test_which_tiles_there_are_of_all_keys_at_once():
     O = SingleTile
-    small, wide = (
+    narrow, wide = (
         [O(64), O(80), O(128), O(80, 2), O(64, 3), O(128, 2, 3), O(64, 4, 3)],
         [O(64), O(80, 1, 3), O(128, 1, 2)],
     )
-    assert {tile for _, tile in single_tiles(64)} == {*small, *(tile._replace(pack_gqa=True) for tile in small)}
+    assert {tile for _, tile in single_tiles(64)} == {*narrow, *(tile._replace(pack_gqa=True) for tile in narrow)}
     assert {tile for _, tile in single_tiles(128)} == {*wide, *(tile._replace(pack_gqa=True) for tile in wide)}
 
 
@@ -102,11 +104,11 @@ def test_which_tiles_there_are_of_all_keys_at_once():
 def test_all_keys_at_once_fit_and_do_not_spill(D, dtype):
     for call, tile in single_tiles(D):
         choice = launched_with(tile)
-        code, usage = cuda.compile_variant(cuda_small.variant(call._replace(dtype=dtype), TARGETS[90], choice))
+        code, usage = cuda.compile_variant(single_tile.variant(call._replace(dtype=dtype), TARGETS[90], choice))
         assert usage.spilled == 0, (tile, usage)
         assert not usage.warnings, (tile, usage)  # such as products made one after the other
-        assert usage.registers * cuda_small.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
-        assert (cuda_small.shared_bytes(call, choice) + 1024) * tile.blocks_per_sm <= 228 * 1024, tile
+        assert usage.registers * single_tile.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
+        assert (single_tile.shared_bytes(call, choice) + 1024) * tile.blocks_per_sm <= 228 * 1024, tile
         text = sass.disassemble(code)
         assert sass.overwritten(text) == []
         assert text.count("HGMMA.") == tile.stages * (D + tile.block_n) // 16
@@ -122,7 +124,7 @@ def test_odd_groups_share_no_tile(monkeypatch):
         call = spec(64, H, H_KV=8, N_Q=1, N_KV=100)
         assert not getattr(chosen(call).tile, "pack_gqa", False)
         with pytest.raises(ValueError, match="cannot share tiles"):
-            cuda_small.launch_of(call, launched_with(SingleTile(128, pack_gqa=True)), (0,) * 12)
+            single_tile.launch_of(call, launched_with(SingleTile(128, pack_gqa=True)), 4 * ((0, 0, 0),))
 
 
 @pytest.mark.gpu
@@ -151,7 +153,7 @@ def test_small_in_fp16(arch):
     for D in (64, 128):
         call = spec(32, 8, 256, D, dtype=torch.float16)
         choice = launched_with(policy.small_tile(call, hw))
-        _, usage = cuda.compile_variant(cuda_small.variant(call, hw, choice)._replace(arch=arch))
+        _, usage = cuda.compile_variant(small.variant(call, hw, choice)._replace(arch=arch))
         assert usage.spilled == 0
 
 
@@ -233,19 +235,19 @@ def test_one_block_takes_no_more_keys_than_it_has(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     for tile in (SmallTile(4, 1, 128, 1), SingleTile(64, 2)):
         with pytest.raises(ValueError, match=r"64 queries x 128 keys at once, and there are 129"):
-            cuda_small.launch_of(spec(N=129), launched_with(tile), (0,) * 12)
+            flash.KERNELS[tile.kernel].launch_of(spec(N=129), launched_with(tile), 4 * ((0, 0, 0),))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("B", "N_KV"), [(1, 0), (1, 40), (8, 100), (32, 100), (32, 200)])
 def test_short_rows_without_keys_are_zero(B, N_KV):
-    """Their outputs go through the place in shared memory that their queries are on their way to."""
+    """Their outputs go through the shared memory that their queries are on their way to."""
     x = testing.inputs(B, 8, 128 + N_KV, 64, N_KV=N_KV, causal=True, dtype=torch.bfloat16, device="cuda")
     call, tensors = x.spec(), Residuals(x.q, x.k, x.v)
     if (why := flash.supports(call)) is not None:
         pytest.skip(why)
-    small = policy.small_tile(call, hardware.of(x.q.device))
-    for choice in {launched_with(small), dispatch.choose("flash", call, "cuda")}:
+    tile = policy.small_tile(call, hardware.of(x.q.device))
+    for choice in {launched_with(tile), dispatch.choose("flash", call, "cuda")}:
         for _ in range(20):
             o, _ = flash.forward(call, tensors, choice)
             assert not o[:, :, :128].any()
@@ -485,11 +487,11 @@ def test_hopper_overlaps_and_keeps_p(call, tmp_path):
     """No spills, no serialised products; exponentials run while o += p v does, and p is made anew only after it."""
     choice = sm90(call)
     tile = choice.tile
-    code, usage = cuda.compile_variant(cuda_sm90.variant(call, choice))
+    code, usage = cuda.compile_variant(sm90_kernel.variant(call, TARGETS[90], choice))
     assert usage.spilled == 0
     assert not usage.warnings, usage.warnings
-    assert usage.registers == 65_536 // (cuda_sm90.threads(tile) * tile.blocks_per_sm) // 8 * 8
-    assert cuda_sm90.shared_bytes(call, tile) <= TARGETS[90].smem_bytes // tile.blocks_per_sm
+    assert usage.registers == 65_536 // (sm90_kernel.threads(choice) * tile.blocks_per_sm) // 8 * 8
+    assert sm90_kernel.shared_bytes(call, choice) <= TARGETS[90].smem_bytes // tile.blocks_per_sm
     assert sass.overwritten(sass.disassemble(code)) == []
     lines = machine_code(code, tmp_path)
     assert not any(line.startswith(("STL", "LDL")) for line in lines)
@@ -511,6 +513,6 @@ def test_hopper_overlaps_and_keeps_p(call, tmp_path):
 def test_sinks_in_the_dtype_of_q():
     call = spec(1, 4, 1000, 128, True, has_sinks=True)
     for dtype in (torch.bfloat16, torch.float16):
-        variant = cuda_sm90.variant(call._replace(dtype=dtype), sm90(call), dtype)
+        variant = sm90_kernel.variant(call._replace(dtype=dtype), TARGETS[90], sm90(call), dtype)
         assert ("SINKS", 2) in variant.macros
         assert cuda.compile_variant(variant)[1].spilled == 0

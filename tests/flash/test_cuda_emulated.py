@@ -105,18 +105,18 @@ def attend(
     choice: Choice, x: testing.Inputs, mode: int, seed: int = 0, edit: emulator.Edit = None, sm_count: int = 132
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse, which were compared with fp64."""
-    with emulator.serve("flash", mode, seed, edit, sm_count) as machine, pytest.MonkeyPatch.context() as monkeypatch:
+    with emulator.serve("flash", mode, seed, edit, sm_count) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
         with torch.no_grad():
             o, lse = fulmen.flash_attention_with_lse(x.q, x.k, x.v, **x.options(), backend="cuda")
-        assert machine.launches == 1 + (choice.splits > 1)
+        assert emulated.launches == 1 + (choice.splits > 1)
     testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
     return o, lse
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
 @pytest.mark.parametrize("case", CASES)
-def test_right_on_the_machine(case, mode):
+def test_right_on_the_emulator(case, mode):
     choice, D, options = CASES[case]
     dtype = torch.float16 if len(case) % 4 == 1 else torch.bfloat16
     attend(choice, inputs(D, options, dtype), mode, seed=len(case))
@@ -164,13 +164,17 @@ def test_every_query_sees_all_its_keys(window, packed, causal, swizzle):
 
 
 WRONG = r" error \d|not finite|not zero"
-# What the machine must notice: a case, a passage, what stands there instead, in which mode, and what is said.
+# What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
 MISTAKES = {
     "q not waited for": ("short 64x128 blind", "if (!blocks) {", "if (false) {", ANY, f"{WRONG}|on their way"),
-    "v not waited for": ("short 32x128", "if (ONCE) {\n            wait<0>();", "if (ONCE) {", LATE, WRONG),
+    "v not waited for": (
+        "short 32x128", "if (SINGLE_BLOCK) {\n            cp_async_wait<0>();", "if (SINGLE_BLOCK) {", LATE, WRONG,
+    ),
     "a row too many": ("short 16x128", "left > 0 ? 16 : 0", "16", EARLY, "no tensor's"),
     "a row too many, out": ("short D=128 16x64", "if (m0 + r < a.n_q)", "if (true)", EARLY, "outside a tensor"),
-    "not for wgmma to see": ("once 128", "wait<LEFT>();\n    fence_async();", "wait<LEFT>();", EARLY, WRONG),
+    "not for wgmma to see": (
+        "once 128", "cp_async_wait<PENDING>();\n    fence_async();", "cp_async_wait<PENDING>();", EARLY, WRONG,
+    ),
     "v not waited for, at once": (
         "once 80", "await_copies<2 * (PARTS - PART) - 2>();", "await_copies<2 * (PARTS - PART) - 1>();", LATE, WRONG,
     ),
@@ -180,7 +184,8 @@ MISTAKES = {
         "once D=128", "const bool there = position < a.n_q;", "const bool there = true;", EARLY, "outside a tensor",
     ),
     "not a row too many to end with": (
-        "once 2x128 blind", "wait<0>();                          // for what no row sees", "", LATE, "on their way",
+        "once 2x128 blind", "cp_async_wait<0>();                 // for keys that no row sees", "", LATE,
+        "on their way",
     ),
     "a part of the keys twice": (
         "split 64x128", "first += before * BLOCK_N;", "first += max(0, before - 1) * BLOCK_N;", EARLY, WRONG,
@@ -191,18 +196,18 @@ MISTAKES = {
         "if (SINKS) l += exp2_(sink - pivot);", ANY, WRONG,
     ),
     "k not waited for": (
-        "hopper 64x128", "await(at.k.full + 8 * k.at, k.parity);", ";", LATE, f"{WRONG}|all wait|more arrivals",
+        "hopper 64x128", "at.k.wait(k);", ";", LATE, f"{WRONG}|all wait|more arrivals",
     ),
     "p made too early": (
-        "hopper 128x128", "finish<0>();\n    pin(w.s);", "to_operand(w.p, w.s);\n    finish<0>();\n    pin(w.s);",
-        LATE, WRONG,
+        "hopper 128x128", "wgmma_wait<0>();\n    pin(w.s);",
+        "to_operand(w.p, w.s);\n    wgmma_wait<0>();\n    pin(w.s);", LATE, WRONG,
     ),
-    "a place never given back": (
-        "hopper 128x128", "if (reports) arrive(at.v.empty + 8 * v.at);", "", EARLY, "all wait",
+    "a stage never released": (
+        "hopper 128x128", "if (reports) at.v.release(v);", "", EARLY, "all wait",
     ),
-    "given back too early": (
-        "hopper D=128 64x80", "finish<1>();\n    pin(w.s);\n    if (reports) arrive(at.k.empty + 8 * k.at);",
-        "if (reports) arrive(at.k.empty + 8 * k.at);\n    finish<1>();\n    pin(w.s);", PRESSED, WRONG,
+    "a stage released too early": (
+        "hopper D=128 64x80", "wgmma_wait<1>();\n    pin(w.s);\n    if (reports) at.k.release(k);",
+        "if (reports) at.k.release(k);\n    wgmma_wait<1>();\n    pin(w.s);", PRESSED, WRONG,
     ),
 }  # fmt: skip
 

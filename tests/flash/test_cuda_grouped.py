@@ -1,6 +1,6 @@
 """Tiles of the Hopper kernel that hold all query heads of a group: when, where their rows lie, and, on a GPU, results.
 
-What cuda_sm90.cu computes from thread and tile is written down here once more and followed on a CPU; the copy engine
+What sm90.cu computes from thread and tile is written down here once more and followed on a CPU; TMA
 reads through the very sizes and strides it would be given.
 """
 
@@ -15,8 +15,10 @@ import torch
 
 import fulmen
 from fulmen import hardware
+from fulmen.cuda import TensorMaps
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90, policy
+from fulmen.flash import policy
+from fulmen.flash.kernels import sm90
 from fulmen.flash.policy import Sm90Tile
 from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.hardware import TARGETS
@@ -66,32 +68,34 @@ def test_odd_groups_cannot_be_forced(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: HW)
     for H in (8, 24, 56, 1024):
         with pytest.raises(ValueError, match="cannot share tiles"):
-            cuda_sm90.launch_of(spec(H=H), launched_with(Sm90Tile(2, 128, 2, pack_gqa=True)), (0, 0, 0))
+            sm90.launch_of(spec(H=H), launched_with(Sm90Tile(2, 128, 2, pack_gqa=True)), (0, 0, 0))
 
 
 def test_what_the_kernel_is_told(monkeypatch):
     """The arguments after the addresses, in the order of `Args`: heads and tiles are those of k and v."""
     monkeypatch.setattr(hardware, "of", lambda device: HW)
-    monkeypatch.setattr(cuda_sm90.cuda, "Launch", lambda variant, *rest, **early: (variant, *rest))
-    launch = cuda_sm90.launch_of.__wrapped__
+    monkeypatch.setattr(sm90.cuda, "Launch", lambda variant, *rest, **early: (variant, *rest))
+    launch = sm90.launch_of
     call = spec(B=3, H=32, H_KV=4, N_Q=37, N_KV=500, causal=True)
     tile = Sm90Tile(2, 128, 2, pack_gqa=True)  # 16 positions of 8 heads
-    variant, _, grid, threads, _, front, rest = launch(call, launched_with(tile), (1, 2, 3))
-    assert ("GROUPED", 1) in variant.macros
-    assert struct.calcsize(front) + len(rest) == 512
-    fields = struct.unpack_from("3q11i2fi", rest)
+    variant, _, grid, threads, _, constants = launch(call, launched_with(tile), (1, 2, 3))
+    assert ("PACK_GQA", 1) in variant.macros
+    front, arguments = variant.arguments.bind(constants)
+    assert (front.size, len(arguments)) == (3 * 128 + 5 * 8, 512)
+    fields = struct.unpack_from("3q11i2fi", arguments, front.size)
     assert fields[:14] == (1, 2, 3, 12, 4, 8, 37, 500, 0, 0, 0, 0, 3, 12)
     assert fields[16] == 3
     assert (grid, threads) == ((36, 1, 1), 384)
-    *_, grid, _, _, _, rest = launch(call, launched_with(tile._replace(pack_gqa=False)), (1, 2, 3))
-    assert struct.unpack_from("3q11i", rest)[3:] == (96, 32, 8, 37, 500, 0, 0, 0, 0, 1, 96)
+    *_, grid, _, _, constants = launch(call, launched_with(tile._replace(pack_gqa=False)), (1, 2, 3))
+    _, arguments = variant.arguments.bind(constants)
+    assert struct.unpack_from("3q11i", arguments, front.size)[3:] == (96, 32, 8, 37, 500, 0, 0, 0, 0, 1, 96)
     assert grid == (96, 1, 1)
 
 
 # -------------------------------------------------------------------------------------------------- where
 
 
-def box_of(memory: np.ndarray, maps: cuda_sm90.Maps, start: tuple[int, ...]) -> np.ndarray:
+def box_of(memory: np.ndarray, maps: TensorMaps, start: tuple[int, ...]) -> np.ndarray:
     """What the copy engine brings: the innermost dimension first, zeros beyond the end. One column is enough."""
     _, sizes, strides, box = maps.facts
     rows = []
@@ -116,7 +120,7 @@ def test_a_box_holds_the_heads_of_a_group_position_by_position(group, layout):
     x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")
     memory = np.arange(1, strides[0] * B + 1)
     for b, h, first, column in [(0, 0, 0, 0), (1, 1, 16, 0), (1, 0, 36, 0), (0, 1, 40, 0)]:
-        got = box_of(memory, cuda_sm90.Maps(x, 64, group), (column, 0, first, h, b))
+        got = box_of(memory, TensorMaps(x.dtype, x.shape, x.stride(), 64, group), (column, 0, first, h, b))
         for r in range(64):
             position, head = first + r // group, h * group + r % group
             at = b * strides[0] + head * strides[1] + position * strides[2] + column
@@ -126,7 +130,7 @@ def test_a_box_holds_the_heads_of_a_group_position_by_position(group, layout):
 def test_maps_have_strides_the_driver_takes():
     for group in (1, 4):
         x = torch.empty_strided((1, 4, 1, 128), (7, 128, 3, 1), dtype=torch.bfloat16, device="meta")
-        _, sizes, strides, box = cuda_sm90.Maps(x, 64, group).facts
+        _, sizes, strides, box = TensorMaps(x.dtype, x.shape, x.stride(), 64, group).facts
         assert len(sizes) == len(box) == len(strides) + 1 == (4 if group == 1 else 5)
         assert all(step % 16 == 0 and step > 0 for step in strides)  # of dimensions of size 1, too
         assert np.prod(box) == 64 * 64

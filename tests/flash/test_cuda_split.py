@@ -10,7 +10,8 @@ import torch
 import fulmen
 from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
-from fulmen.flash import cuda_sm90, policy
+from fulmen.flash import policy
+from fulmen.flash.kernels import combine
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests.flash.test_cuda import PACKED, sm90, spec
@@ -87,7 +88,7 @@ def test_split_keys_by_turns_on_a_gpu(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", SPLIT)
 def test_split_keys_on_a_gpu(case, dtype):
-    """Right, the same bits every time, and in a graph; gradients from lse as it was merged."""
+    """Right, the same bits every time, and in a graph; gradients from lse as it was combined."""
     options = SPLIT[case]
     x = testing.inputs(**options, dtype=dtype, device="cuda")
     call = x.spec(with_lse=True)
@@ -115,10 +116,10 @@ def test_split_keys_on_a_gpu(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_merging_fits(dtype):
+def test_combining_fits(dtype):
     for E in (64, 128, 256):
         for sinks in (None, torch.float32, dtype):
             call = spec(D=E, dtype=dtype, has_sinks=sinks is not None)
-            _, usage = cuda.compile_variant(cuda_sm90.merge_variant(call, sinks))
+            _, usage = cuda.compile_variant(combine.variant(call, sinks))
             assert (usage.spilled, usage.warnings) == (0, ())
             assert usage.registers <= 64

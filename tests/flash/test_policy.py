@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -144,3 +146,15 @@ def test_rows_are_found_for_every_call():
             rows = [r for r in policy.ROWS if (r.D, r.causal) == (size, causal)]
             assert min(r.keys for r in rows) == 0
             assert all(r.first in ("sdpa", "triton", "cuda") for r in rows)
+
+
+@pytest.mark.parametrize("N_Q", [1, 4, 64])
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 128])
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+def test_decoding_never_takes_cudnn(hopper, monkeypatch, D, group, N_Q):
+    """cuDNN builds a plan for every new shape, and a cache has a new one at every step."""
+    monkeypatch.setattr("fulmen.cuda.problem", lambda *variant: None)  # compiles nothing
+    for B, N in itertools.product((1, 16, 128), (128, 1000, 4096, 8192, 131_072)):
+        asked = spec(N, D, B=B, causal=False, grad=False)._replace(H=group * 2, H_KV=2, N_Q=N_Q)
+        chosen = dispatch.choose("flash", asked, dispatch.pick("flash", asked).name)
+        assert chosen.kernel != "cudnn" or N_Q >= N, chosen

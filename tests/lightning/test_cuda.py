@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from fulmen.boundary import aligned
 from fulmen.hardware import TARGETS
 from fulmen.lightning import cuda, policy, triton_split
 from fulmen.lightning import triton as fused
+from fulmen.lightning.kernels import sweep
 from fulmen.lightning.spec import LightningSpec, Residuals, spec_of
 from fulmen.testing import lightning as testing
 from tests import sass
@@ -54,7 +56,7 @@ def made():
         for B, H, N in ((1, 128, 8192), (1, 8, 65536)):  # in one piece, and split
             call = spec(B, H, N, D, decay, sequences=packed)
             for tile in (tile_of(call, what) for what in PASSES):
-                found[cuda.variant(call, tile)] = tile, D
+                found[sweep.variant(call, tile)] = tile, D
 
     def compiled(variant: build.Variant) -> Made:
         code, usage = build.compile_variant(variant)
@@ -74,9 +76,9 @@ def test_fits(made):
     """Also the registers that warpgroups trade among themselves: as many as the launch has."""
     for variant, (tile, D, usage, _) in made.items():
         assert usage.shared == 0
-        assert cuda.shared_bytes(spec(D=D), tile) <= TARGETS[90].smem_bytes == 232_448, variant
-        assert usage.registers * cuda.threads(tile) <= 65_536, variant
-        assert cuda.threads(tile) <= 1024
+        assert sweep.shared_bytes(spec(D=D), tile) <= TARGETS[90].smem_bytes == 232_448, variant
+        assert usage.registers * sweep.threads(tile) <= 65_536, variant
+        assert sweep.threads(tile) <= 1024
 
 
 def test_no_spills_no_serialised_products(made):
@@ -151,7 +153,7 @@ def test_every_pass_is_asked_for_in_supports(h200, monkeypatch):
         call = spec(B, H, N, D, True, sequences=sequences)
         assert cuda.supports(call) is None
         needed = [what for what in PASSES if what != "state" or policy.cuda_segments(call, HW, "forward") > 1]
-        assert {cuda.variant(call, tile_of(call, what)) for what in needed} <= set(asked)
+        assert {sweep.variant(call, tile_of(call, what)) for what in needed} <= set(asked)
 
 
 @pytest.mark.parametrize(
@@ -230,13 +232,13 @@ def launched(h200, monkeypatch):
     """What a call would launch, in order; nothing is."""
     found: list[object] = []
 
-    def run(spec, tile, names, x, tensors, states, cut, saved=None, first=None, only_cut=False, not_last=False):
+    def run(spec, tile, names, x, tensors, states, cut, first=None, only_cut=False, not_last=False, kept=None):
         for name in names:
-            sweep = cuda.SWEEPS[name]
-            needed = [sweep.a, sweep.b, sweep.c] + ([sweep.out] if tile.outs else [])
+            one = sweep.SWEEPS[name]
+            needed = [one.a, one.b, one.c] + ([one.out] if tile.outs else [])
             assert set(needed) <= set(tensors)
         assert aligned(*tensors.values())
-        found.append(Launched(names, tile, saved is not None, not_last))
+        found.append(Launched(names, tile, sweep.SAVED in tensors, not_last))
 
     monkeypatch.setattr(cuda, "run", run)
     monkeypatch.setattr(fused, "run", lambda launches, device: found.extend(x.kernel.__name__ for x in launches))
@@ -352,7 +354,7 @@ u64, i64, f32, i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, ctypes.c_i
 
 
 class SweepArgs(ctypes.Structure):
-    """struct Sweep of cuda_sm90.cu."""
+    """struct Sweep of sweep.cu."""
 
     _fields_ = [
         ("out", u64), ("out_b", i64), ("out_h", i64), ("out_n", i64), ("enters", u64), ("leaves", u64),
@@ -373,25 +375,51 @@ class Args(ctypes.Structure):
 
 
 def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
-    """The sizes are asserted in cuda_sm90.cu as well, which was compiled above."""
-    assert ctypes.sizeof(SweepArgs) == 112
-    assert cuda.FRONT.size == ctypes.sizeof(Args)
-    assert -(-cuda.FRONT.size // 64) * 64 == 1472
+    """The sizes are asserted by the compiler as well, which was given the sources above."""
+    assert ctypes.sizeof(SweepArgs) == sweep.SWEEP.size == 112
+    front = sweep.ARGUMENTS.packer()
+    assert front.size == ctypes.sizeof(Args)
+    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1472
     packed: list[bytes] = []
-    monkeypatch.setattr(cuda, "launch_of", lambda *args: lambda *front: packed.append(cuda.FRONT.pack(*front)))
+    pack = SimpleNamespace(at=lambda addresses, values: packed.append(front.pack(*values(addresses))))
+    monkeypatch.setattr(sweep, "launch_of", lambda *args: pack)
     monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes([x.shape[2] % 251]) * 128)
     call, x, given = call_of(1, 3, 700, 64, states=True)
     call = call._replace(scale=0.5)
-    tensors = {cuda.Q: x.q, cuda.K: x.k, cuda.V: x.v, cuda.DO: given.do, cuda.OUT: x.q, cuda.DK: x.k, cuda.DV: x.v}
-    states = cuda.States(x.initial_state, None, given.dstate, x.initial_state)
+    tensors = {
+        sweep.Q: x.q,
+        sweep.K: x.k,
+        sweep.V: x.v,
+        sweep.DO: given.do,
+        sweep.OUT: x.q,
+        sweep.DK: x.k,
+        sweep.DV: x.v,
+    }
+    states = sweep.States(x.initial_state, None, given.dstate, x.initial_state)
     cut = cuda.segments(call, tiles_of(call).backward_split, x)
-    cuda.run(call, tile_of(call, "backward"), ("dv", "dk"), x, tensors, states, cut, not_last=True)
+    cuda.run(call, tile_of(call, "backward"), ("dv", "dk"), x, tensors, states, cut, {}, not_last=True)
     args = Args.from_buffer_copy(packed[0])
     dv, dk, none = args.sweep
     assert (dv.out, dk.out, none.out) == (x.v.data_ptr(), x.k.data_ptr(), 0)
     assert (dv.out_b, dv.out_h, dv.out_n) == tuple(2 * s for s in x.v.stride()[:3])
-    assert (dv.a, dv.b, dv.c, dv.to, dv.reverse, dv.swapped, dv.saved) == (cuda.K, cuda.Q, cuda.DO, cuda.DV, 1, 0, 0)
-    assert (dk.a, dk.b, dk.c, dk.to, dk.reverse, dk.swapped, dk.saved) == (cuda.V, cuda.DO, cuda.Q, cuda.DK, 1, 1, 0)
+    assert (dv.a, dv.b, dv.c, dv.to, dv.reverse, dv.swapped, dv.saved) == (
+        sweep.K,
+        sweep.Q,
+        sweep.DO,
+        sweep.DV,
+        1,
+        0,
+        0,
+    )
+    assert (dk.a, dk.b, dk.c, dk.to, dk.reverse, dk.swapped, dk.saved) == (
+        sweep.V,
+        sweep.DO,
+        sweep.Q,
+        sweep.DK,
+        1,
+        1,
+        0,
+    )
     assert dv.enters == dk.enters == given.dstate.data_ptr()
     assert (dv.leaves, dk.leaves) == (x.initial_state.data_ptr(), 0)  # one of them says it
     assert (dv.enters_times, dv.leaves_times) == (2.0, 0.5)
@@ -406,10 +434,14 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
     sent: list[tuple[int, Args]] = []
 
     def launch_of(variant, device, blocks, threads, shared):
-        return lambda *front: sent.append((blocks, Args.from_buffer_copy(cuda.FRONT.pack(*front))))
+        def at(addresses, values):
+            packed = sweep.ARGUMENTS.packer().pack(*values(addresses))
+            sent.append((blocks, Args.from_buffer_copy(packed)))
 
-    monkeypatch.setattr(cuda, "launch_of", launch_of)
-    monkeypatch.setattr(cuda, "map_of", lambda x: bytes(128))
+        return SimpleNamespace(at=at)
+
+    monkeypatch.setattr(sweep, "launch_of", launch_of)
+    monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes(128))
     monkeypatch.setattr(fused, "run", lambda launches, device: None)
     call, x, given = call_of(1, 135, 1100, 64, states=True, saved=True)
     _, final = cuda.forward(call, x)
@@ -454,8 +486,8 @@ def test_what_a_benchmark_asks_the_resources_of(shape, pass_, names, h200):
         if name == SCAN:
             assert launch.kernel.__name__ == SCAN
         else:
-            assert launch.variant == cuda.variant(call, tile_of(call, name))
-            assert launch.threads == cuda.threads(tile_of(call, name))
+            assert launch.variant == sweep.variant(call, tile_of(call, name))
+            assert launch.threads == sweep.threads(tile_of(call, name))
             assert 0 < launch.shared <= TARGETS[90].smem_bytes
             assert launch.grid[0] % (B * H * (D // 64)) == 0
     assert not launches("lightning", case, TARGETS[80], "cuda", pass_)

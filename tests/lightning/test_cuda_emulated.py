@@ -36,15 +36,15 @@ SPLIT = {  # over blocks, and how many launches that takes
 
 
 def check(options: dict, mode: int, seed: int = 0, edit: emulator.Edit = None) -> testing.Outputs:
-    with emulator.serve("lightning", mode, seed, edit) as machine:
+    with emulator.serve("lightning", mode, seed, edit) as emulated:
         result = testing.check(testing.inputs(**{"H": 2, **options}, dtype=torch.bfloat16), "cuda")
-        assert machine.launches == (2 if options["D"] == 64 else 3)
+        assert emulated.launches == (2 if options["D"] == 64 else 3)
     return result
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
 @pytest.mark.parametrize("case", CASES)
-def test_right_on_the_machine(case, mode):
+def test_right_on_the_emulator(case, mode):
     check(CASES[case], mode)
 
 
@@ -52,9 +52,9 @@ def test_right_on_the_machine(case, mode):
 @pytest.mark.parametrize("case", SPLIT)
 def test_a_split_sequence(case, mode):
     options, launches = SPLIT[case]
-    with emulator.serve("lightning", mode, sm_count=8 if case == "left over" else 132) as machine:
+    with emulator.serve("lightning", mode, sm_count=8 if case == "left over" else 132) as emulated:
         testing.check(testing.inputs(**options, dtype=torch.bfloat16), "cuda")
-        assert machine.launches == launches
+        assert emulated.launches == launches
 
 
 @pytest.mark.parametrize("case", ["D=64 decay", "D=128 decay"])
@@ -66,7 +66,7 @@ def test_the_same_bits_in_every_order(case):
 
 
 WRONG = r" error \d|not finite|not zero"
-# What the machine must notice: a case, a passage, what stands there instead, in which mode, and what is said.
+# What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
 MISTAKES = {
     "a block of a cluster ends first": (
         "D=128", "for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);", ";", ANY, "has ended",
@@ -78,16 +78,16 @@ MISTAKES = {
     "an output not fenced": (
         "D=64", "store_rows(out, from, warp);\n        fence_async();", "store_rows(out, from, warp);", LATE, WRONG,
     ),
-    "an output's place used again too early": (
-        "D=64 groups", "if (leads) await_stores_read<1>();", "", LATE, WRONG,
+    "an output's buffer used again too early": (
+        "D=64 groups", "if (leads) tma_store_wait_read<1>();", "", LATE, WRONG,
     ),
-    "a place that was written by hand is not counted": (
-        "D=64 packed groups", "if (leads) close_stores();  // an empty group", "// ", LATE, WRONG,
+    "a buffer that was written by hand is not counted": (
+        "D=64 packed groups", "if (leads) tma_store_commit();  // an empty group", "// ", LATE, WRONG,
     ),
-    "c read before it came": ("D=64 decay", "await(at.full + 8 * place, round);", "", LATE, WRONG),
-    "a place given back too early": (
-        "D=128 long", "finish<0>();\n        pin(y.state);\n        release(free);",
-        "release(free);\n        finish<0>();\n        pin(y.state);", PRESSED, WRONG,
+    "c read before it came": ("D=64 decay", "mbarrier_wait(at.full + 8 * stage, parity);", "", LATE, WRONG),
+    "a stage released too early": (
+        "D=128 long", "wgmma_wait<0>();\n        pin(y.state);\n        release(free);",
+        "release(free);\n        wgmma_wait<0>();\n        pin(y.state);", PRESSED, WRONG,
     ),
     "registers a product reads": (
         "D=64 decay", "fetch(n + 1, next);", "fetch(n + 1, c);", LATE, WRONG,

@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fulmen
-from fulmen import cuda as build
 from fulmen import dispatch
+from fulmen.cuda import tensor_map
 from fulmen.lightning import cuda
 from fulmen.lightning.spec import Residuals, spec_of
 from fulmen.testing import lightning as testing
@@ -224,8 +224,8 @@ def test_a_thread_that_has_not_used_the_gpu():
 
     def work() -> None:
         try:
-            build.tensor_map.cache_clear()
-            build.tensor_maps(x.q, 64)(x.q.data_ptr())
+            tensor_map.encode.cache_clear()
+            tensor_map.tensor_maps(x.q, 64)(x.q.data_ptr())
             found.append(cuda.forward(call, residuals)[0])
         except Exception as error:
             found.append(error)

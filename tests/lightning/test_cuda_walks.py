@@ -1,4 +1,4 @@
-"""Which rows each block of the CUDA backend takes, and in which order: the arithmetic of cuda_sm90.cu, in Python."""
+"""Which rows each block of the CUDA backend takes, and in which order: the arithmetic of sweep.cu, in Python."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 
 from fulmen.lightning import cuda, triton_split
 from fulmen.lightning import triton as fused
+from fulmen.lightning.kernels import sweep
 from fulmen.lightning.policy import SAVED_ROWS
 from fulmen.lightning.spec import Residuals
 from tests.lightning.cuda_calls import spec
 
-EVERY, C = SAVED_ROWS // cuda.CHUNK, cuda.CHUNK
+EVERY, C = SAVED_ROWS // sweep.CHUNK, sweep.CHUNK
 
 
 class Walk:
-    """Walk of cuda_sm90.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
+    """Walk of sweep.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
     shown of it here holds there. To be changed with it."""
 
     def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False, start=0):
@@ -27,7 +28,7 @@ class Walk:
         segments = spec.states if pieces is not None else cut.number
         self.tile, pid = block % (spec.D // 64), block // (spec.D // 64)
         self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
-        self.reverse = cuda.SWEEPS[self.sweep].reverse
+        self.reverse = sweep.SWEEPS[self.sweep].reverse
         self.grouped = saved and self.sweep == "dq"
         self.backwards = self.sweep in ("state", "dstate") and not spec.has_decay  # OUTS = 0
         self.whole = self.number < cut.whole
@@ -102,7 +103,7 @@ def walks(spec, names, lengths=None, saved=False):
     cut = cuda.segments(spec, tiles.forward_split if names[0] in ("o", "state") else tiles.backward_split, x)
     fused.run(triton_split.find_pieces(spec, x, cut), torch.device("cpu"))
     start = cut.whole if names[0] in ("state", "dstate") else 0
-    blocks = (cuda.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
+    blocks = (sweep.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
     return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
 
 

@@ -1,40 +1,30 @@
-// Puts together what blocks of cuda_sm90.cu have of one row's keys each (SPLIT): sums, their maxima m and denominators l.
+// Combines the results of a row whose keys were split over several blocks of sm90.cu (SPLIT).
 //
-// A block owns one row. E / 4 threads read four sums each of one part, so that PARTS parts are read side by side; what they
-// add up is added in a fixed order.
+// Each split left its sums (not divided yet), their maximum m and denominator l. A block of this kernel owns one row. Every
+// warp finds the common maximum and denominator for itself; warp 0 leaves the weights of the splits in shared memory. Then
+// E / 4 threads read four sums each of one split, SIDE_BY_SIDE splits side by side, and the partial sums are added in a
+// fixed order.
 //
 // The compiler defines VALUE_DIM, BF16 and SINKS (1: fp32, 2: as q).
 
-#include "sm90.cuh"
-
-#define INFINITY_ __int_as_float(0x7f800000)
+#include "cuda/include/softmax.cuh"
+#include "cuda/include/tile_scheduler.cuh"
 
 constexpr int E = VALUE_DIM, THREADS = 128;
-constexpr int LANES = E / 4, PARTS = THREADS / LANES;
+constexpr int LANES = E / 4, SIDE_BY_SIDE = THREADS / LANES;
 constexpr int MAX_SPLITS = 264;
 
-struct Args {
-    const float4 *sums;                 // (splits, heads, N, E)
-    const float2 *found;                // m, in base 2, and l (splits, heads, N)
-    char *o;
-    float *lse;                         // or null
-    const char *sinks;
-    long long o_b, o_h, o_n;            // strides in bytes
-    int heads, h, n, splits;            // B * H, H
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS)
-flash_merge_kernel(const __grid_constant__ Args a) {
+flash_combine_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) char shared[];
-    float *weights = reinterpret_cast<float *>(shared);           // of the parts
-    float4 *added = reinterpret_cast<float4 *>(shared + 4 * MAX_SPLITS);
+    float *weights = reinterpret_cast<float *>(shared);           // of the splits
+    float4 *partial = reinterpret_cast<float4 *>(shared + 4 * MAX_SPLITS);
     const int head = blockIdx.y + blockIdx.z * a.h, position = blockIdx.x;
-    const int lane = threadIdx.x % LANES, part = threadIdx.x / LANES;
+    const int lane = threadIdx.x % LANES, side = threadIdx.x / LANES;
     const long long step = (long long)a.heads * a.n, row = (long long)head * a.n + position;
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_previous_kernel();
 
-    // what all parts have in common, found by every warp for itself
+    // the maximum and the denominator of all splits
     const float sink = SINKS ? sink_of(a.sinks, blockIdx.y, SINKS) : -INFINITY_;
     float m = sink;
     for (int i = threadIdx.x % 32; i < a.splits; i += 32) m = fmaxf(m, a.found[i * step + row].x);
@@ -54,7 +44,7 @@ flash_merge_kernel(const __grid_constant__ Args a) {
     __syncthreads();
 
     float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int i = part; i < a.splits; i += PARTS) {
+    for (int i = side; i < a.splits; i += SIDE_BY_SIDE) {
         const float4 x = a.sums[(i * step + row) * LANES + lane];
         const float weight = weights[i];
         y.x += weight * x.x;
@@ -62,20 +52,20 @@ flash_merge_kernel(const __grid_constant__ Args a) {
         y.z += weight * x.z;
         y.w += weight * x.w;
     }
-    added[threadIdx.x] = y;
+    partial[threadIdx.x] = y;
     __syncthreads();
-    if (part == 0) {
-        const float share = 1.0f / (l == 0.0f ? 1.0f : l);
+    if (side == 0) {
+        const float share = 1.0f / divisor(l);
 #pragma unroll
-        for (int i = 1; i < PARTS; i++) {
-            const float4 x = added[i * LANES + lane];
+        for (int i = 1; i < SIDE_BY_SIDE; i++) {
+            const float4 x = partial[i * LANES + lane];
             y.x += x.x;
             y.y += x.y;
             y.z += x.z;
             y.w += x.w;
         }
-        char *to = a.o + blockIdx.z * a.o_b + blockIdx.y * a.o_h + position * a.o_n + lane * 8;
+        char *to = a.o + blockIdx.z * a.o_strides.b + blockIdx.y * a.o_strides.h + position * a.o_strides.n + lane * 8;
         *reinterpret_cast<uint2 *>(to) = make_uint2(pack(y.x * share, y.y * share), pack(y.z * share, y.w * share));
     }
-    if (a.lse && threadIdx.x == 0) a.lse[row] = (m + __log2f(l)) * 0.6931471805599453f;
+    if (a.lse && threadIdx.x == 0) a.lse[row] = log_sum_exp(m, l);
 }

@@ -1,33 +1,36 @@
-// Lightning attention for Hopper (sm_90a): the sweep of triton.py with TMA, mbarriers, wgmma and warps with roles.
+// Lightning attention for Hopper (sm_90a): the sweep of triton.py with TMA, mbarriers, wgmma, warp specialisation.
 //
 //     f(a, b, c)_r = scale * sum_{j <= r} lambda^(r-j) (a_r . b_j) c_j      rows r counted in walking order
 //
 // o = f(q, k, v), dq = f(do, v, k) walk left to right, dk = f(v, do, q), dv = f(k, q, do) right to left. A block owns
 // (sequence, head, segment, sweep, 64 columns of c) and walks chunks of 64 rows:
 //
-//     one thread starts copies of a, b and c into a ring;
-//     a warpgroup keeps the state, [64, D] in fp32 registers: before a chunk it hands it out in bf16, through
-//         shared memory, then state = state * lambda^64 + (c * lambda^..)^T b;
-//     OUTS warpgroups, taking chunks in turns, make out = (a b^T * mask) c + (a state^T) * lambda^..
+//     producer    one thread issues TMA loads of a, b and c into a ring of STAGES stages;
+//     state       one warpgroup keeps the state, [64, D] in fp32 registers: before a chunk it publishes it in bf16,
+//                 through shared memory, then state = state * lambda^64 + (c * lambda^..)^T b;
+//     outputs     OUTS warpgroups take chunks in turn and compute out = (a b^T * mask) c + (a state^T) * lambda^..
 //
-// so what one chunk must wait for, the state, is never behind the work on outputs. OUTS = 0 gathers a state alone.
+// Who waits for what: a stage has a `full` barrier, on which TMA counts bytes and for which the warpgroups wait, and an
+// `empty` one, on which their warps arrive and for which the producer waits. The published state has two buffers with
+// the same pair of barriers between the state's warpgroup and the outputs'. What one chunk must wait for, the state, is
+// so never behind the work on outputs. OUTS = 0 gathers a state alone.
 //
 // dq needs the states of (k, v) left to right, and dk, dv walk right to left. So that all three can read the same rows
 // at about the same time, from L2, the forward of a call with gradients saves the state before every EVERY-th chunk
-// in bf16, as it hands it out; dq then takes groups of EVERY chunks from the last to the first, each from its state.
+// in bf16, as it publishes it; dq then takes groups of EVERY chunks from the last to the first, each from its state.
 //
-// A row of shared memory has 128 bytes in units of 16, unit c of row r at c ^ (r % 8), as TMA's 128-byte swizzle writes
-// and wgmma's reads it; D = 128 takes two panels of 64 columns. TMA zeroes rows outside the tensor, on both ends.
-// Rows of a chunk that belong to another packed sequence are zeroed before they are used: they may be no numbers.
+// D = 128 takes two panels of 64 columns (sm90.cuh). TMA zeroes rows outside the tensor, on both ends. Rows of a chunk
+// that belong to another packed sequence are zeroed before they are used: they may be no numbers.
 //
 // wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
 // 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed.
 //
 // The compiler defines HEAD_DIM, STAGES, OUTS, DECAY, PACKED, EVERY (chunks between saved states),
 // SAVE (0: none, 1: writes them, 2: a sweep may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128,
-// are a cluster; each copies half of a and b into the shared memory of both, which halves what L2 is asked for.
+// are a cluster; each copies half of a and b into the shared memory of both (multicast), which halves the reads from L2.
 
-#include "sm90.cuh"
+#include "cuda/include/sm90.cuh"
+#include "cuda/include/tile_scheduler.cuh"
 
 constexpr int D = HEAD_DIM, C = 64;
 constexpr int PANELS = D / 64;                                       // also the tiles of c's columns
@@ -37,56 +40,6 @@ constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 
-struct Sweep {
-    char *out;                      // for chunks that are not written whole
-    long long out_b, out_h, out_n;  // strides in bytes
-    float *enters, *leaves;         // states, or null: of segments, where sequences are cut, else of sequences
-    float *first_enters, *first_leaves;  // of the sequences in one piece that come before those that are cut
-    float enters_times, leaves_times;
-    int a, b, c, to;                // which maps
-    int reverse, swapped, saved;    // walks right to left; stores its states [V, K]; begins groups from saved states
-    int pad[3];
-};
-
-struct Args {
-    TensorMap map[8];               // (D, N, heads, B), boxes of 64 columns and 64 rows; the last: (D, E, slots, heads)
-    Sweep sweep[3];
-    const float *decay;
-    const int *cu, *pieces;
-    int h, n, segment, segments, sweeps;
-    float scale;
-    int not_last;                   // of the last segment of a sequence, nothing is read
-    int zero;
-    int whole, from;                // (sequence, head) before this one are not cut; where this launch begins
-};
-static_assert(sizeof(Sweep) == 112 && sizeof(Args) == 1472, "as cuda.py packs them");
-
-// ------------------------------------------------------------------------------------------------- products
-
-FROM_SHARED(multiply, 32, 64, "%32", "%33", "%34", "0, 0")
-FROM_SHARED(multiply_rows, 32, 64, "%32", "%33", "%34", "1, 1")      // both are summed over their rows
-FROM_SHARED(multiply_rows, 64, 128, "%64", "%65", "%66", "1, 1")
-FROM_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
-FROM_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
-
-// y = x z^T over D: both lie row by row.
-template <int COUNT>
-__device__ __forceinline__ void start_over_d(float (&y)[COUNT], u32 x, u32 z) {
-    const u64 a = operand(x, 16), b = operand(z, 16);
-#pragma unroll
-    for (int d = 0; d < D / 16; d++)
-        multiply(y, a + (d / 4 * PANEL + d % 4 * 32) / 16, b + (d / 4 * PANEL + d % 4 * 32) / 16, d > 0);
-    commit();
-}
-
-// y = x z, or y += x z, over the 64 rows of z.
-template <int COUNT>
-__device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[16], u32 z, bool add) {
-    const u64 b = operand(z, PANEL);
-#pragma unroll
-    for (int j = 0; j < C / 16; j++) multiply(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
-    commit();
-}
 
 // ---------------------------------------------------------------------------------------------------- walks
 
@@ -103,7 +56,7 @@ struct Walk {
         tile = pid % PANELS;
         pid /= PANELS;
         const Sweep &sweep = x.sweep[pid % x.sweeps];
-        number = pid / x.sweeps + x.from;
+        number = pid / x.sweeps + x.start;
         reverse = sweep.reverse;
         grouped = SAVE == 2 && sweep.saved;
         whole = number < x.whole;
@@ -148,7 +101,7 @@ struct Walk {
         return sweep;
     }
 
-    // The n-th chunk by its place from `first` on.
+    // The n-th chunk in walking order, counted from `first` on.
     __device__ __forceinline__ int chunk(int n) const {
         if (!OUTS && !DECAY) return chunks - 1 - n;  // so that L2 still has what the sweep from this state begins with
         if (!grouped) return n;
@@ -186,8 +139,8 @@ struct Shared {
     __device__ __forceinline__ u32 a(int n) const { return stage(n) + (PANELS + 1) * PANEL; }
     __device__ __forceinline__ u32 b(int n) const { return stage(n); }
     __device__ __forceinline__ u32 c(int n) const { return stage(n) + PANELS * PANEL; }
-    __device__ __forceinline__ void await_full(int n) const { await(full + n % STAGES * 8, n / STAGES % 2); }
-    __device__ __forceinline__ void await_empty(int n) const { await(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
+    __device__ __forceinline__ void await_full(int n) const { mbarrier_wait(full + n % STAGES * 8, n / STAGES % 2); }
+    __device__ __forceinline__ void await_empty(int n) const { mbarrier_wait(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
     __device__ __forceinline__ u32 state(int n) const { return states + n % 2 * STATE; }
 };
 
@@ -195,40 +148,40 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
     int group = 0;
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
-            await(at.saved_empty, group % 2 ^ 1);
-            expect(at.saved_full, STATE);
+            mbarrier_wait(at.saved_empty, group % 2 ^ 1);
+            mbarrier_expect(at.saved_full, STATE);
             const int slot = w.slot + w.chunk(n) / EVERY;
 #pragma unroll
             for (int i = 0; i < PANELS; i++)
-                load_box(at.saved + i * PANEL, x.map[7], at.saved_full, 64 * w.tile, 64 * i, slot, w.head);
+                tma_load(at.saved + i * PANEL, x.map[7], at.saved_full, 64 * w.tile, 64 * i, slot, w.head);
             group++;
         }
         const u32 full = at.full + n % STAGES * 8, row = w.row(n);
         at.await_empty(n);
-        expect(full, STAGE);
+        mbarrier_expect(full, STAGE);
         if (CLUSTER > 1) {          // a panel from each block, to all of them
             const int i = w.tile;
-            if (OUTS) load_box_for(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
-            load_box_for(3, at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+            if (OUTS) tma_load_multicast(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
+            tma_load_multicast(3, at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
         } else {
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
-                if (OUTS) load_box(at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
-                load_box(at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+                if (OUTS) tma_load(at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
+                tma_load(at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
             }
         }
-        load_box(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, w.h, w.b);
+        tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, w.h, w.b);
     }
-    if (CLUSTER > 1)                // no block ends while another has yet to tell it that a place is empty
+    if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
 }
 
-// A warp is done with a place of the ring, in which every block of the cluster loads for all of them.
+// A warp has no more use for a stage, into which every block of the cluster loads for all of them.
 __device__ __forceinline__ void release(u32 barrier) {
     const int lane = threadIdx.x % 32;
     if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
-        if (CLUSTER == 1) arrive(barrier);
-        else arrive_at(barrier, lane);
+        if (CLUSTER == 1) mbarrier_arrive(barrier);
+        else mbarrier_arrive_at(barrier, lane);
     }
 }
 
@@ -238,11 +191,9 @@ __device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n
     const int from = w.reverse ? 0 : w.left(n), to = w.reverse ? C - w.left(n) : C;
     for (int unit = from * 8 + threadIdx.x % 128; unit < to * 8; unit += 128)
 #pragma unroll
-        for (int i = 0; i < PANELS + 1; i++)
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};"
-                         :: "r"(at.b(n) + i * PANEL + unit * 16), "r"(0) : "memory");
+        for (int i = 0; i < PANELS + 1; i++) store_zeros(at.b(n) + i * PANEL + unit * 16);
     fence_async();
-    meet(group);
+    named_barrier_sync<128>(1 + group);
 }
 
 // ---------------------------------------------------------------------------------------------------- state
@@ -307,17 +258,17 @@ struct State {
 
     // Without decay c goes into the product as it lies in shared memory.
     __device__ __forceinline__ void start_add(u32 c, u32 b) {
-        const u64 x = operand(c, PANEL), z = operand(b, PANEL);
+        const u64 x = descriptor(c, PANEL), z = descriptor(b, PANEL);
         pin(state);
-        begin();
+        wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < C / 16; j++) multiply_rows(state, x + j * 16 * 128 / 16, z + j * 16 * 128 / 16, 1);
-        commit();
+        for (int j = 0; j < C / 16; j++) wgmma_transposed(state, x + j * 16 * 128 / 16, z + j * 16 * 128 / 16, 1);
+        wgmma_commit();
     }
 };
 
-// All others wait for this one: c of the next chunk is fetched while a product runs, and places and rows are counted,
-// not worked out (n % STAGES and `left` took a tenth of the time).
+// All others wait for this warpgroup: c of the next chunk is fetched while a product runs, and stages and rows are
+// counted, not computed from n.
 __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     const bool leads = threadIdx.x == 0, reports = threadIdx.x % 32 == 0;
     const int partial = w.partial(), rest = w.length % C;
@@ -330,38 +281,38 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     for (int i = 0; i < D / 2; i++) y.state[i] = 0.0f;
     if (enters) y.move<true>(enters, sweep.enters_times, w, sweep.swapped);
     int opens = 0, group = 0;       // the chunk that opens the next group, and which group that is
-    int place = 0, round = 0;       // of the ring: n % STAGES, n / STAGES % 2
+    int stage = 0, parity = 0;      // of the ring, counted
     auto fetch = [&](int n, u32 (&c)[16]) {
-        await(at.full + 8 * place, round);
+        mbarrier_wait(at.full + 8 * stage, parity);
         zero_rows(at, w, n, 0);
-        if (DECAY) y.take_c(c, at.ring + place * STAGE + PANELS * PANEL, w.rate, w.reverse, n == partial ? rest : C);
+        if (DECAY) y.take_c(c, at.ring + stage * STAGE + PANELS * PANEL, w.rate, w.reverse, n == partial ? rest : C);
     };
     auto step = [&](int n, const int turn, u32 (&c)[16], u32 (&next)[16]) {
-        const u32 stage = at.ring + place * STAGE, state = at.states + turn * STATE, free = at.empty + 8 * place;
+        const u32 chunk = at.ring + stage * STAGE, state = at.states + turn * STATE, free = at.empty + 8 * stage;
         if (SAVE == 2 && w.grouped && n == opens) {
-            await(at.saved_full, group++ % 2);
+            mbarrier_wait(at.saved_full, group++ % 2);
             y.take_saved(at.saved);
             __syncwarp();
-            if (reports) arrive(at.saved_empty);
+            if (reports) mbarrier_arrive(at.saved_empty);
             opens = n ? n + EVERY : (w.chunks - 1) % EVERY + 1;
         }
         if (OUTS) {
-            if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the copy of what this place held must be over
-                if (leads) await_stores_read<0>();
-                meet(0);
+            if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the store of what this buffer held must have read it
+                if (leads) tma_store_wait_read<0>();
+                named_barrier_sync<128>(1);
             }
-            await(at.state_empty + 8 * turn, n / 2 % 2 ^ 1);
+            mbarrier_wait(at.state_empty + 8 * turn, n / 2 % 2 ^ 1);
             store_rows(y.state, state, y.warp);
             fence_async();
             __syncwarp();
-            if (reports) arrive(at.state_full + 8 * turn);
+            if (reports) mbarrier_arrive(at.state_full + 8 * turn);
             if (SAVE == 1 && n % EVERY == 0) {
-                meet(0);
+                named_barrier_sync<128>(1);
                 if (leads) {
 #pragma unroll
                     for (int i = 0; i < PANELS; i++)
-                        store_box(state + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + n / EVERY, w.head);
-                    close_stores();
+                        tma_store(state + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + n / EVERY, w.head);
+                    tma_store_commit();
                 }
             }
         }
@@ -370,15 +321,15 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
 #pragma unroll
             for (int i = 0; i < D / 2; i++) y.state[i] *= keep;
             pin(y.state);
-            begin();
-            start_over_rows(y.state, c, stage, true);
+            wgmma_fence();
+            start_over_rows<C>(y.state, c, chunk, true);
         } else {
-            y.start_add(stage + PANELS * PANEL, stage);
+            y.start_add(chunk + PANELS * PANEL, chunk);
         }
-        if (DECAY) hold(next, x.zero);  // of the chunk before, whose product is over
-        if (++place == STAGES) place = 0, round ^= 1;
+        if (DECAY) keep_alive(next, x.zero);  // of the chunk before, whose product is over
+        if (++stage == STAGES) stage = 0, parity ^= 1;
         if (n + 1 < w.chunks) fetch(n + 1, next);
-        finish<0>();
+        wgmma_wait<0>();
         pin(y.state);
         release(free);
     };
@@ -387,9 +338,9 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         step(n, 0, c[0], c[1]);
         if (n + 1 < w.chunks) step(n + 1, 1, c[1], c[0]);
     }
-    if (DECAY) hold(c[0], x.zero), hold(c[1], x.zero);
+    if (DECAY) keep_alive(c[0], x.zero), keep_alive(c[1], x.zero);
     if (leaves) y.move<false>(leaves, sweep.leaves_times, w, sweep.swapped);
-    if (SAVE == 1 && leads) await_stores_read<0>();
+    if (SAVE == 1 && leads) tma_store_wait_read<0>();
 }
 
 // -------------------------------------------------------------------------------------------------- outputs
@@ -444,8 +395,8 @@ struct Outputs {
         at.await_full(n);
         zero_rows(at, w, n, 1 + who);
         pin(p);
-        begin();
-        start_over_d(p, at.a(n), at.b(n));
+        wgmma_fence();
+        start_over_columns<D, C>(p, at.a(n), at.b(n));
     }
 
     __device__ __forceinline__ void mask_p() {
@@ -456,37 +407,37 @@ struct Outputs {
 
     // Waits for p, and starts the other products of the chunk.
     __device__ __forceinline__ void start_out(const Shared &at, int n) {
-        if (DECAY) await(at.state_full + n % 2 * 8, n / 2 % 2);
-        finish<0>();
+        if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+        wgmma_wait<0>();
         pin(p);
         if (!DECAY) {               // with decay, p is masked while the product below runs, for which it must wait
             mask_p();
             pin(q);
-            await(at.state_full + n % 2 * 8, n / 2 % 2);
+            mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         }
         pin(out);
         pin(inter);
-        begin();
-        if constexpr (APART) start_over_d(inter, at.a(n), at.state(n));
-        else start_over_d(out, at.a(n), at.state(n));
+        wgmma_fence();
+        if constexpr (APART) start_over_columns<D, C>(inter, at.a(n), at.state(n));
+        else start_over_columns<D, C>(out, at.a(n), at.state(n));
         if (DECAY) mask_p();
         if (DECAY && !APART) {
-            finish<0>();
+            wgmma_wait<0>();
             pin(out);
 #pragma unroll
             for (int i = 0; i < 32; i++) out[i] *= since[i / 2 % 2];
             pin(out);
         }
         pin(q);
-        begin();
-        start_over_rows(out, q, at.c(n), !APART);
+        wgmma_fence();
+        start_over_rows<C>(out, q, at.c(n), !APART);
     }
 
     __device__ __forceinline__ void deliver(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n) {
         pin(out);
         pin(inter);
-        hold(q, x.zero);
-        if (reports) arrive(at.state_empty + n % 2 * 8);
+        keep_alive(q, x.zero);
+        if (reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
         release(at.empty + n % STAGES * 8);
 #pragma unroll
         for (int i = 0; i < 32; i++)
@@ -494,23 +445,23 @@ struct Outputs {
             else if (!DECAY) out[i] *= since[0];
         const u32 from = at.staging + (2 * who + buffer) * PANEL;
         buffer ^= 1;
-        if (leads) await_stores_read<1>();
-        meet(1 + who);
+        if (leads) tma_store_wait_read<1>();
+        named_barrier_sync<128>(2 + who);
         store_rows(out, from, warp);
         fence_async();
-        meet(1 + who);
+        named_barrier_sync<128>(2 + who);
         const int row = w.row(n), left = w.left(n);
         if (left >= C || !(PACKED || w.reverse)) {  // the copy engine drops rows beyond the end, but takes none below 0
-            if (leads) store_box(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b), close_stores();
+            if (leads) tma_store(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b), tma_store_commit();
             return;
         }
-        if (leads) close_stores();  // an empty group: groups are counted to know when a buffer is free again
+        if (leads) tma_store_commit();  // an empty group: groups are counted to know when a buffer is free again
         const int skip = w.reverse ? C - left : 0;
         for (int unit = threadIdx.x % 128; unit < left * 8; unit += 128) {
             const int r = skip + unit / 8, u = unit % 8;
             uint4 y;
             asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(place(from, r, u)) : "memory");
+                         : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(swizzled(from, r, u)) : "memory");
             char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
             *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
         }
@@ -528,57 +479,55 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     for (; n + OUTS < w.chunks; n += OUTS) {
         y.start_out(at, n);
         y.start_p(at, w, n + OUTS);
-        finish<1>();
+        wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n);
     }
     y.start_out(at, n);
-    finish<0>();
+    wgmma_wait<0>();
     y.deliver(x, at, w, sweep, n);
-    if (y.leads) await_stores_read<0>();
+    if (y.leads) tma_store_wait_read<0>();
 }
 
-// Registers of a thread, for which those at launch are pooled.
+// Registers of a thread: what the producer gives away, the other warpgroups take.
 constexpr int OF_PRODUCER = 40, OF_STATE = OUTS == 1 ? 232 : 152, OF_OUTPUT = OUTS == 1 ? 232 : 160;
 constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
               && OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
 
 #if SHARE
-#define TOGETHER __cluster_dims__(HEAD_DIM / 64, 1, 1)
+#define CLUSTER_DIMS __cluster_dims__(HEAD_DIM / 64, 1, 1)
 #else
-#define TOGETHER
+#define CLUSTER_DIMS
 #endif
 
-extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1)
-lightning_sm90_kernel(const __grid_constant__ Args x) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
+lightning_sweep_kernel(const __grid_constant__ Args x) {
     extern __shared__ __align__(1024) char shared[];
     const Shared at((u32)__cvta_generic_to_shared(shared));
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            init(at.full + 8 * i, 1);
-            init(at.empty + 8 * i, (OUTS ? 8 : 4) * CLUSTER);
+            mbarrier_init(at.full + 8 * i, 1);
+            mbarrier_init(at.empty + 8 * i, (OUTS ? 8 : 4) * CLUSTER);
         }
-        for (int i = 0; i < 4; i++) init(at.state_full + 8 * i, 4);  // and state_empty
-        init(at.saved_full, 1);
-        init(at.saved_empty, 4);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        fence_async();
+        for (int i = 0; i < 4; i++) mbarrier_init(at.state_full + 8 * i, 4);  // and state_empty
+        mbarrier_init(at.saved_full, 1);
+        mbarrier_init(at.saved_empty, 4);
+        fence_barrier_init();
     }
-    if (CLUSTER > 1) meet_cluster();
+    if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_previous_kernel();
     Walk w;
     const Sweep &sweep = w.find(x);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 1 + OUTS) {
-        if (OUTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(OF_PRODUCER));
+        if (OUTS) give_registers<OF_PRODUCER>();
         if (threadIdx.x % 128 == 0) produce(x, at, w, sweep);
     } else if (role == 0) {
-        if (OUTS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_STATE));
+        if (OUTS) take_registers<OF_STATE>();
         keep_state(x, at, w, sweep);
     } else if (OUTS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(OF_OUTPUT));
+        take_registers<OF_OUTPUT>();
         make_outputs(x, at, w, sweep, role);
     }
 }

@@ -2,7 +2,7 @@
 
 #include "core.h"
 
-namespace machine {
+namespace emulator {
 
 const Index &thread() { return state.now->thread; }
 const Index &block() { return state.now->block->index; }
@@ -87,7 +87,7 @@ static void run_cluster(std::vector<Index> blocks) {
     state.cluster.clear();
     state.ready.clear();
     state.engine.clear();
-    state.all = Meeting();
+    state.all = Rendezvous();
     int used = 0;
     for (size_t r = 0; r < blocks.size(); r++) {
         auto b = std::make_unique<Block>();
@@ -147,4 +147,4 @@ const char *launch(void (*kernel)(const void *), const void *arguments, Index gr
     return "";
 }
 
-}  // namespace machine
+}  // namespace emulator

@@ -1,18 +1,18 @@
-// A machine that runs our CUDA sources on a CPU, thread by thread: blocks, warps, barriers, the copy engine, products.
+// Runs our CUDA sources on a CPU, thread by thread: blocks, warps, barriers, TMA, wgmma.
 //
-// Every CUDA thread is a fiber; what they do together (a product of a warp, a barrier) is done when the last of them has
-// come. Threads take turns in a random order, in which a block, a warp or a warpgroup may be behind all others. What
-// hardware does on its own time, copies and products of a warpgroup, happens at once (EARLY), as late as the program
-// allows (LATE), or sometime between (ANY); PRESSED, loads come at once and what reads shared memory, products and
-// stores, is late. A program that does not wait for what it needs is wrong in one of the four. Two views of shared
-// memory are kept apart: what threads write is not seen by the copy engine and by wgmma before fence.proxy.async.
+// Every CUDA thread is a fiber. What threads do together (a product of a warp, a barrier) happens when the last of them
+// has arrived. Threads run in a random order, in which a block, a warp or a warpgroup may be behind all others. What
+// hardware does asynchronously, copies and products of a warpgroup, happens at once (EARLY), as late as the program
+// allows (LATE), or at any time between (ANY); PRESSED: loads come at once, and what reads shared memory, products and
+// stores, is late. A program that does not wait for what it needs is wrong in one of the four. Two views of shared memory
+// are kept apart: what threads write is not seen by TMA and wgmma before fence.proxy.async.
 //
-// What is refused: addresses outside the tensors (copies and __ldg) and outside shared memory, a wait that nothing ends,
-// threads that end while their copies are on their way, blocks while their shared memory is still being read or told of,
-// stores of the copy engine that begin below 0.
+// Errors: addresses outside the tensors (copies and __ldg) and outside shared memory, a deadlock, threads that end while
+// their copies are under way, blocks that end while their shared memory is still read or their barriers are still
+// arrived on, TMA stores that begin below 0.
 //
 // Not modelled: registers as the assembler assigns them (tests/sass.py) and wgmma.fence, which is about them; time; warps
-// of a warpgroup that begin a product before the others have come to it; what ordinary loads and stores of different
+// of a warpgroup that begin a product before the others have arrived; what ordinary loads and stores of different
 // threads see of each other without a barrier; the launch before this one (griddepcontrol). Ordinary stores are only
 // noticed in the margins around tensors and behind shared memory.
 
@@ -44,11 +44,11 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 inline float __log2f(float x) { return log2f(x); }
 
-namespace machine {
+namespace emulator {
 
 typedef std::initializer_list<int> Coordinates;
 
-// who and where (core.h, machine.cpp)
+// who and where (core.h, emulator.cpp)
 const Index &thread(), &block(), &grid();
 int threads();
 char *shared_memory();
@@ -72,34 +72,34 @@ void stmatrix(unsigned address, unsigned, unsigned, unsigned, unsigned);
 void mma(float &, float &, float &, float &, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, int half);
 void cp_async(unsigned to, const void *from, int bytes), cp_async_commit(), cp_async_wait(int pending);
 
-// barriers, the copy engine, products of a warpgroup (hopper.cpp)
-void sync(int id, int count), arrive_named(int id, int count), meet_cluster();
-void init(unsigned barrier, int count), arrive(unsigned barrier, long bytes), arrive_at(unsigned barrier, unsigned rank);
-void await(unsigned barrier, int parity);
-void load_box(unsigned blocks, unsigned to, const void *map, unsigned barrier, Coordinates);
-void store_box(unsigned from, const void *map, Coordinates), bulk_commit(), bulk_wait_read(int pending);
+// barriers, TMA, wgmma (hopper.cpp)
+void named_barrier_sync(int id, int count), named_barrier_arrive(int id, int count), cluster_sync();
+void mbarrier_init(unsigned barrier, int count), mbarrier_arrive(unsigned barrier, long bytes), mbarrier_arrive_at(unsigned barrier, unsigned rank);
+void mbarrier_wait(unsigned barrier, int parity);
+void tma_load(unsigned blocks, unsigned to, const void *map, unsigned barrier, Coordinates);
+void tma_store(unsigned from, const void *map, Coordinates), tma_store_commit(), tma_store_wait_read(int pending);
 void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc_b, int add, int trans_a, int trans_b, int half);
 void wgmma_commit(), wgmma_wait(int pending);
 
-}  // namespace machine
+}  // namespace emulator
 
-#define threadIdx (machine::thread())
-#define blockIdx (machine::block())
-#define gridDim (machine::grid())
-#define __cvta_generic_to_shared(p) machine::shared_address(p)
-#define __syncthreads() machine::sync(0, machine::threads())
-#define __syncwarp() machine::sync_warp()
+#define threadIdx (emulator::thread())
+#define blockIdx (emulator::block())
+#define gridDim (emulator::grid())
+#define __cvta_generic_to_shared(p) emulator::shared_address(p)
+#define __syncthreads() emulator::named_barrier_sync(0, emulator::threads())
+#define __syncwarp() emulator::sync_warp()
 
 template <typename T>
 inline T __shfl_sync(unsigned, T x, int from) {
     static_assert(sizeof(T) == 4, "a word");
     unsigned bits;
     memcpy(&bits, &x, 4);
-    bits = machine::shuffle(bits, from);
+    bits = emulator::shuffle(bits, from);
     memcpy(&x, &bits, 4);
     return x;
 }
 template <typename T>
 inline T __shfl_xor_sync(unsigned all, T x, int bit) { return __shfl_sync(all, x, (int)(threadIdx.x % 32) ^ bit); }
 template <typename T>
-inline T __ldg(const T *p) { machine::check_global(p, sizeof(T)); return *p; }
+inline T __ldg(const T *p) { emulator::check_global(p, sizeof(T)); return *p; }

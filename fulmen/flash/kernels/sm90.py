@@ -1,11 +1,8 @@
-"""The launch of cuda_sm90.cu, the forward for Hopper, and of cuda_merge.cu, which combines the results of split keys:
-limits, shared memory, tensor maps and arguments. Tiles and splits are those of a `Choice` (policy.py).
-"""
+"""The launch of sm90.cu, the forward for Hopper, followed by combine.cu where keys are split."""
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 
 import torch
@@ -13,8 +10,8 @@ from torch import Tensor
 
 from fulmen import cuda, hardware
 from fulmen.dispatch import Choice
+from fulmen.flash.kernels import combine
 from fulmen.flash.policy import (
-    MAX_SPLITS,
     PACKABLE_GROUPS,
     SM90_HEAD_DIMS,
     Sm90Tile,
@@ -27,8 +24,21 @@ from fulmen.flash.spec import FlashSpec, Residuals
 
 MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30
-MERGE_THREADS = 128
-MERGE_BYTES = 4 * MAX_SPLITS + 16 * MERGE_THREADS  # of shared memory
+TAKES_REPEATS = False  # TMA reads no tensor with a stride of 0
+
+ARGUMENTS = cuda.Struct(
+    "Args",
+    ("q", "TensorMap"), ("k", "TensorMap"), ("v", "TensorMap"),  # boxes of 64 columns and 64 (q) or block_n rows
+    ("o", "char *"),  # SPLIT: sums (splits, B * H, N, E), fp32
+    ("lse", "float *"),  # or null; SPLIT: m, in base 2, and l (splits, B * H, N, 2)
+    ("sinks", "const char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
+    ("o_strides", cuda.STRIDES),
+    ("heads", "int"), ("h", "int"), ("group", "int"),  # B * H, H, H / H_KV; PACK_GQA: B * H_KV, H_KV, H / H_KV
+    ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
+    ("tiles", "int"), ("swizzle", "int"),  # tiles of a head; heads of one L2 swizzle group
+    ("factor", "float"), ("inner", "float"),  # scale * log2(e); softcap * log2(e) and scale / softcap
+    ("log_group", "int"), ("splits", "int"),  # log_group: base 2
+)  # fmt: skip
 
 
 def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
@@ -43,35 +53,33 @@ def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
     return None
 
 
-def threads(tile: Sm90Tile) -> int:
-    return 128 * (tile.consumers + 1)
+def threads(choice: Choice) -> int:
+    return 128 * (choice.tile.consumers + 1)
 
 
-def shared_bytes(spec: FlashSpec, tile: Sm90Tile) -> int:
+def shared_bytes(spec: FlashSpec, choice: Choice) -> int:
+    tile: Sm90Tile = choice.tile
     tensors = tile.rows * spec.D + tile.stages * tile.block_n * (spec.D + spec.E)
     return 2 * tensors + 16 * tile.consumers + 32 * tile.stages  # with the barriers
 
 
-def variant(spec: FlashSpec, choice: Choice, sinks: torch.dtype | None = None) -> cuda.Variant:
+def grid(spec: FlashSpec, hw: hardware.Hardware, choice: Choice) -> tuple[int, int, int]:
+    tile: Sm90Tile = choice.tile
+    tiles = tiles_per_head(spec, tile) * heads(spec, tile) * choice.splits
+    return min(tile.blocks_per_sm * hw.sm_count, tiles), 1, 1
+
+
+def variant(spec: FlashSpec, hw: hardware.Hardware, choice: Choice, sinks: torch.dtype | None = None) -> cuda.Variant:
     tile: Sm90Tile = choice.tile
     macros = {
         "HEAD_DIM": spec.D, "VALUE_DIM": spec.E, "CONSUMERS": tile.consumers, "BLOCK_N": tile.block_n,
         "STAGES": tile.stages, "BLOCKS_PER_SM": tile.blocks_per_sm, "TAKE_TURNS": int(tile.take_turns),
         "BF16": int(spec.dtype == torch.bfloat16), "LEFT": int(spec.left is not None),
         "RIGHT": int(spec.right is not None), "SOFTCAP": int(spec.softcap is not None),
-        "PACKED": int(spec.sequences is not None), "GROUPED": int(tile.pack_gqa),
-        "SPLIT": int(choice.splits > 1), "SINKS": kind(spec, sinks) if choice.splits == 1 else 0,
+        "PACKED": int(spec.sequences is not None), "PACK_GQA": int(tile.pack_gqa),
+        "SPLIT": int(choice.splits > 1), "SINKS": combine.sinks_kind(spec, sinks) if choice.splits == 1 else 0,
     }  # fmt: skip
-    return cuda.Variant("flash/cuda_sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()))
-
-
-def kind(spec: FlashSpec, sinks: torch.dtype | None) -> int:
-    return 0 if not spec.has_sinks else 1 if sinks in (None, torch.float32) else 2
-
-
-def merge_variant(spec: FlashSpec, sinks: torch.dtype | None = None) -> cuda.Variant:
-    macros = {"VALUE_DIM": spec.E, "BF16": int(spec.dtype == torch.bfloat16), "SINKS": kind(spec, sinks)}
-    return cuda.Variant("flash/cuda_merge.cu", "flash_merge_kernel", "90a", tuple(macros.items()))
+    return cuda.Variant("flash/kernels/sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 
 
 def launch_of(
@@ -81,29 +89,21 @@ def launch_of(
     if tile.pack_gqa and spec.group not in PACKABLE_GROUPS:
         raise ValueError(f"groups of {spec.group} query heads cannot share tiles, only of {PACKABLE_GROUPS}")
     hw = hardware.of(spec.device)
-    every, tiles, group = heads(spec, tile), tiles_per_head(spec, tile), max(spec.group, 1)
-    log2e = math.log2(math.e)
+    group, log2e = max(spec.group, 1), math.log2(math.e)
     factor, inner = spec.scale * log2e, 0.0
     if spec.softcap is not None:
         factor, inner = spec.softcap * log2e, spec.scale / spec.softcap
-    rest = struct.pack(
-        "3q11i2f2i", *o_strides, every, spec.H_KV if tile.pack_gqa else spec.H, group, spec.N_Q, spec.N_KV,
-        spec.left or 0, spec.right or 0, int(spec.top_left), spec.sequences or 0, tiles,
-        swizzle_heads(spec, tile, hw), factor, inner, group.bit_length() - 1, choice.splits,
-    )  # fmt: skip
-    rest += bytes(-(len(rest) + 40) % 64)  # the struct begins with maps, and so has their alignment
-    grid = (min(tile.blocks_per_sm * hw.sm_count, tiles * every * choice.splits), 1, 1)
+    constants = {
+        "o_strides": o_strides, "heads": heads(spec, tile), "h": spec.H_KV if tile.pack_gqa else spec.H, "group": group,
+        "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0, "right": spec.right or 0,
+        "top_left": int(spec.top_left), "sequences": spec.sequences or 0, "tiles": tiles_per_head(spec, tile),
+        "swizzle": swizzle_heads(spec, tile, hw), "factor": factor, "inner": inner,
+        "log_group": group.bit_length() - 1, "splits": choice.splits,
+    }  # fmt: skip
     return cuda.Launch(
-        variant(spec, choice, sinks), spec.device, grid, threads(tile), shared_bytes(spec, tile), "128s128s128s5Q",
-        rest, early=True,
+        variant(spec, hw, choice, sinks), spec.device, grid(spec, hw, choice), threads(choice),
+        shared_bytes(spec, choice), constants, early=True,
     )  # fmt: skip
-
-
-def merge_of(spec: FlashSpec, splits: int, o_strides: tuple[int, ...], sinks: torch.dtype | None = None) -> cuda.Launch:
-    rest = struct.pack("3q4i", *o_strides, spec.B * spec.H, spec.H, spec.N_Q, splits)
-    grid = (spec.N_Q, spec.H, spec.B)
-    variant = merge_variant(spec, sinks)
-    return cuda.Launch(variant, spec.device, grid, MERGE_THREADS, MERGE_BYTES, "5Q", rest, early=True)
 
 
 def workspace(spec: FlashSpec, splits: int) -> tuple[Tensor, int]:
@@ -135,9 +135,9 @@ def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callab
         work, after = workspace(spec, choice.splits)
         sums = work.data_ptr()
         launch(q_map(q), k_map(k), v_map(v), sums, sums + after, 0, 0, 0)
-        merge(sums, sums + after, o, lse, sinks)
+        combined(sums, sums + after, o, lse, sinks)
 
     if choice.splits == 1:
         return run
-    merge = merge_of(spec, choice.splits, strides(o), sinks)
+    combined = combine.launch_of(spec, choice.splits, strides(o), sinks)
     return run_split

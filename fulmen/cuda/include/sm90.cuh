@@ -1,69 +1,95 @@
-// What kernels for Hopper (sm_90a) are made of: barriers, the copy engine (TMA), products of a warpgroup (wgmma).
+// What Hopper (sm_90a) adds: mbarriers, bulk tensor copies (TMA), asynchronous products of a warpgroup (wgmma).
 //
 // A row of shared memory has 128 bytes in units of 16, unit c of row r at c ^ (r % 8), as TMA's 128-byte swizzle writes
-// and wgmma's reads it; a panel is 64 columns of 16 bits.
+// and wgmma reads it. A panel is 64 columns of 16 bits; wider matrices are several panels.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#ifndef BF16
-#define BF16 1
-#endif
-#if BF16
-#define TYPES "bf16.bf16"
-#define PAIR "bf16x2"
-#else
-#define TYPES "f16.f16"
-#define PAIR "f16x2"
-#endif
-
-struct alignas(64) TensorMap { u64 opaque[16]; };
+#include "cuda/include/convert.cuh"
 
 // ------------------------------------------------------------------------------------------------- barriers
 
-__device__ __forceinline__ void init(u32 barrier, int count) {
+__device__ __forceinline__ void mbarrier_init(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void arrive(u32 barrier) {
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// At the same place in block `rank` of this cluster. (Without .release.cluster, which costs a fence of the whole GPU: what
-// is handed back was read by what is over.)
-__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+// On the same barrier of block `rank` of the cluster. Without .release.cluster, which costs a fence of the whole GPU: the
+// reads that free a stage are complete when the warp arrives.
+__device__ __forceinline__ void mbarrier_arrive_at(u32 barrier, int rank) {
     asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [there];}" :: "r"(barrier), "r"(rank) : "memory");
 }
 
-// All threads of all blocks of the cluster. (What one wrote is not yet for the others to see: that, too, would take the
-// fence; barriers have their own.)
-__device__ __forceinline__ void meet_cluster() {
+// All threads of all blocks of the cluster. Relaxed: it makes no writes visible, and mbarriers need no such fence.
+__device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+// Arrives, and makes the phase wait for so many bytes of TMA.
+__device__ __forceinline__ void mbarrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Until the phase of this parity is over; the phase before the first has parity 1.
-__device__ __forceinline__ void await(u32 barrier, int parity) {
+// Waits until the phase of this parity is complete; the phase before the first has parity 1.
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, int parity) {
     asm volatile("{.reg .pred done;\n"
                  "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory"); }
+// A stage of a ring buffer, and the parity of the phase in which it is filled.
+template <int COUNT>
+struct PipelineState {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == COUNT) stage = 0, parity ^= 1;
+    }
+};
+
+// Named barriers: 0 is __syncthreads.
+template <int THREADS>
+__device__ __forceinline__ void named_barrier_sync(int id) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(THREADS) : "memory");
+}
+
+template <int THREADS>
+__device__ __forceinline__ void named_barrier_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "n"(THREADS) : "memory");
+}
+
+// What this thread wrote to shared memory becomes visible to TMA and wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void load_box(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
+// After mbarrier_init, before any other thread or TMA uses the barriers.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_async();
+}
+
+// One unit of 16 bytes.
+__device__ __forceinline__ void store_zeros(u32 to) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0) : "memory");
+}
+
+// A warpgroup gives registers away, or takes what others gave: so many a thread are left, or are had.
+template <int COUNT>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+
+// ------------------------------------------------------------------------------------------------------ TMA
+
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// To the same place in each block of the cluster that `blocks` has a bit for, and to its barrier.
-__device__ __forceinline__ void load_box_for(
+// To the same address in each block of the cluster that `blocks` has a bit for, and to its barrier.
+__device__ __forceinline__ void tma_load_multicast(
     u32 blocks, u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w
 ) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -72,23 +98,25 @@ __device__ __forceinline__ void load_box_for(
                  : "memory");
 }
 
-__device__ __forceinline__ void store_box(u32 from, const TensorMap &map, int x, int y, int z, int w) {
+__device__ __forceinline__ void tma_store(u32 from, const TensorMap &map, int x, int y, int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];"
                  :: "r"(from), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-__device__ __forceinline__ void close_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 template <int PENDING>
-__device__ __forceinline__ void await_stores_read() {
+__device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
 }
 
-// ------------------------------------------------------------------------------------------------- products
+// ---------------------------------------------------------------------------------------------------- wgmma
 
-// A kernel makes those it needs of FROM_SHARED and FROM_REGISTERS: d = a b, or d += a b, of 64 rows and N columns, from
-// operands in shared memory, each with its rows or, TRANSPOSED, its columns along the sum, or with a in registers.
-
+#if BF16
+#define TYPES "bf16.bf16"
+#else
+#define TYPES "f16.f16"
+#endif
 #define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -107,36 +135,70 @@ __device__ __forceinline__ void await_stores_read() {
 #define D_80 D_64, D8(64), D8(72)
 #define D_88 D_80, D8(80)
 #define D_128 D_88, D8(88), D8(96), D8(104), D8(112), D8(120)
-#define FROM_SHARED(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
+// d = a b, or d += a b, of 64 rows and N columns: both operands in shared memory, TRANSPOSED if the sum goes over their
+// rows, or a in registers.
+#define WGMMA_SHARED(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
     __device__ __forceinline__ void NAME(float (&d)[REGS], u64 a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
                      A ", " B ", add, 1, 1, " TRANSPOSED ";}" \
                      : D_##REGS : "l"(a), "l"(b), "r"(add)); \
     }
-#define FROM_REGISTERS(REGS, N, A, B, ADD) \
-    __device__ __forceinline__ void multiply(float (&d)[REGS], u32 *a, u64 b, int add) { \
+#define WGMMA_REGISTERS(REGS, N, A, B, ADD) \
+    __device__ __forceinline__ void wgmma(float (&d)[REGS], u32 *a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
                      "{" A "}, " B ", add, 1, 1, 1;}" \
                      : D_##REGS, "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : "l"(b), "r"(add)); \
     }
 
+WGMMA_SHARED(wgmma, 32, 64, "%32", "%33", "%34", "0, 0")
+WGMMA_SHARED(wgmma, 40, 80, "%40", "%41", "%42", "0, 0")
+WGMMA_SHARED(wgmma, 64, 128, "%64", "%65", "%66", "0, 0")
+WGMMA_SHARED(wgmma, 80, 160, "%80", "%81", "%82", "0, 0")
+WGMMA_SHARED(wgmma, 88, 176, "%88", "%89", "%90", "0, 0")
+WGMMA_SHARED(wgmma_transposed, 32, 64, "%32", "%33", "%34", "1, 1")
+WGMMA_SHARED(wgmma_transposed, 64, 128, "%64", "%65", "%66", "1, 1")
+WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
+WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
+WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133")
+
 // Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
-// over its rows, panels of 64 columns `panel` bytes apart. (Above an address's 18 bits is the block's rank in its cluster.)
-__device__ __forceinline__ u64 operand(u32 address, int panel) {
+// over its rows, panels `panel` bytes apart. (Above an address's 18 bits is the block's rank in its cluster.)
+__device__ __forceinline__ u64 descriptor(u32 address, int panel) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)(panel >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
-__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <int PENDING>
-__device__ __forceinline__ void finish() {
+__device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 
-// Registers that a product under way reads or writes: nothing about them moves across this.
+constexpr int PANEL = 64 * 128;         // bytes of 64 rows of a panel
+
+// Starts y = x z^T over D columns, of 64 rows of x and ROWS rows of z.
+template <int D, int ROWS, int COUNT>
+__device__ __forceinline__ void start_over_columns(float (&y)[COUNT], u32 x, u32 z) {
+    const u64 a = descriptor(x, 16), b = descriptor(z, 16);
+#pragma unroll
+    for (int d = 0; d < D / 16; d++)
+        wgmma(y, a + (d / 4 * PANEL + d % 4 * 32) / 16, b + (d / 4 * ROWS * 128 + d % 4 * 32) / 16, d > 0);
+    wgmma_commit();
+}
+
+// Starts y = x z, or y += x z, over the ROWS rows of z, with x in registers.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[ROWS / 4], u32 z, bool add) {
+    const u64 b = descriptor(z, ROWS * 128);
+#pragma unroll
+    for (int j = 0; j < ROWS / 16; j++) wgmma(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
+    wgmma_commit();
+}
+
+// Registers that a running product reads or writes: the compiler moves no use of them across this.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&x)[COUNT]) {
 #pragma unroll
@@ -149,63 +211,27 @@ __device__ __forceinline__ void pin(u32 (&x)[COUNT]) {
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(x[i]) :: "memory");
 }
 
-// A use of registers after the product that reads them. Without one they are free for the assembler as soon as the
-// product was started, and what is computed meanwhile may be put there: tests/sass.py looks for that. The product names
-// them as changed, so that these very registers are meant. `zero` is 0, which only we know.
-__device__ __forceinline__ void hold(const u32 (&x)[16], int zero) {
+// A use of registers after the product that reads them. Without one the assembler frees them as soon as the product has
+// started, and may put other values there: tests/sass.py looks for that. The product names them as changed, so that
+// these very registers are meant. `zero` is 0, which the compiler does not know.
+__device__ __forceinline__ void keep_alive(const u32 (&x)[16], int zero) {
     u32 all = 0;
 #pragma unroll
     for (int i = 0; i < 16; i++) all ^= x[i];
     asm volatile("{.reg .pred never; setp.eq.u32 never, %0, %1; @never trap;}" :: "r"(all | 1), "r"(zero) : "memory");
 }
 
-// -------------------------------------------------------------------------------------------------- numbers
-
-__device__ __forceinline__ float exp2_(float x) {
-    float y;
-    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 x;
-    asm volatile("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-}
-
-__device__ __forceinline__ float low(u32 x) { return __int_as_float(x << 16); }
-__device__ __forceinline__ float high(u32 x) { return __int_as_float(x & 0xffff0000u); }
-
-// The sink of a head in base 2; kind 1: fp32, 2: as q.
-__device__ __forceinline__ float sink_of(const char *sinks, int h, int kind) {
-    if (kind == 1) return reinterpret_cast<const float *>(sinks)[h] * 1.4426950408889634f;
-    const unsigned short bits = reinterpret_cast<const unsigned short *>(sinks)[h];
-    float x = __int_as_float((u32)bits << 16);
-    if (!BF16) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x * 1.4426950408889634f;
-}
-
-// x * (hi + lo), rounded once: hi and lo are a factor in twice the digits of bf16.
-__device__ __forceinline__ u32 times(u32 x, u32 hi, u32 lo) {
-    u32 y;
-    asm("{.reg .b32 rest; mul.rn.bf16x2 rest, %1, %3; fma.rn.bf16x2 %0, %1, %2, rest;}"
-        : "=r"(y) : "r"(x), "r"(hi), "r"(lo));
-    return y;
-}
-
 // -------------------------------------------------------------------------------------------------- matrices
 
-constexpr int PANEL = 64 * 128;         // bytes of 64 rows of 64 columns
-
 // Unit `unit` of row `row`.
-__device__ __forceinline__ u32 place(u32 base, int row, int unit) {
+__device__ __forceinline__ u32 swizzled(u32 base, int row, int unit) {
     return base + unit / 8 * PANEL + row * 128 + ((unit % 8 ^ row % 8) << 4);
 }
 
 // The registers of an A operand x^T, 64 x 64: columns 16 warp to 16 warp + 16 of a panel x, rows as they come.
 __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row, int warp) {
     const int lane = threadIdx.x % 32, matrix = lane / 8;
-    u32 from = place(panel, row + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
+    u32 from = swizzled(panel, row + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
@@ -230,7 +256,7 @@ __device__ __forceinline__ void store_rows(const float (&x)[COUNT], u32 to, int 
     const int lane = threadIdx.x % 32, matrix = lane / 8, row = 16 * warp + matrix % 2 * 8 + lane % 8;
 #pragma unroll
     for (int j = 0; j < COUNT / 4; j += 2) {
-        u32 at = place(to, row, j + matrix / 2);
+        u32 at = swizzled(to, row, j + matrix / 2);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                      :: "r"(at), "r"(pack(x[4 * j], x[4 * j + 1])), "r"(pack(x[4 * j + 2], x[4 * j + 3])),
                         "r"(pack(x[4 * j + 4], x[4 * j + 5])), "r"(pack(x[4 * j + 6], x[4 * j + 7])) : "memory");

@@ -1,0 +1,13 @@
+// Which tile a block takes, and when it may begin.
+
+// Longest-processing-time first (LPT): under a causal mask the last rows see the most keys, so the last tile comes first.
+template <bool LPT>
+__device__ __forceinline__ int tile_of_grid() { return LPT ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
+
+// A block starts while the launch ahead of it in the stream still runs, and waits here before it reads memory.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -1,0 +1,183 @@
+"""The launch of sweep.cu: up to three sweeps of lightning attention over chunks of rows, on Hopper."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fulmen import cuda
+from fulmen.lightning.policy import SAVED_ROWS, SweepTile
+from fulmen.lightning.spec import LightningSpec, Residuals
+from fulmen.lightning.triton import Segments
+
+CHUNK = 64
+Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
+
+
+class Sweep(NamedTuple):
+    """One of f's uses: which tensors are a, b, c and out, and what is particular about its states."""
+
+    a: int
+    b: int
+    c: int
+    out: int
+    reverse: bool = False
+    swapped: bool = False
+
+
+SWEEPS = {
+    "o": Sweep(Q, K, V, OUT),
+    "dq": Sweep(DO, V, K, OUT, swapped=True),
+    "dk": Sweep(V, DO, Q, DK, reverse=True, swapped=True),
+    "dv": Sweep(K, Q, DO, DV, reverse=True),
+    "state": Sweep(K, K, V, OUT),
+    "dstate": Sweep(Q, Q, DO, OUT, reverse=True),
+}
+SWEEP = cuda.Struct(
+    "Sweep",
+    ("out", "char *"),  # for chunks that are not written whole
+    ("out_b", "long long"), ("out_h", "long long"), ("out_n", "long long"),  # strides in bytes
+    ("enters", "float *"), ("leaves", "float *"),  # states, or null: of segments, where sequences are cut
+    ("first_enters", "float *"), ("first_leaves", "float *"),  # of the sequences before those that are cut
+    ("enters_times", "float"), ("leaves_times", "float"),
+    ("a", "int"), ("b", "int"), ("c", "int"), ("to", "int"),  # which maps
+    ("reverse", "int"),  # walks right to left
+    ("swapped", "int"),  # stores its states [V, K]
+    ("saved", "int"),  # begins groups of chunks from saved states
+    align=16,
+)  # fmt: skip
+ARGUMENTS = cuda.Struct(
+    "Args",
+    ("map", "TensorMap", 8),  # (D, N, heads, B), boxes of 64 columns and 64 rows; the last: (D, E, slots, heads)
+    ("sweep", SWEEP, 3),
+    ("decay", "const float *"), ("cu", "const int *"), ("pieces", "const int *"),
+    ("h", "int"), ("n", "int"), ("segment", "int"), ("segments", "int"), ("sweeps", "int"), ("scale", "float"),
+    ("not_last", "int"),  # of the last segment of a sequence, nothing is read
+    ("zero", "int"),  # 0, which the compiler does not know
+    ("whole", "int"), ("start", "int"),  # (sequence, head) before `whole` are not cut; where this launch begins
+)  # fmt: skip
+NO_MAP = bytes(128)
+
+
+def threads(tile: SweepTile) -> int:
+    return 128 * (2 + tile.outs)
+
+
+def shared_bytes(spec: LightningSpec, tile: SweepTile) -> int:
+    """The ring, states on their way, outputs on theirs, barriers."""
+    panel, panels = 64 * 128, spec.D // 64
+    if not tile.outs:
+        return tile.stages * ((panels + 1) * panel + 16) + 64
+    states = (3 if tile.save == 2 else 2) * panels
+    return tile.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * tile.outs) * panel + 64
+
+
+def variant(spec: LightningSpec, tile: SweepTile) -> cuda.Variant:
+    macros = {
+        "HEAD_DIM": spec.D, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
+        "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": tile.save,
+        "SHARE": int(tile.share),
+    }  # fmt: skip
+    return cuda.Variant("lightning/kernels/sweep.cu", "lightning_sweep_kernel", "90a", tuple(macros.items()), ARGUMENTS)
+
+
+def launch_of(var: cuda.Variant, device: torch.device, blocks: int, threads: int, shared: int) -> cuda.Launch:
+    return cuda.Launch(var, device, (blocks, 1, 1), threads, shared, {}, early=True)
+
+
+class States(NamedTuple):
+    """As in triton.py: fp32 states that enter and leave the rows a block walks, and their gradients."""
+
+    initial: Tensor | None = None
+    final: Tensor | None = None
+    dfinal: Tensor | None = None
+    dinitial: Tensor | None = None
+
+
+NO_STATES = States()
+
+# What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
+# nothing is), states of what is not cut, then decay, cu_seqlens and pieces. 0 is none.
+Addresses = tuple[int, ...]
+INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
+NOT_CUT = 4  # from a state to that of what is not cut
+DECAY = 16
+AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
+    "o": (INITIAL, FINAL),
+    "dq": (INITIAL, None),
+    "dk": (DFINAL, None),
+    "dv": (DFINAL, DINITIAL),
+    "state": (None, FINAL),
+    "dstate": (None, DINITIAL),
+}
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def addresses(
+    x: Residuals, tensors: dict[int, Tensor], states: States, not_cut: States = NO_STATES, pieces: Tensor | None = None
+) -> Addresses:
+    at = [address(tensors.get(i)) for i in range(8)]
+    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, pieces))
+
+
+def pieces(spec: LightningSpec, cut: Segments) -> int:
+    """Of packed sequences as many as there can be."""
+    heads = (1 if cut.pieces is not None else spec.states) * spec.H
+    return cut.whole + (heads - cut.whole) * cut.number
+
+
+class SweepLaunch:
+    """One launch of the sweeps called `names`, for tensors of the same shapes and strides: a function of addresses.
+
+    tensors   what the sweeps read and write, by their places among the maps
+    only_cut  leaves out what is not cut
+    not_last  leaves out the last segment of a sequence
+    """
+
+    def __init__(
+        self,
+        spec: LightningSpec,
+        tile: SweepTile,
+        names: tuple[str, ...],
+        tensors: dict[int, Tensor],
+        cut: Segments,
+        only_cut: bool = False,
+        not_last: bool = False,
+    ) -> None:
+        self.maps = [(i, cuda.tensor_maps(t, 64)) for i, t in tensors.items()]
+        self.pointers: list[tuple[int, int]] = []  # places among the values and among the addresses
+        values: list[float | bytes] = [NO_MAP] * 8
+        for name in names:
+            sweep, out, at = SWEEPS[name], tensors.get(SWEEPS[name].out), len(values)
+            times = spec.scale if sweep.reverse else 1.0
+            strides = (0, 0, 0) if out is None else tuple(out.element_size() * step for step in out.stride()[:3])
+            values += [0, *strides, 0, 0, 0, 0, 1 / times, times]
+            values += [sweep.a, sweep.b, sweep.c, sweep.out, sweep.reverse, sweep.swapped]
+            values += [name == "dq" and SAVED in tensors]
+            self.pointers += [(at, sweep.out)] if out is not None else []
+            for i, state in enumerate(AROUND[name], at + 4):
+                self.pointers += [(i, state), (i + 2, state + NOT_CUT)] if state is not None else []
+        values += (3 - len(names)) * [0] * len(SWEEP.fields)
+        self.pointers += [(len(values) + i, DECAY + i) for i in range(3)]
+        skipped = cut.whole if only_cut else 0
+        segments = spec.states if cut.pieces is not None else cut.number
+        values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, len(names), spec.scale, not_last, 0, cut.whole, skipped]
+        blocks = (pieces(spec, cut) - skipped) * len(names) * (spec.D // 64)
+        self.values = values
+        self.launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
+
+    def __call__(self, at: Addresses) -> None:
+        self.launch.at(at, self.arguments)
+
+    def arguments(self, at: Addresses) -> list[float | bytes]:
+        values = self.values.copy()
+        for i, maps in self.maps:
+            values[i] = maps(at[i])
+        for i, place in self.pointers:
+            values[i] = at[place]
+        return values
