@@ -127,7 +127,7 @@ def _preview(selection: Any, console: Any) -> None:
 
 def _measure(selection: Any, out: Path, resume: bool, base: str | None, console: Any) -> None:
     from fulmen.bench import comparing, runner, schema
-    from fulmen.bench.base import Base
+    from fulmen.bench.base import started
     from fulmen.bench.screen import Screen
 
     other = out.with_suffix(".base.jsonl")
@@ -136,7 +136,7 @@ def _measure(selection: Any, out: Path, resume: bool, base: str | None, console:
             fail(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
         selection = replace(selection, seed=1 if selection.seed is None else selection.seed)  # equal inputs for both
     with Screen(console) as screen, ExitStack() as stack:
-        process = None if base is None else stack.enter_context(Base(base, selection, other))
+        process = None if base is None else stack.enter_context(started(base, selection, other))
         runner.run(selection, out, resume=resume, monitor=screen, other=process)
     console.print(f"results: {out}")
     if base is None:

@@ -330,30 +330,26 @@ def _gpu(name: str) -> Gpu | None:
     return next((g for g in GPUS if re.search(g.pattern, text)), None)
 
 
-class Rate(NamedTuple):
-    """FLOP per clock and SM: what no kernel exceeds, and what one that keeps the precision of its name reaches."""
+def rate(arch: int, dtype: str, geforce: bool = False) -> tuple[float, float] | None:
+    """FLOP per clock and SM: (what no kernel exceeds, what one that keeps the precision of its name reaches).
 
-    hard: float
-    rated: float
-
-
-def rate(arch: int, dtype: str, geforce: bool = False) -> Rate | None:
-    """`hard` allows fp16 accumulation where that is faster, and TF32 for fp32; None for an unknown architecture."""
+    The first allows fp16 accumulation where that is faster, and TF32 for fp32. None: not known.
+    """
     if arch not in TENSOR:
         return None
     full = TENSOR[arch]
     tensor = GEFORCE.get(arch, full) if geforce else full
     if dtype == "fp16":
-        return Rate(full, tensor)
+        return full, tensor
     if dtype == "bf16":
-        return Rate(tensor, tensor) if arch >= 80 else None
+        return (tensor, tensor) if arch >= 80 else None
     if dtype == "fp8":
-        return Rate(2 * full, 2 * tensor) if arch >= 89 else None
+        return (2 * full, 2 * tensor) if arch >= 89 else None
     shader = SHADER.get(arch, 256)
     if dtype in ("tf32", "fp32"):
         tf32 = max(tensor / 2, shader) if arch >= 80 else shader
-        return Rate(tf32, tf32 if dtype == "tf32" else shader)
-    return Rate(FP64.get(arch, 4), FP64.get(arch, 4)) if dtype == "fp64" else None
+        return tf32, tf32 if dtype == "tf32" else shader
+    return (FP64.get(arch, 4), FP64.get(arch, 4)) if dtype == "fp64" else None
 
 
 class Ceilings(NamedTuple):
@@ -368,14 +364,14 @@ class Ceilings(NamedTuple):
 def of_gpu(sheet: Gpu, dtype: str) -> Ceilings:
     """The ceilings of a GPU of which only the name is known."""
     per_clock = rate(sheet.arch, dtype, geforce=sheet.tensor == GEFORCE.get(sheet.arch))
-    hard = rated = None
-    if per_clock is not None:
-        hard = sheet.sms * per_clock.hard * sheet.max_mhz * 1e6
-        rated = sheet.sms * per_clock.rated * sheet.boost_mhz * 1e6
-    return Ceilings(hard, rated, sheet.gb_s * 1e9, sheet.l2_mb * 2**20)
+    found = Ceilings(bytes_hard=sheet.gb_s * 1e9, l2_bytes=sheet.l2_mb * 2**20)
+    if per_clock is None:
+        return found
+    hard, rated = (sheet.sms * 1e6 * each for each in per_clock)
+    return found._replace(flops_hard=hard * sheet.max_mhz, flops_rated=rated * sheet.boost_mhz)
 
 
 def of_device(arch: int, sm_count: int, clock_max_mhz: float, name: str, dtype: str) -> float | None:
     """FLOP/s that a device at hand cannot pass: from what it says of itself and never from a table of names."""
     per_clock = rate(arch, dtype, geforce="geforce" in name.lower())
-    return None if per_clock is None else sm_count * per_clock.hard * clock_max_mhz * 1e6
+    return None if per_clock is None else sm_count * per_clock[0] * clock_max_mhz * 1e6

@@ -121,16 +121,13 @@ class Job(NamedTuple):
     backend: str
     fully: bool
 
-    def bucket(self) -> str:
-        """Jobs of one bucket share most of their kernels, so one process does them."""
-        rest = {k: v for k, v in self.case.items() if k not in ("B", "H", "H_KV", "N")}
-        group = self.case["H"] // self.case["H_KV"]
-        return repr((self.op, sorted(rest.items(), key=str), group, self.case["N"] % 16 == 0, self.backend, self.fully))
 
+def jobs_of(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hardware) -> list[list[Job]]:
+    """What some of our backends need for lines: the kernels of the timed shapes and of the gate's.
 
-def jobs_of(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hardware) -> list[Job]:
-    """What some of our backends need for lines: the kernels of the timed shapes and of the gate's."""
-    found: dict[str, Job] = {}
+    Jobs of one list share most of their kernels, so one process does them.
+    """
+    alike: dict[str, dict[str, Job]] = {}
     for line, backends in plans:
         op, small = adapters.backends_of(line.op), adapters.of(line.op).small_case(line.case)
         for name in backends:
@@ -139,9 +136,11 @@ def jobs_of(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hardware) 
                 name = dispatch.policy(op).choose(spec, hw).backend
             if name.startswith(("triton", "cuda")):
                 fully = [(small, True)] if adapters.of(line.op).attend_fully(name) else []
-                jobs = [Job(line.op, case, name, whole) for case, whole in [(line.case, False), (small, False), *fully]]
-                found |= {repr(job): job for job in jobs}
-    return list(found.values())
+                for case, whole in [(line.case, False), (small, False), *fully]:
+                    sizes = {"B": 0, "H": case["H"] // case["H_KV"], "H_KV": 0, "N": case["N"] % 16 == 0}
+                    job = Job(line.op, case, name, whole)
+                    alike.setdefault(repr(job._replace(case=case | sizes)), {})[repr(job)] = job
+    return [list(jobs.values()) for jobs in alike.values()]
 
 
 def compile_jobs(jobs: Sequence[Job], hw: hardware.Hardware) -> int:
@@ -173,15 +172,12 @@ def compile_ahead(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hard
 
     Called before backends are asked whether they serve a case, since `cuda` compiles to answer.
     """
-    buckets: dict[str, list[Job]] = {}
-    for job in jobs_of(plans, hw):
-        buckets.setdefault(job.bucket(), []).append(job)
-    count = min(workers(), len(buckets))
-    if count < 2:
+    jobs = jobs_of(plans, hw)
+    if workers() < 2 or len(jobs) < 2:
         return 0
-    pool = new_pool(count)
+    pool = new_pool(min(workers(), len(jobs)))
     try:
-        return sum(pool.map(compile_jobs, buckets.values(), [hw] * len(buckets)))
+        return sum(pool.map(compile_jobs, jobs, [hw] * len(jobs)))
     except (OSError, RuntimeError):  # no processes to be had: the run compiles for itself
         return 0
     finally:

@@ -145,9 +145,7 @@ def parse(line: str, where: str) -> Run | Cell:
         raise BadResults(f"{where}: kind {values.get('kind')!r}, must be 'run' or 'cell'")
     known = {f.name for f in dataclasses.fields(kind)}
     try:
-        record = kind(
-            **{name: value for name, value in values.items() if name in known}
-        )  # a newer version may add some
+        record = kind(**{name: value for name, value in values.items() if name in known})  # a newer one may add some
     except TypeError as error:
         raise BadResults(f"{where}: {error}") from None
     check(record, where)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,9 +139,14 @@ def test_what_a_run_compiles_before_it_measures() -> None:
 
     line = runner.lines_of(runner.Selection(("lightning",)), CPU)[0]
     jobs = kernels.jobs_of([(line, ["triton", "eager"])], hardware.TARGETS[90])
-    assert [(job.backend, job.case["N"], job.fully) for job in jobs] == [
-        ("triton", 1024, False), ("triton", 333, False), ("triton", 333, True),
+    assert [[(job.backend, job.case["N"], job.fully) for job in alike] for alike in jobs] == [
+        [("triton", 1024, False)], [("triton", 333, False)], [("triton", 333, True)],
     ]  # fmt: skip
-    assert len({job.bucket() for job in jobs}) == 3
+    longer = replace(line, case=line.case | {"N": 2048})
+    assert list(map(len, kernels.jobs_of([(line, ["triton"]), (longer, ["triton"])], hardware.TARGETS[90]))) == [
+        2,
+        1,
+        1,
+    ]
     auto = kernels.jobs_of([(line, ["auto"])], hardware.TARGETS[90])
-    assert {job.backend for job in auto} == {"cuda"}
+    assert {job.backend for alike in auto for job in alike} == {"cuda"}

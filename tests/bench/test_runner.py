@@ -428,7 +428,7 @@ HOPPER = hardware.TARGETS[90]
 
 def jobs_of(suite: str) -> list[kernels.Job]:
     lines = runner.lines_of(Selection((suite,)), torch.device("cuda"))
-    return kernels.jobs_of([(line, ["cuda"]) for line in lines], HOPPER)
+    return [job for jobs in kernels.jobs_of([(line, ["cuda"]) for line in lines], HOPPER) for job in jobs]
 
 
 def test_kernels_in_cuda_are_found_before_anybody_is_asked() -> None:
