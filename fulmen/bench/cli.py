@@ -136,7 +136,10 @@ def _measure(selection: Any, out: Path, resume: bool, base: str | None, console:
             fail(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
         selection = replace(selection, seed=1 if selection.seed is None else selection.seed)  # equal inputs for both
     with Screen(console) as screen, ExitStack() as stack:
-        process = None if base is None else stack.enter_context(started(base, selection, other))
+        process = None
+        if base is not None:
+            screen.say(f"checking out {base}")
+            process = stack.enter_context(started(base, selection, other))
         runner.run(selection, out, resume=resume, monitor=screen, other=process)
     console.print(f"results: {out}")
     if base is None:
@@ -181,15 +184,12 @@ def list_() -> None:
 @click.option("--way", "ways", multiple=True, help="lightning, ring, zigzag or ulysses; repeat for several.")
 @click.option("--ranks", default="1,2", show_default=True, help="Numbers of ranks, one among them.")
 @click.option("--tokens", default="4096,16384", show_default=True, help="Lengths of the whole sequence.")
-@click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="H; B is 1.")
-@click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, help="D.")
+@click.option("--heads", "H", type=click.IntRange(1), default=8, show_default=True, help="H; B is 1.")
+@click.option("--head-dim", "D", type=click.IntRange(1), default=64, show_default=True, help="D.")
 @click.option("--samples", type=click.IntRange(1), default=15, show_default=True, help="Calls of each, in turns.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]), help="gloo, a thread a rank; or NCCL.")
 @click.option("--out", type=FILE, help="Results, JSON lines.")
-def scaling(
-    ways: tuple[str, ...], ranks: str, tokens: str, heads: int, head_dim: int, samples: int, device: str,
-    out: Path | None,
-) -> None:  # fmt: skip
+def scaling(ways: tuple[str, ...], ranks: str, tokens: str, device: str, out: Path | None, **sizes: int) -> None:
     """One sequence on several ranks, forward and backward: time, bytes moved, speedup and efficiency."""
     from rich.console import Console
 
@@ -201,7 +201,7 @@ def scaling(
     except ValueError:
         fail(f"--ranks {ranks} --tokens {tokens}: must be numbers separated by commas")
     dtype = "float32" if device == "cpu" else "bfloat16"
-    selection = Scaling(ways or Scaling.ways, counts, lengths, 1, heads, head_dim, samples, device, dtype)
+    selection = Scaling(ways or Scaling.ways, counts, lengths, 1, device=device, dtype=dtype, **sizes)
     out = out or runner.default_out(("scaling",))
     try:
         rows = measure(selection, out)

@@ -204,15 +204,16 @@ class Group:
         except KeyboardInterrupt:
             raise
         except BaseException as raised:
-            error = raised
+            error = raised.with_traceback(None)  # whose frames hold tensors
         if patched := timing.restore_clocks():
             error = Wrong(patched)
         if error is None:
             return
-        passes = {cell.pass_ for cell in cells}
-        for cell in self.cells:
-            twin = isinstance(error, Wrong) and cell.competitor == competitor.name and cell.pass_ in passes
-            if any(cell is other for other in cells) or (twin and cell.status == "ok"):  # what is wrong cold is so hot
+        if isinstance(error, Wrong):  # what is wrong cold is wrong hot
+            passes = {cell.pass_ for cell in cells}
+            cells = [c for c in self.cells if c.competitor == competitor.name and c.pass_ in passes]
+        for cell in cells:
+            if cell.status == "ok":
                 fail(cell, error)
         self.tasks = [task for task in self.tasks if task.cell.status == "ok"]
 

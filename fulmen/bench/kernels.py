@@ -65,7 +65,7 @@ def recording(hw: hardware.Hardware) -> Iterator[list[Any]]:
     with contextlib.ExitStack() as replaced:
         for owner, name, value in (
             (hardware, "of", lambda device: hw), (KernelInterface, "__getitem__", of_triton),
-            (dispatch, "choose", lambda op, spec, backend: choose(op, spec._replace(device=gpu), backend)),
+            (dispatch, "choose", lambda op, spec, backend="auto": choose(op, spec._replace(device=gpu), backend)),
             (cuda, "problem", lambda *_: None), (cuda.TensorMaps, "__call__", lambda *_: b""),
             (cuda.Launch, "__init__", of_cuda), (cuda.Launch, "__call__", lambda launch, *_: seen.append(launch)),
             (cuda.Launch, "at", lambda launch, *_: seen.append(launch)),

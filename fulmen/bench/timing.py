@@ -261,18 +261,16 @@ def _abandon(device: torch.device, pool: Any) -> None:
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-class Ran(NamedTuple):
-    """What the device ran for one call, by torch's profiler: kernels by name, in order, and how long they took, without
-    the gaps between them; nothing on a CPU or where it cannot say."""
-
-    names: list[str]
-    ms: float | None
+Ran = tuple[list[str], float | None]  # kernels by name, in order, and how long they took without the gaps between them
 
 
 def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> Ran:
-    """Two spacers stand around each call, so that it can be told from what empties the cache."""
+    """What the device ran for one call, by torch's profiler; nothing on a CPU or where it cannot say.
+
+    Two spacers stand around each call, so that it can be told from what empties the cache.
+    """
     if not timer.cuda:
-        return Ran([], None)
+        return [], None
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -287,9 +285,9 @@ def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) ->
                 del result
         events = [e for e in seen.events() or [] if e.device_type.name == "CUDA"]
     except RuntimeError:  # another profiler holds the counters
-        return Ran([], None)
-    found = [(e.name, e.time_range.elapsed_us()) for e in sorted(events, key=lambda e: e.time_range.start)]
-    return between_spacers(found)
+        return [], None
+    events.sort(key=lambda e: e.time_range.start)
+    return between_spacers([(e.name, e.time_range.elapsed_us()) for e in events])
 
 
 def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
@@ -299,14 +297,13 @@ def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
     for name, us in kernels:
         if SPACER in name:
             spacers += 1
-            if spacers % 2:
-                calls.append([])
+            calls += [[]] if spacers % 2 else []
         elif spacers % 2:
             calls[-1].append((name, us))
     if spacers % 2 or not calls or not all(calls):  # it lost some: of such a profile nothing is certain
-        return Ran([], None)
+        return [], None
     times = [sum(us for _, us in call) / 1e3 for call in calls]
-    return Ran([name for name, _ in calls[-1]], median(times[1:] or times))
+    return [name for name, _ in calls[-1]], median(times[1:] or times)
 
 
 # ---------------------------------------------------------------------------------------- statistics

@@ -7,6 +7,7 @@ of the tiles in use before it is timed. `seconds` bounds the whole: what was not
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -210,7 +211,7 @@ def candidates(job: Job, configs: Sequence[Tiles], machine: Machine, until: floa
         wanted = wanted or [x.clone() for x in bound.results]
         both = zip(bound.results, wanted, strict=True)
         if max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in both) < SAME:
-            found.append(Candidate(config, lambda launches=launches: run(launches), config == configs[0]))
+            found.append(Candidate(config, functools.partial(run, launches), config == configs[0]))
     if not found:
         raise CannotTune(f"the tiles in use of {job.op} {job.pass_} do not give finite results at this shape")
     return found
