@@ -28,7 +28,7 @@ MAX_RECENT = 8
 GUARDED = (Tensor, torch.nn.Parameter)  # exact types
 
 _grad_enabled = torch.is_grad_enabled
-_autocast_enabled = torch._C._is_any_autocast_enabled
+_deterministic = torch.are_deterministic_algorithms_enabled
 _plans: dict[Hashable, Plan] = {}
 _recent: dict[Hashable, tuple[tuple[Guard, Plan], ...]] = {}
 
@@ -119,10 +119,14 @@ def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
     for t in tensors:
         if t.__class__ not in GUARDED or t.is_nested:  # guards must not be asked about nested tensors
             return None
-    if not _autocast_enabled():  # guards do not see the autocast dtype
-        for guard, plan in _recent.get((options, _grad_enabled(), deterministic()), ()):
-            if guard(*tensors) and _aligned(tensors):
-                return plan
+    for guard, plan in _recent.get((options, _grad_enabled(), _deterministic() and deterministic()), ()):
+        if guard(*tensors):
+            address = 0
+            for t in tensors:
+                address |= t.data_ptr()
+            if address & 15:
+                break
+            return plan
     if not _plannable(tensors):
         return None
     known = _plans.get(_key(options, tensors))
@@ -172,8 +176,10 @@ def _key(options: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
 
 
 def _remember(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> None:
-    """Puts the plan in front of those with its options and modes of autograd."""
-    if not _autocast_enabled() and _aligned(tensors) and (guard := _guard(tensors)) is not None:
+    """Puts the plan in front of those with its options and modes of autograd; guards do not see the autocast dtype."""
+    if torch._C._is_any_autocast_enabled() or not _aligned(tensors):
+        return
+    if (guard := _guard(tensors)) is not None:
         options = (options, _grad_enabled(), deterministic())
         _recent[options] = ((guard, plan), *_recent.get(options, ()))[:MAX_RECENT]
 
