@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import allocator
 from fulmen.dispatch import Choice, register
 from fulmen.flash import sdpa, triton
 from fulmen.flash.kernels import combine, single_tile, sm90, small
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
+from fulmen.plans import allocator
 
 KERNELS: dict[str, Any] = {"sm90": sm90, "small": small, "single_tile": single_tile}
 
