@@ -23,7 +23,6 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
-_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch.compile's
 
 # --------------------------------------------------------------------------------------------- checks
 
@@ -197,57 +196,6 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if not (kind is Tensor or x is None or kind is torch.nn.Parameter):
             return False
     return True
-
-
-def no_modes_active() -> bool:
-    """Whether no compiler, dispatch mode or forward mode is at work, whatever the tensors are."""
-    return not (torch.compiler.is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0)
-
-
-def tensor_guard(*tensors: Tensor) -> Callable[..., bool] | None:
-    """A guard of torch.compile's: one C++ call that says whether other tensors are like these.
-
-    It compares type, dtype, device, sizes, strides, requires_grad, the negative bit and active dispatch keys.
-    None where this torch has none. Does not support nested or aliased tensors.
-    """
-    return _guard(*tensors) if GUARDS_TELL else None
-
-
-def _guard(*tensors: Tensor) -> Callable[..., bool]:
-    return _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-
-
-def _guards_tell() -> bool:
-    """Whether this torch's guards tell apart what must be told apart: they are nobody's promise."""
-    try:
-        x = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-        check = _guard(x)
-        others = (x[:1], x[:, :2], x.T, x.T.contiguous().T, x[None], x.double(), torch._neg_view(x), None, 1.0)
-        watched = (x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False))
-        return check(x) and check(x.clone()) and not any(check(y) for y in (*others, *watched))
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-
-
-GUARDS_TELL = _guards_tell()
-
-
-def allocator(like: Tensor) -> Callable[[], Tensor]:
-    """Returns a fast `empty_like` for this layout: on a GPU the allocation call of torch.compile's generated code."""
-    size, stride, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    usual = functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
-    make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    if make is None or device.type != "cuda":
-        return usual
-    index, current = device.index, torch._C._cuda_getDevice
-    try:
-        with torch.cuda.device(device):
-            made = make(size, stride, dtype)
-    except (RuntimeError, TypeError):  # nobody promised it
-        return usual
-    if (made.shape, made.stride(), made.dtype, made.device) != (like.shape, stride, dtype, device):
-        return usual
-    return lambda: make(size, stride, dtype) if current() == index else usual()
 
 
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:

@@ -13,13 +13,15 @@ transform, tensor subclass or nested tensor. `clear()` forgets every plan.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from fulmen.boundary import is_plain_eager, no_modes_active, tensor_guard
+from fulmen.boundary import is_plain_eager
 
 Guard = Callable[..., bool]
 
@@ -27,8 +29,10 @@ MAX_PLANS = 4096
 MAX_RECENT = 8
 GUARDED = (Tensor, torch.nn.Parameter)  # exact types
 
+_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
-_autocast_enabled = torch._C._is_any_autocast_enabled
+_deterministic = torch.are_deterministic_algorithms_enabled
 _plans: dict[Hashable, Plan] = {}
 _recent: dict[Hashable, tuple[tuple[Guard, Plan], ...]] = {}
 
@@ -84,7 +88,7 @@ class Plan:
 
     def backward_of(self, tensors: tuple[Tensor | None, ...]) -> Callable[..., Any] | None:
         """The backward of these saved tensors and gradients; None unless this is a plain eager call."""
-        if _grad_enabled() or not no_modes_active():
+        if _grad_enabled() or _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
         which, there = given(tensors)
         for of, guard, known in self.backwards:
@@ -114,15 +118,19 @@ def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
 
     options  all that is no tensor, and which tensors are given; hashable, of types for which equal means the same
     """
-    if not no_modes_active():
+    if _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
         return None
     for t in tensors:
         if t.__class__ not in GUARDED or t.is_nested:  # guards must not be asked about nested tensors
             return None
-    if not _autocast_enabled():  # guards do not see the autocast dtype
-        for guard, plan in _recent.get((options, _grad_enabled(), deterministic()), ()):
-            if guard(*tensors) and _aligned(tensors):
-                return plan
+    for guard, plan in _recent.get((options, _grad_enabled(), _deterministic() and deterministic()), ()):
+        if guard(*tensors):
+            address = 0
+            for t in tensors:
+                address |= t.data_ptr()
+            if address & 15:
+                break
+            return plan
     if not _plannable(tensors):
         return None
     known = _plans.get(_key(options, tensors))
@@ -172,16 +180,12 @@ def _key(options: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
 
 
 def _remember(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> None:
-    """Puts the plan in front of those with its options and modes of autograd."""
-    if not _autocast_enabled() and _aligned(tensors) and (guard := _guard(tensors)) is not None:
+    """Puts the plan in front of those with its options and modes of autograd; guards do not see the autocast dtype."""
+    if torch._C._is_any_autocast_enabled() or not _aligned(tensors):
+        return
+    if (guard := _guard(tensors)) is not None:
         options = (options, _grad_enabled(), deterministic())
         _recent[options] = ((guard, plan), *_recent.get(options, ()))[:MAX_RECENT]
-
-
-def _guard(tensors: tuple[Tensor, ...]) -> Guard | None:
-    """None where guards cannot tell: they know no tensor twice, and not every torch has them."""
-    twice = len({id(t) for t in tensors}) < len(tensors)
-    return None if twice or any(type(t) not in GUARDED for t in tensors) else tensor_guard(*tensors)
 
 
 def _aligned(tensors: tuple[Tensor, ...]) -> bool:
@@ -190,3 +194,57 @@ def _aligned(tensors: tuple[Tensor, ...]) -> bool:
     for t in tensors:
         address |= t.data_ptr()
     return not address & 15
+
+
+# ------------------------------------------------------------------------------------- guards and allocation
+
+
+def _guard(tensors: tuple[Tensor, ...]) -> Guard | None:
+    """A guard of torch.compile's: one C++ call that says whether other tensors are like these.
+
+    It compares type, dtype, device, sizes, strides, requires_grad, the negative bit and active dispatch keys. None
+    where it cannot tell: it knows no tensor twice, and not every torch has guards. It must not see nested tensors.
+    """
+    twice = len({id(t) for t in tensors}) < len(tensors)
+    if not GUARDS_TELL or twice or any(type(t) not in GUARDED for t in tensors):
+        return None
+    return _check_of(*tensors)
+
+
+def _check_of(*tensors: Tensor) -> Guard:
+    guards: Any = torch._C._dynamo.guards
+    check: Guard = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+def _guards_tell() -> bool:
+    """Whether this torch's guards tell apart what must be told apart: they are nobody's promise."""
+    try:
+        x = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+        check = _check_of(x)
+        others = (x[:1], x[:, :2], x.T, x.T.contiguous().T, x[None], x.double(), torch._neg_view(x), None, 1.0)
+        watched = (x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False))
+        return check(x) and check(x.clone()) and not any(check(y) for y in (*others, *watched))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+GUARDS_TELL = _guards_tell()
+
+
+def allocator(like: Tensor) -> Callable[[], Tensor]:
+    """Returns a fast `empty_like` for this layout: on a GPU the allocation call of torch.compile's generated code."""
+    size, stride, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    usual = functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+    make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if make is None or device.type != "cuda":
+        return usual
+    index, current = device.index, torch._C._cuda_getDevice
+    try:
+        with torch.cuda.device(device):
+            made = make(size, stride, dtype)
+    except (RuntimeError, TypeError):  # nobody promised it
+        return usual
+    if (made.shape, made.stride(), made.dtype, made.device) != (like.shape, stride, dtype, device):
+        return usual
+    return lambda: make(size, stride, dtype) if current() == index else usual()

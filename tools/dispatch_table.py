@@ -69,18 +69,16 @@ nothing was measured there.
 | window, softcap, sinks or packed sequences | cuda if full, else triton |
 | plain | the table below; cuda only if full, else sdpa |
 
-Plain calls have no option but `causal`. Decoding means no gradients, no packed sequences, a head dim that backend
-`cuda` has, and one of these, where "few" is up to 64 queries of a GQA group together:
+Plain calls have no option but `causal`. Decoding is up to {queries} queries over a longer cache, without gradients. It
+never takes cuDNN, which builds a plan for every new shape; sdpa is FlashAttention-2 there. Calls with options, or with
+more queries than that, are served the same way where keys are split over blocks.
 
-| queries | options | keys | first |
+| options | keys | heads | first |
 |---|---|---|---|
-| few | window, softcap or sinks | any | cuda |
-| few | plain | over 256, split in three or more | cuda |
-| few | plain | 257 to {decode2:,}, split in two | cuda |
-| few | plain | 257 to {decode1:,}, not split | cuda |
-| few, several, causal from the last key | plain | over 256 | cuda |
-| few | plain | other numbers over 256, or a group that cannot share tiles | sdpa |
-| more | any | over 256 if plain, and split | cuda |
+| window, softcap or sinks | any | up to 64 queries of a GQA group together | cuda |
+| plain | over 256 | a GQA group of 1, 2, 4, 8, 16, 32 or 64 | cuda |
+| plain, several queries, causal from the last key | over 256 | any | cuda |
+| plain | over 256 | other groups, or a head dim that cuda lacks | sdpa |
 
 All other plain calls follow this table. At D = 128, full, without GQA and below 4096 keys, "full" takes eight times as
 many queries.
@@ -99,7 +97,7 @@ def flash_lines() -> list[str]:
             picked = [str(getattr(tiles, pass_)) for pass_ in flash.PASSES]
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
     limits = {f"keys{D}": keys for D, keys in flash.SHORT_KEYS.items()}
-    limits |= {f"decode{splits}": keys for splits, keys in flash.DECODE_KEYS.items()}
+    limits["queries"] = flash.DECODE_QUERIES
     lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, **limits))
     for r in flash.ROWS:
         lines.append(f"| {r.D} | {'causal' if r.causal else 'full'} | {r.keys} | {r.first} |\n")

@@ -140,6 +140,7 @@ class Launch:
         self.grid, self.threads, self.shared = grid, threads, shared
         self.empty = 0 in grid
         self.front, self.arguments = variant.arguments.bind(constants)
+        self.pack = self.front.pack_into
         self.packed: dict[tuple[int, ...], bytes] = {}
         self.attribute = LaunchAttribute(PROGRAMMATIC_LAUNCH, 0, (ctypes.c_uint * 16)(1))
         self.early = early
@@ -156,8 +157,11 @@ class Launch:
         if self.empty:
             return
         slot = self.slots.pop() if self.slots else self.slot()
-        self.front.pack_into(slot.bytes, slot.offset, *front)
-        self.submit(slot)
+        self.pack(slot.bytes, slot.offset, *front)
+        slot.config.stream = raw_stream(self.device)
+        if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):
+            self.recover(slot)
+        self.slots.append(slot)
 
     def at(self, addresses: tuple[int, ...], front: Callable[[tuple[int, ...]], Iterable[float | bytes]]) -> None:
         """As a call with `front(addresses)`, which is packed once for the same addresses."""
@@ -170,18 +174,17 @@ class Launch:
             packed = self.packed[addresses] = self.front.pack(*front(addresses))
         slot = self.slots.pop() if self.slots else self.slot()
         ctypes.memmove(slot.start, packed, len(packed))
-        self.submit(slot)
-
-    def submit(self, slot: Slot) -> None:
         slot.config.stream = raw_stream(self.device)
-        if current_device() == self.device:
+        if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):
+            self.recover(slot)
+        self.slots.append(slot)
+
+    def recover(self, slot: Slot) -> None:
+        """Launches where another device is current, or where this thread had no context."""
+        with torch.cuda.device(self.device):
             status = self.run(slot.reference, self.handle, slot.pointers, None)
-        else:
-            with torch.cuda.device(self.device):
-                status = self.run(slot.reference, self.handle, slot.pointers, None)
         if status == INVALID_CONTEXT:
             take_context(self.device)
             status = self.run(slot.reference, self.handle, slot.pointers, None)
-        self.slots.append(slot)
         if status:
             raise RuntimeError(f"the launch of {self.variant.kernel} fails: CUDA error {status}")

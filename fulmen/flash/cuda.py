@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import allocator
 from fulmen.dispatch import Choice, register
 from fulmen.flash import sdpa, triton
 from fulmen.flash.kernels import combine, single_tile, sm90, small
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
+from fulmen.plans import allocator
 
 KERNELS: dict[str, Any] = {"sm90": sm90, "small": small, "single_tile": single_tile}
 
@@ -93,7 +93,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor
     o, lse = empty_outputs(spec, x)
     launch, new_o, new_lse = launcher(spec, choice, x, o), allocator(o), None if lse is None else allocator(lse)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, *_: None) -> tuple[Tensor, None]:
+    def plain(q: Tensor, k: Tensor, v: Tensor, _s: None, _q: None, _k: None) -> tuple[Tensor, None]:
         o = new_o()
         launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), 0, 0, 0, 0)
         return o, None

@@ -268,8 +268,7 @@ def _attend(
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
-    plain = _plain_options(causal, window, softcap, scale, backend)
-    plan = None
+    plain, plan = _plain_options(causal, window, softcap, scale, backend), None
     if plain:
         alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
         which, given = (7, (q, k, v)) if alone else _given(tensors)

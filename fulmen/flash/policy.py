@@ -133,7 +133,6 @@ CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")  # tr
 SMALL_FLOPS = 8e9  # forward; below, CPU overhead decides: 15 us a call with triton, 39 with sdpa
 FULL = 32_768  # queries of all heads together; with fewer, tiles of `sm90` do not fill the GPU
 DECODE_QUERIES = 64
-DECODE_KEYS = {1: 1024, 2: 8192}  # splits, and up to how many keys cuda is then ahead of cuDNN; from 3 on always
 SHORT_KEYS = {64: 128, 128: 80}  # D = E, and up to how many keys cuda is ahead of cuDNN in a long call
 
 
@@ -209,41 +208,39 @@ def is_short(spec: FlashSpec) -> bool:
     return spec.D == spec.E and spec.D in (64, 128) and (512 if spec.N_Q == spec.N_KV else 256) >= spec.N_KV
 
 
+def is_decoding(spec: FlashSpec) -> bool:
+    """Few queries over a cache, which is longer at every step."""
+    return not spec.needs_grad and spec.N_Q <= DECODE_QUERIES and spec.N_Q < spec.N_KV
+
+
 def decode(spec: FlashSpec, hw: Hardware) -> str | None:
     """The fastest where few queries read many keys, as in decoding; None: no such call.
 
-    us, D 128, H32/8     cuda   FA2  cuDNN  triton
-    B1    1 x 1024         11    16     13      18
-    B1    1 x 8192         21    31     24      99
-    B1    1 x 32768        48    58     51     377
-    B1   64 x 32768        68   144    383     334
-    B4    1 x 8192         48    56     50     105
-    B8    1 x 8192         79    84     80     145
-    B8    1 x 32768       274   261    257     537
-    softcap, 1 x 8192      24                  246
-    softcap, 1 x 300       12                   16
-    D 64, H64/8, sinks     16                  101
+    us between events, cuda, FlashAttention-2 and triton: D 128, H32/8, B1 1 x 8192 21, 31, 99; B4 1 x 16384 78, 87,
+    196; B64 1 x 1024 76, 114, 167; H128/4, B64 1 x 8192 264, 403, 3937; D 64, H64/4, B64 1 x 32768 527, 880, 4584;
+    D 256, H16/2, B32 1 x 32768 521, 485, 4101. Groups of heads that cannot share a tile: H5/1, B2 1 x 131072 107, 72,
+    1470; H128/1, B64 1 x 2048 940, 47, 1046. With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101;
+    D 128, H32/8, softcap 24, 246; 1 x 300 12, 16.
     """
-    rows = spec.N_Q * spec.group
+    rows, decoding = spec.N_Q * spec.group, is_decoding(spec)
     few = rows <= 64
     least = spec.B * spec.H_KV * rows / 192  # tiles: keys are split where these leave half of the SMs idle
-    if not spec.N_Q or spec.sequences is not None or not (few or 2 * least <= hw.sm_count):
+    if not spec.N_Q or spec.sequences is not None or not (few or decoding or 2 * least <= hw.sm_count):
         return None
     if spec.dtype not in (torch.bfloat16, torch.float16) or spec.scale < 0 or (spec.D, spec.E) not in SM90_HEAD_DIMS:
-        return None
+        return "sdpa" if decoding and is_plain(spec) and spec.N_KV > 256 else None
     tile = sm90_tile(spec, hw)
     number = splits(spec, tile, hw)
     if not is_plain(spec):
         return "cuda" if few or number > 1 else None
     if spec.N_KV <= 256:
         return None
-    if not few:
+    if not (few or decoding):
         return "cuda" if number > 1 else None
-    ahead = DECODE_KEYS.get(number, math.inf) >= spec.N_KV
-    shares_keys = tile.pack_gqa or spec.group == 1  # else each head reads its keys for itself: not measured
-    too_large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for cuDNN
+    shares_keys = tile.pack_gqa or spec.group == 1  # else each head reads its keys for itself
+    too_large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for torch
     bottom_right = spec.right is not None and spec.N_Q > 1  # which torch cannot say
-    return "cuda" if (ahead and shares_keys) or too_large or bottom_right else "sdpa"
+    return "cuda" if shares_keys or too_large or bottom_right else "sdpa"
 
 
 def without_cuda(spec: FlashSpec) -> str:
@@ -564,11 +561,6 @@ def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
         tile = sm90_tile(spec, hw)
         return Choice(backend, tile.kernel, tile, splits(spec, tile, hw), cuda_backward(spec, hw))
     return Choice(backend, backend, None, 1, backend)
-
-
-def is_decoding(spec: FlashSpec) -> bool:
-    """Few queries over a cache, which is longer at every step."""
-    return not spec.needs_grad and spec.N_Q <= DECODE_QUERIES and spec.N_Q < spec.N_KV
 
 
 def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:

@@ -31,11 +31,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.boundary import allocator, empty_rows
+from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash.policy import TritonTile, TritonTiles, tiles_of
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
 from fulmen.launch import Launch, Ready, describable, run_all
+from fulmen.plans import allocator
 from fulmen.tiles import (
     LN2,
     LOG2E,

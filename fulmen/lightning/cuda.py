@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import aligned, allocator, empty_rows
+from fulmen.boundary import aligned, empty_rows
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
@@ -48,6 +48,7 @@ from fulmen.lightning.kernels.sweep import (
 from fulmen.lightning.policy import SAVED_ROWS, Split, SweepTile, SweepTiles, cdiv
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
 from fulmen.lightning.triton import Segments
+from fulmen.plans import allocator
 
 MAX_ROWS = 1 << 30
 

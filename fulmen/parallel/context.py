@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from fulmen.layers.inputs import packed_positions
 from fulmen.parallel.groups import Group, ranks_of
@@ -49,7 +49,7 @@ class ContextParallel(NamedTuple):
         if cu_seqlens is not None and x.shape[0] != 1:
             raise ValueError(f"cu_seqlens packs sequences along N, so B must be 1; got x {tuple(x.shape)}")
 
-    @torch.compiler.disable
+    @_disable_dynamo  # unlike torch.compiler.disable, imports no compiler here
     def rotations(self, rope: Rotary, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """cos and sin of x's tokens, by their places in the whole sequence, or in their own of packed ones."""
         ranks, N = ranks_of(self.group), x.shape[1]

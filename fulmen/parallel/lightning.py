@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
@@ -35,7 +36,7 @@ from fulmen.parallel.shards import Cut, cut_of_shards
 WHAT = "fulmen.parallel.lightning_attention"
 
 
-@torch.compiler.disable
+@_disable_dynamo  # unlike torch.compiler.disable, imports no compiler here
 def lightning_attention(
     q: Tensor,
     k: Tensor,
@@ -65,7 +66,7 @@ def lightning_attention(
     return _attend(q, k, v, decay, group, lengths, scale, initial_state, cu_seqlens, backend)[0]
 
 
-@torch.compiler.disable
+@_disable_dynamo  # unlike torch.compiler.disable, imports no compiler here
 def lightning_attention_with_state(
     q: Tensor,
     k: Tensor,

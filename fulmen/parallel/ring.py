@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
@@ -34,7 +35,7 @@ WHAT = "fulmen.parallel.ring_attention"
 KEYS, SUMS, HOME = 1, 2, 3  # kinds of messages
 
 
-@torch.compiler.disable
+@_disable_dynamo  # unlike torch.compiler.disable, imports no compiler here
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
@@ -29,7 +30,7 @@ from fulmen.plans import deterministic
 WHAT = "fulmen.parallel.ulysses_attention"
 
 
-@torch.compiler.disable
+@_disable_dynamo  # unlike torch.compiler.disable, imports no compiler here
 def ulysses_attention(
     q: Tensor,
     k: Tensor,

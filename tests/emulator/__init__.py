@@ -28,7 +28,7 @@ import torch
 from fulmen import cuda, dispatch, hardware, plans
 from fulmen.cuda import tensor_map as maps
 from fulmen.flash import cuda as flash_cuda
-from fulmen.flash import op as flash_op
+from fulmen.flash import spec as flash_spec
 from fulmen.flash.kernels import sm90
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning_triton
@@ -340,7 +340,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
     monkeypatch.setattr(sm90, "workspace", guarded_workspace)
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
-    for module in (home, flash_op, lightning_triton):
+    for module in (home, flash_spec, lightning_triton):
         for name in ("empty_rows", "empty_lse", "empty_states"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, functools.partial(emulator.empty, like=getattr(module, name)))

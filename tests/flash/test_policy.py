@@ -65,15 +65,15 @@ def hopper(monkeypatch):
         (spec(N=600, B=1, grad=False)._replace(N_Q=300), "triton"),  # not compared
         (spec(N=8192, B=1, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # keys are split
         (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
-        (spec(N=8192, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "sdpa"),  # too many heads for that
+        (spec(N=8192, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # too many heads for that
         (spec(N=1000, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
-        (spec(N=4000, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "sdpa"),
+        (spec(N=4000, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
         (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=1, H=28, H_KV=4), "sdpa"),  # 7 heads share no tile
         (spec(N=1 << 17, B=64, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # too large for cuDNN
         (spec(N=8192, B=1, grad=False, dtype=torch.float32)._replace(N_Q=1), "sdpa"),
         (spec(N=8192, B=32, grad=False)._replace(N_Q=2, H_KV=4), "cuda"),  # which torch cannot be asked for
-        (spec(N=8192, B=32, grad=False)._replace(N_Q=1, H_KV=4), "sdpa"),  # it sees all keys
-        (spec(N=8192, B=4, D=80, causal=False, grad=False)._replace(N_Q=1), "triton"),  # cuda has no such head dim
+        (spec(N=8192, B=32, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # it sees all keys
+        (spec(N=8192, B=4, D=80, causal=False, grad=False)._replace(N_Q=1), "sdpa"),  # cuda has no such head dim
         (spec(N=16384, B=1, causal=False, grad=False)._replace(N_Q=512, H=8, H_KV=8), "cuda"),
         (spec(N=8192, B=1)._replace(N_Q=1, H_KV=4), "triton"),
         (spec(N=8192, B=1, grad=False, softcap=30.0)._replace(N_Q=1, H_KV=4), "cuda"),

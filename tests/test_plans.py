@@ -1,0 +1,111 @@
+"""The fast path: where results get their memory, and what a repeated call goes through."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fulmen
+from fulmen import plans
+
+
+def is_torchs(new) -> bool:
+    return getattr(new, "func", None) is torch.empty_strided
+
+
+def test_new_tensors_on_a_cpu_are_torchs():
+    x = torch.zeros(2, 3).T
+    assert is_torchs(plans.allocator(x))
+    assert (plans.allocator(x)().shape, plans.allocator(x)().stride()) == (x.shape, x.stride())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_new_tensors_are_as_empty_like_makes_them(mode, order):
+    x = torch.zeros(2, 3, 5, 8, device="cuda", dtype=torch.float16).permute(order)
+    with mode():
+        x = x.clone()
+        new, usual = plans.allocator(x)(), torch.empty_like(x)
+    if hasattr(torch._C._dynamo.guards, "_empty_strided_cuda"):
+        assert not is_torchs(plans.allocator(x))
+    for fact in (lambda t: t.shape, torch.Tensor.stride, torch.Tensor.is_inference):
+        assert fact(new) == fact(usual)
+    assert (new.dtype, new.device, new.requires_grad) == (usual.dtype, usual.device, usual.requires_grad)
+    assert new.data_ptr() != usual.data_ptr()
+
+
+@pytest.mark.gpu
+def test_new_tensors_while_another_gpu_is_current(monkeypatch):
+    x = torch.zeros(2, 3, device="cuda")
+    with monkeypatch.context() as changed:
+        changed.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+        new = plans.allocator(x)
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None, raising=False)  # it has been kept
+    assert new().device == x.device
+
+
+@pytest.mark.gpu
+def test_new_tensors_without_the_fast_way(monkeypatch):
+    x = torch.zeros(2, 3, device="cuda")
+    with monkeypatch.context() as changed:
+        changed.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
+        assert is_torchs(plans.allocator(x))
+    monkeypatch.setattr(
+        torch._C._dynamo.guards, "_empty_strided_cuda", lambda size, *rest: torch.zeros(1), raising=False
+    )
+    assert is_torchs(plans.allocator(x))
+
+
+# ------------------------------------------------------------------------------------- the path of a call
+
+
+PACKAGE = str(Path(fulmen.__file__).parent)
+
+
+def path_of(call) -> tuple[list[str], int]:
+    """The files of fulmen that a call crosses on its thread, and the frames of ours on the way to the deepest."""
+    files, depths = {}, [0]
+
+    def look(frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            files[name.removeprefix(PACKAGE)] = None
+            depth = 0
+            while frame is not None:
+                depth += frame.f_code.co_filename.startswith(PACKAGE)
+                frame = frame.f_back
+            depths.append(depth)
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(files), max(depths)
+
+
+MOST_FILES = {"lightning": 5, "flash": 6}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", MOST_FILES)
+def test_a_repeated_call_crosses_few_files(op):
+    """From the user's call, with gradients, to the launch: what a reader has to follow."""
+    q, k, v = torch.randn(3, 1, 2, 128, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    q.requires_grad_()
+    slopes = fulmen.decay.alibi(2).cuda()
+
+    def call() -> torch.Tensor:
+        if op == "lightning":
+            return fulmen.lightning_attention(q, k, v, slopes)
+        return fulmen.flash_attention(q, k, v, causal=True)
+
+    for _ in range(3):
+        call().backward(torch.randn_like(q))
+    files, frames = path_of(call)
+    assert len(files) <= MOST_FILES[op], files
+    assert frames <= 8, (frames, files)
