@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulmen.bench.verify import Outcome, verify_and_time
 
-__all__ = ["Outcome", "verify_and_time"]
+__all__ = ["Outcome", "Refused", "verify_and_time"]
+
+
+class Refused(Exception):
+    """What was asked for cannot be done: why, in words for the user."""
 
 
 def __getattr__(name: str) -> Any:  # so that results can be read where there is no torch

@@ -15,15 +15,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from fulmen.bench import competitors, environment, runner, schema
+from fulmen.bench import Refused, environment, schema
 from fulmen.bench.cases import Line
-from fulmen.bench.group import Group, Machine
-from fulmen.bench.runner import BadRun, Journal, Selection
+from fulmen.bench.runner import Journal, Selection, Session
 
 WAYS_OUT = "give a folder that holds the other version (`git archive REF | tar -x -C FOLDER`), or run in a clone"
+UNUSED = shutil.ignore_patterns("__pycache__")
 
 
 def git(*arguments: str) -> tuple[bool, str]:
@@ -33,69 +35,69 @@ def git(*arguments: str) -> tuple[bool, str]:
     return done, lines[0 if "dubious" in lines[0] else -1]
 
 
-class Base:
-    """The other commit's process; its results go to a file of their own."""
-
-    def __init__(self, ref: str, selection: Selection, out: Path) -> None:
-        self.ref, self.selection, self.journal = ref, selection, Journal(out)
-        self.folder = Path(tempfile.mkdtemp(prefix="fulmen-base-"))
-        self.tree = self.folder / "tree"
-        self.process: subprocess.Popen[str] | None = None
-        self.asked, self.begun, self.done = 0, False, False
-
-    def __enter__(self) -> Base:
+@contextmanager
+def checked_out(ref: str) -> Iterator[tuple[Path, str | None]]:
+    """A tree of the commit or folder `ref` with today's bench and testing, and the commit's hash where it is known."""
+    with tempfile.TemporaryDirectory(prefix="fulmen-base-", ignore_cleanup_errors=True) as folder:
+        tree = Path(folder) / "tree"
         try:
-            sha = self._copy() if Path(self.ref).is_dir() else self._check_out()
-            for part in ("bench", "testing"):  # today's
-                shutil.rmtree(self.tree / "fulmen" / part, ignore_errors=True)
-                leave = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(environment.PACKAGE / part, self.tree / "fulmen" / part, ignore=leave)
-            (self.tree / "fulmen" / "testing.py").unlink(missing_ok=True)
-            self._start(sha)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+            sha = copy(ref, tree) if Path(ref).is_dir() else check_out(ref, tree)
+            for part in ("bench", "testing"):
+                shutil.rmtree(tree / "fulmen" / part, ignore_errors=True)
+                shutil.copytree(environment.PACKAGE / part, tree / "fulmen" / part, ignore=UNUSED)
+            (tree / "fulmen" / "testing.py").unlink(missing_ok=True)
+            yield tree, sha
+        finally:
+            if (tree / ".git").exists():
+                git("worktree", "remove", "--force", str(tree))
 
-    def _copy(self) -> str | None:
-        """A version that lies in a folder."""
-        if not (Path(self.ref) / "fulmen" / "__init__.py").is_file():
-            raise BadRun(f"--base {self.ref}: there is no package fulmen in that folder")
-        leave = shutil.ignore_patterns("__pycache__", "bench")
-        shutil.copytree(Path(self.ref) / "fulmen", self.tree / "fulmen", ignore=leave)
-        return environment.archived(Path(self.ref))
 
-    def _check_out(self) -> str:
-        found, sha = git("rev-parse", "--verify", "--quiet", f"{self.ref}^{{commit}}")
-        if not found:
-            works, why = git("rev-parse", "HEAD")
-            if not works:
-                raise BadRun(f"--base {self.ref}: no commit can be had here, {why}; {WAYS_OUT}")
-            raise BadRun(f"--base {self.ref}: git knows no such commit, and there is no such folder; {WAYS_OUT}")
-        done, why = git("worktree", "add", "--detach", str(self.tree), sha)
-        if not done:
-            raise BadRun(f"--base {self.ref}: git says {why}")
-        if not (self.tree / "fulmen").is_dir():
-            raise BadRun(f"--base {self.ref}: there is no package fulmen in that commit")
-        return sha
+def copy(ref: str, tree: Path) -> str | None:
+    """A version that lies in a folder."""
+    if not (Path(ref) / "fulmen" / "__init__.py").is_file():
+        raise Refused(f"--base {ref}: there is no package fulmen in that folder")
+    shutil.copytree(Path(ref) / "fulmen", tree / "fulmen", ignore=UNUSED)
+    return environment.archived(Path(ref))
 
-    def _start(self, sha: str | None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fulmen.bench.base"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": str(self.tree)}, cwd=self.tree,
-        )  # fmt: skip
-        answer = self.ask("start", selection=dataclasses.asdict(self.selection))
-        if Path(answer["package"]) != (self.tree / "fulmen").resolve():
-            raise BadRun(f"--base {self.ref}: its process took {answer['package']}, which is not that commit")
-        run = schema.parse(answer["run"], f"--base {self.ref}")
-        assert isinstance(run, schema.Run)
-        clean = {"dirty": None, "diff": None} if sha is None else {"dirty": False, "diff": ""}
-        run.commit = {"sha": sha, "source": run.commit.get("source")} | clean
-        self.journal.write(run)
+
+def check_out(ref: str, tree: Path) -> str:
+    found, sha = git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+    if not found:
+        works, why = git("rev-parse", "HEAD")
+        why = "git knows no such commit, and there is no such folder" if works else f"no commit can be had here, {why}"
+        raise Refused(f"--base {ref}: {why}; {WAYS_OUT}")
+    done, why = git("worktree", "add", "--detach", str(tree), sha)
+    if not done:
+        raise Refused(f"--base {ref}: git says {why}")
+    if not (tree / "fulmen").is_dir():
+        raise Refused(f"--base {ref}: there is no package fulmen in that commit")
+    return sha
+
+
+@contextmanager
+def started(ref: str, selection: Selection, out: Path) -> Iterator[Base]:
+    """The other commit's process; its results go to a file of their own."""
+    with checked_out(ref) as (tree, sha):
+        command = [sys.executable, "-m", "fulmen.bench.base"]
+        where: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(tree)}, "cwd": tree}
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where) as process:
+            base = Base(ref, process, Journal(out))
+            try:
+                base.start(selection, tree, sha)
+                yield base
+            finally:
+                base.end()
+
+
+class Base:
+    """What `runner.run` takes turns with."""
+
+    def __init__(self, ref: str, process: subprocess.Popen[str], journal: Journal) -> None:
+        self.ref, self.process, self.journal = ref, process, journal
+        self.asked, self.begun, self.done = 0, False, False
 
     def ask(self, do: str, **more: Any) -> dict[str, Any]:
         """One question, one answer; those to questions that an interrupt cut off come first, and are dropped."""
-        assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.asked += 1
@@ -108,10 +110,18 @@ class Base:
         except (BrokenPipeError, json.JSONDecodeError) as error:
             answer = {"error": f"the process ended ({error})"}
         if "error" in answer:
-            raise BadRun(f"--base {self.ref}: {answer['error']}")
+            raise Refused(f"--base {self.ref}: {answer['error']}")
         return answer
 
-    # what `runner.run` takes turns with
+    def start(self, selection: Selection, tree: Path, sha: str | None) -> None:
+        answer = self.ask("start", selection=dataclasses.asdict(selection))
+        if Path(answer["package"]) != (tree / "fulmen").resolve():
+            raise Refused(f"--base {self.ref}: its process took {answer['package']}, which is not that commit")
+        run = schema.parse(answer["run"], f"--base {self.ref}")
+        assert isinstance(run, schema.Run)
+        clean = {"dirty": None, "diff": None} if sha is None else {"dirty": False, "diff": ""}
+        run.commit = {"sha": sha, "source": run.commit.get("source")} | clean
+        self.journal.write(run)
 
     def prepare(self, line: Line) -> None:
         self.begun = True
@@ -126,44 +136,28 @@ class Base:
             for text in self.ask("finish")["cells"]:
                 self.journal.write(schema.parse(text, f"--base {self.ref}"))
 
-    def __exit__(self, *error: object) -> None:
-        if self.process is not None and self.process.stdin is not None and self.process.stdout is not None:
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already
             self.process.stdin.close()
-            try:
-                self.process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-            self.process.stdout.close()
-        if (self.tree / ".git").exists():
-            git("worktree", "remove", "--force", str(self.tree))
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-# -------------------------------------------------------------------------------- inside the other process
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
 
 class Server:
     """The process of the other commit: each method answers one question."""
 
-    passed: dict[Any, dict[str, Any]]
-
     def start(self, selection: dict[str, Any]) -> dict[str, Any]:
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in selection.items()}
-        self.selection, self.passed = Selection(**given), {}
-        self.machine = Machine.of(environment.device_of(self.selection.device))
-        self.machine.burn_in()
-        self.run = runner.new_run(self.selection, self.machine)
-        lines = runner.lines_of(self.selection, self.machine.device)
-        self.plans = runner.plans_of(self.selection, lines, self.machine.device, lambda text: None)
-        return {"run": schema.dumps(self.run), "package": str(environment.PACKAGE.resolve())}
+        self.session = Session(Selection(**given))
+        self.plans = self.session.plans()
+        return {"run": schema.dumps(self.session.run), "package": str(environment.PACKAGE.resolve())}
 
     def prepare(self, suite: str, case: dict[str, Any]) -> dict[str, Any]:
         line, who = next(plan for plan in self.plans if plan[0].suite == suite and plan[0].case == case)
-        own = [competitor for competitor in who if competitor.name.startswith(competitors.OURS)]
-        seed = int(self.run.environment["seed"])
-        entries = runner.cells_of(line, own, self.run, seed, self.machine, self.selection)
-        self.group = Group(line, entries, self.machine, seed, passed=self.passed)
+        self.group = self.session.group(line, [(c, self.session.cells(line, c)) for c in who if c.ours])
         self.group.prepare()
         return {"done": self.group.done}
 
@@ -172,7 +166,7 @@ class Server:
         return {"done": self.group.done}
 
     def finish(self) -> dict[str, Any]:
-        return {"cells": [schema.dumps(cell) for cell in self.group.finish(self.run)]}
+        return {"cells": [schema.dumps(cell) for cell in self.group.finish(self.session.run)]}
 
 
 def serve(stdin: IO[str], stdout: IO[str]) -> None:

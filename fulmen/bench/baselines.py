@@ -45,10 +45,6 @@ class Baseline(NamedTuple):
         return ""
 
 
-def names() -> list[str]:
-    return sorted(BASELINES)
-
-
 # ---------------------------------------------------------------------------------------------- requirements
 
 

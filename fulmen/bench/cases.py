@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from fulmen.bench import Refused
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -29,7 +31,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 WORDS = {"yes": True, "no": False, "true": True, "false": False}
 
 
-class BadSuite(Exception):
+class BadSuite(Refused):
     """A suite, a shape or a name that does not exist, with what does."""
 
 
@@ -62,15 +64,17 @@ class Line:
     settings: Settings = Settings()
 
 
+FOLDER = resources.files("fulmen.bench") / "suites"
+
+
 def names() -> list[str]:
-    found = resources.files("fulmen.bench").joinpath("suites").iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in found if f.name.endswith(".toml"))
+    return sorted(f.name.removesuffix(".toml") for f in FOLDER.iterdir() if f.name.endswith(".toml"))
 
 
 def text_of(suite: str) -> str:
     if suite not in names():
         raise BadSuite(f"no suite {suite!r}; there are {', '.join(names())}")
-    return resources.files("fulmen.bench").joinpath("suites").joinpath(f"{suite}.toml").read_text(encoding="utf-8")
+    return (FOLDER / f"{suite}.toml").read_text(encoding="utf-8")
 
 
 def description(suite: str) -> str:
@@ -120,11 +124,6 @@ def _lines(given: dict[str, Any], suite: str) -> Iterator[Line]:
 # ------------------------------------------------------------------------------------- shapes from the command line
 
 
-def value_of(text: str) -> Any:
-    text = DTYPES.get(text, text)
-    return WORDS[text.lower()] if text.lower() in WORDS else int(text) if text.lstrip("-").isdecimal() else text
-
-
 def shape(text: str) -> dict[str, Any]:
     """`B=4,H=32,N=1024,causal=no`, as `--shape` takes it."""
     found: dict[str, Any] = {}
@@ -134,7 +133,8 @@ def shape(text: str) -> dict[str, Any]:
             raise BadSuite(f"--shape {text!r}: {word!r} must be key=value")
         if key in found:
             raise BadSuite(f"--shape {text!r}: {key} is given twice; several values are several --shape")
-        found[key] = value_of(value)
+        number = int(value) if value.lstrip("-").isdecimal() else DTYPES.get(value, value)
+        found[key] = WORDS.get(value.lower(), number)
     return found
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from fulmen import __version__
+from fulmen.bench import Refused
 
 RESULTS = click.Path(exists=True, dir_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -18,19 +21,21 @@ def fail(error: object) -> NoReturn:
     raise click.ClickException(str(error)) from None
 
 
-class Requires(click.Group):
-    """Commands that need the extra `bench`, and say so in a sentence where it is not installed."""
+class Commands(click.Group):
+    """Says in a sentence what cannot be done, and which package of the extra `bench` is missing."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except Refused as error:
+            fail(error)
         except ModuleNotFoundError as error:
             if error.name and error.name.partition(".")[0] == "fulmen":
                 raise
             fail(f'{error.name} is not installed, which this command needs: pip install "fulmen[bench]"')
 
 
-@click.group(cls=Requires, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="fulmen %(version)s", prog_name="fulmen")
 def main() -> None:
     """fulmen: lightning (linear) and softmax attention for PyTorch, and a benchmark tool."""
@@ -50,14 +55,11 @@ def doctor() -> None:
 @click.option("--dtype", default="bf16", show_default=True, help="bf16 or fp16.")
 @click.option("--all", "everything", is_flag=True, help="Show every candidate, not only the three best.")
 @click.option("--seconds", type=click.FloatRange(min=1), help="For all of it, about; nearest tiles first. All without.")
-def tune(op: str, shapes: tuple[str, ...], dtype: str, everything: bool, seconds: float | None) -> None:
+def tune(**options: Any) -> None:
     """Time the tiles of our Triton kernels on this GPU and propose rows for the tables of OP."""
-    from fulmen.bench.tune import CannotTune, tune
+    from fulmen.bench.tune import tune
 
-    try:
-        tune(op, shapes, dtype, everything, seconds)
-    except CannotTune as error:
-        fail(error)
+    tune(**options)
 
 
 @main.group()
@@ -97,20 +99,15 @@ def run(
         fail(f"--seconds {seconds}: must be a number of seconds")
     from rich.console import Console
 
-    from fulmen.bench import runner, schema
-    from fulmen.bench.cases import BadSuite
+    from fulmen.bench import runner
 
     selection, console = runner.Selection(suites or ("quick",), **options), Console()
+    if dry_run:
+        _preview(selection, console)
+        return
     out = out or runner.default_out(selection.suites)
     try:
-        if dry_run:
-            _preview(selection, console)
-        elif base is None:
-            _measure(selection, out, resume, console)
-        else:
-            _against(base, selection, out, resume, console)
-    except (runner.BadRun, BadSuite, schema.BadResults) as error:
-        fail(error)
+        _measure(selection, out, resume, base, console)
     except KeyboardInterrupt:
         console.print(f"interrupted; what is done is in {out}, and the same command with --resume goes on")
         raise SystemExit(130) from None
@@ -119,10 +116,7 @@ def run(
 def _preview(selection: Any, console: Any) -> None:
     from fulmen.bench import environment, runner
 
-    try:
-        device = environment.device_of(selection.device)
-    except ValueError as error:
-        fail(error)
+    device = environment.device_of(selection.device)
     found = runner.preview(selection, device)
     for suite, lines, cells, refused, _ in found:
         no = f", {refused} that nobody here can (`fulmen bench list` says why)" if refused else ""
@@ -131,55 +125,46 @@ def _preview(selection: Any, console: Any) -> None:
     console.print(f"on {device} at most about {max(1, round(seconds / 60))} min, unless single calls take seconds")
 
 
-def _measure(selection: Any, out: Path, resume: bool, console: Any) -> None:
-    from fulmen.bench import runner
-    from fulmen.bench.screen import Screen
-
-    with Screen(console) as screen:
-        runner.run(selection, out, resume=resume, monitor=screen)
-    console.print(f"results: {out}")
-    console.print(f"a report: fulmen bench report {out} --out report")
-
-
-def _against(ref: str, selection: Any, out: Path, resume: bool, console: Any) -> None:
-    from dataclasses import replace
-
+def _measure(selection: Any, out: Path, resume: bool, base: str | None, console: Any) -> None:
     from fulmen.bench import comparing, runner, schema
-    from fulmen.bench.base import Base
+    from fulmen.bench.base import started
     from fulmen.bench.screen import Screen
 
     other = out.with_suffix(".base.jsonl")
-    if other.exists() or resume:
-        fail(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
-    selection = replace(selection, seed=selection.seed if selection.seed is not None else 1)  # equal inputs for both
-    with Screen(console) as screen:
-        screen.say(f"checking out {ref}")
-        with Base(ref, selection, other) as base:
-            runner.run(selection, out, monitor=screen, other=base)
+    if base is not None:
+        if other.exists() or resume:
+            fail(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
+        selection = replace(selection, seed=1 if selection.seed is None else selection.seed)  # equal inputs for both
+    with Screen(console) as screen, ExitStack() as stack:
+        process = None
+        if base is not None:
+            screen.say(f"checking out {base}")
+            process = stack.enter_context(started(base, selection, other))
+        runner.run(selection, out, resume=resume, monitor=screen, other=process)
     console.print(f"results: {out}")
-    comparing.render(comparing.compare(schema.read([other]), schema.read([out])), console)
+    if base is None:
+        console.print(f"a report: fulmen bench report {out} --out report")
+    else:
+        comparing.render(comparing.compare(schema.read([other]), schema.read([out])), console)
 
 
 @bench.command(name="list")
 def list_() -> None:
     """The suites with their cases, our backends, and the baselines with what keeps them away."""
+    import torch
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from fulmen.bench import cases
+    from fulmen import dispatch
+    from fulmen.bench import adapters, cases
+    from fulmen.bench.baselines import BASELINES
 
     console = Console()
     table = Table("suite", "cases", "what it measures", title="suites")
     for name in cases.names():
         table.add_row(name, str(len(cases.read(name))), escape(cases.description(name)))
     console.print(table)
-    import torch
-
-    from fulmen import dispatch
-    from fulmen.bench import adapters
-    from fulmen.bench.baselines import BASELINES
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [
         (f"fulmen {name}", op, reason)
@@ -199,15 +184,12 @@ def list_() -> None:
 @click.option("--way", "ways", multiple=True, help="lightning, ring, zigzag or ulysses; repeat for several.")
 @click.option("--ranks", default="1,2", show_default=True, help="Numbers of ranks, one among them.")
 @click.option("--tokens", default="4096,16384", show_default=True, help="Lengths of the whole sequence.")
-@click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="H; B is 1.")
-@click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, help="D.")
+@click.option("--heads", "H", type=click.IntRange(1), default=8, show_default=True, help="H; B is 1.")
+@click.option("--head-dim", "D", type=click.IntRange(1), default=64, show_default=True, help="D.")
 @click.option("--samples", type=click.IntRange(1), default=15, show_default=True, help="Calls of each, in turns.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]), help="gloo, a thread a rank; or NCCL.")
 @click.option("--out", type=FILE, help="Results, JSON lines.")
-def scaling(
-    ways: tuple[str, ...], ranks: str, tokens: str, heads: int, head_dim: int, samples: int, device: str,
-    out: Path | None,
-) -> None:  # fmt: skip
+def scaling(ways: tuple[str, ...], ranks: str, tokens: str, device: str, out: Path | None, **sizes: int) -> None:
     """One sequence on several ranks, forward and backward: time, bytes moved, speedup and efficiency."""
     from rich.console import Console
 
@@ -219,7 +201,7 @@ def scaling(
     except ValueError:
         fail(f"--ranks {ranks} --tokens {tokens}: must be numbers separated by commas")
     dtype = "float32" if device == "cpu" else "bfloat16"
-    selection = Scaling(ways or Scaling.ways, counts, lengths, 1, heads, head_dim, samples, device, dtype)
+    selection = Scaling(ways or Scaling.ways, counts, lengths, 1, device=device, dtype=dtype, **sizes)
     out = out or runner.default_out(("scaling",))
     try:
         rows = measure(selection, out)
@@ -244,13 +226,12 @@ def read(*paths: Path) -> Any:
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="A folder.")
 def report(results: tuple[Path, ...], out: Path) -> None:
     """Write report.html, report.md, results.csv and plots from RESULTS."""
-    from fulmen.bench import schema
     from fulmen.bench.report import write
 
     try:
         for path in write(read(*results), out):
             click.echo(path)
-    except (schema.BadResults, OSError) as error:
+    except OSError as error:
         fail(error)
 
 
@@ -262,12 +243,12 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
     """B against A, cell by cell: FASTER, SLOWER, SAME, INCONCLUSIVE or INCOMPARABLE."""
     from rich.console import Console
 
-    from fulmen.bench import comparing, schema
+    from fulmen.bench import comparing
 
     try:
         rule = None if fail_on is None else comparing.parse_fail_on(fail_on)
         verdicts = comparing.compare(read(a), read(b))
-    except (schema.BadResults, ValueError) as error:
+    except ValueError as error:
         fail(error)
     comparing.render(verdicts, Console())
     failed = comparing.failures(verdicts, rule)
@@ -284,14 +265,14 @@ def audit(files: tuple[Path, ...], map_path: Path | None, fail_on: str | None) -
     other."""
     from rich.console import Console
 
-    from fulmen.bench import published, schema
+    from fulmen.bench import published
 
     console, flags = Console(), {"wrong": published.BAD, "doubtful": (*published.BAD, *published.DOUBTFUL)}
     failed = 0
     for file in files:
         try:
             findings = published.audit_file(file, map_path, [other for other in files if other != file])
-        except (schema.BadResults, ValueError, OSError) as error:
+        except (ValueError, OSError) as error:
             fail(error)
         if len(files) > 1:
             click.echo(f"{file}:")

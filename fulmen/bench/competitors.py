@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import fulmen
-from fulmen import dispatch, hardware
-from fulmen.bench import adapters, baselines, kernels, schema
+from fulmen import dispatch
+from fulmen.bench import adapters, schema
+from fulmen.bench.baselines import BASELINES
 from fulmen.bench.cases import BadSuite, Line
 from fulmen.bench.gate import Attend, Problem
 
@@ -25,15 +26,14 @@ OURS = "fulmen "  # begins the names of our competitors
 class Competitor:
     """One implementation in one case.
 
-    attend     the timed call: a problem's arguments -> o
-    problem    seed -> arguments of the timed shape
-    small      seed, fully -> arguments of an odd shape, for the gate
-    fully      the call with every output it has, for the gate; None: attend returns all
-    refusal    why it cannot take the case; None: it can
-    skip       why it is not tried; None: it is
-    backend    what "auto" took, or the version of the package
-    pinned     a context around its calls, outside what is timed
-    resources  the pass -> what its kernels take of the GPU
+    attend   the timed call: a problem's arguments -> o
+    problem  seed -> arguments of the timed shape
+    small    seed, fully -> arguments of an odd shape, for the gate
+    fully    the call with every output it has, for the gate; None: attend returns all
+    refusal  why it cannot take the case; None: it can
+    skip     why it is not tried; None: it is
+    backend  what "auto" took, or the version of the package
+    pinned   a context around its calls, outside what is timed
     """
 
     name: str
@@ -44,22 +44,24 @@ class Competitor:
     small: Callable[..., Problem]
     fully: Attend | None = None
     refusal: str | None = None
-    backend: str = ""
     skip: str | None = None
+    backend: str = ""
     version: str = ""
     pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    resources: Callable[[str], list[dict[str, Any]]] = lambda pass_: []
 
-    def cell(self, line: Line, run: schema.Run, pass_: str, cache: str, seed: int, command: str) -> schema.Cell:
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith(OURS)
+
+    def cell(self, line: Line, run_id: str, pass_: str, cache: str, seed: int, command: str) -> schema.Cell:
         """An empty cell; its command, which begins with `command`, measures it alone."""
-        ours = self.name.startswith(OURS)
-        who = (self.name.removeprefix(OURS), "none") if ours else ("none", self.name)
+        who = (self.name.removeprefix(OURS), "none") if self.ours else ("none", self.name)
         words = {True: "yes", False: "no"}
         values = {"op": line.op} | {k: words[v] if isinstance(v, bool) else v for k, v in line.case.items()}
         shape = shlex.quote(",".join(f"{key}={value}" for key, value in values.items()))
         alone = f"--backend {who[0]} --baseline {who[1]} --pass {pass_} --shape {shape} --seed {seed}"
         return schema.Cell(
-            run.run_id, line.suite, self.op, self.function, dict(line.case), self.name, pass_, backend=self.backend,
+            run_id, line.suite, self.op, self.function, dict(line.case), self.name, pass_, backend=self.backend,
             version=self.version, cache=cache, seed=seed, command=f"{command} {alone}",
         )  # fmt: skip
 
@@ -69,23 +71,17 @@ def rivals(line: Line, backends: Sequence[str] = (), others: Sequence[str] = ())
 
     "*" is every registered backend but the reference, "-name" leaves one out, "none" stands for nobody.
     """
-    op = adapters.backends_of(line.op)
+    op, given = adapters.backends_of(line.op), backends or line.backends
     registered = dispatch.kernels(op)
-    ours: list[str] = []
-    for name in backends or line.backends:
-        if name == "*":
-            ours += [kernel for kernel in registered if kernel != "reference"]
-        elif name != "none" and not name.startswith("-"):
-            ours.append(name)
-    ours = [name for name in ours if f"-{name}" not in (backends or line.backends)]
-    known = [*registered, *dispatch._missing[op], "auto"]
-    for name in ours:
-        if name not in known:
-            raise BadSuite(f"{line.op} has no backend {name!r}; there are {', '.join(known)}")
+    every = [kernel for kernel in registered if kernel != "reference"]
+    ours = [name for word in given for name in (every if word == "*" else [word])]
+    ours = [name for name in ours if name != "none" and name[0] != "-" and f"-{name}" not in given]
     others = [name for name in others or line.baselines if name != "none"]
-    for name in others:
-        if name not in baselines.BASELINES:
-            raise BadSuite(f"no baseline {name!r}; there are {', '.join(baselines.names())}")
+    known = [*registered, *dispatch._missing[op], "auto"]
+    for names, there, what in ((ours, known, f"{line.op} has no backend"), (others, sorted(BASELINES), "no baseline")):
+        for name in names:
+            if name not in there:
+                raise BadSuite(f"{what} {name!r}; there are {', '.join(there)}")
     return list(dict.fromkeys(ours)), list(dict.fromkeys(others))
 
 
@@ -104,22 +100,17 @@ def backend(line: Line, device: torch.device, name: str) -> Competitor:
             chosen = adapters.chosen(op, case, device, name)
         except NotImplementedError as error:
             refusal = str(error)
-
-    def resources(pass_: str) -> list[dict[str, Any]]:
-        hw = hardware.of(device)
-        return kernels.resources(adapter.launches(case, hw, chosen, pass_), hw) if device.type == "cuda" else []
-
     return Competitor(
         f"{OURS}{name}", op, adapter.function(case), adapter.attend(name),
         functools.partial(adapter.problem, case, device), functools.partial(adapter.small, case, device),
-        adapter.attend_fully(name), refusal, chosen, version=fulmen.__version__, resources=resources,
+        adapter.attend_fully(name), refusal, backend=chosen, version=fulmen.__version__,
     )  # fmt: skip
 
 
 def baseline(line: Line, device: torch.device, name: str) -> Competitor:
     """One of other people's, on the case in the words of the operation it computes."""
-    entry = baselines.BASELINES[name]
-    adapter = adapters.of(entry.op)
+    entry = BASELINES[name]
+    adapter, version = adapters.of(entry.op), entry.version()
     own = {key: line.case[key] for key in adapter.KEYS if key in line.case}
     try:
         own = adapter.complete(own)
@@ -128,6 +119,6 @@ def baseline(line: Line, device: torch.device, name: str) -> Competitor:
         function, refusal = entry.op, str(error)
     return Competitor(
         name, entry.op, function, entry.call, functools.partial(adapter.problem, own, device),
-        functools.partial(adapter.small, own, device), None, refusal, entry.version(), version=entry.version(),
+        functools.partial(adapter.small, own, device), None, refusal, backend=version, version=version,
         pinned=entry.pinned,
     )  # fmt: skip

@@ -49,18 +49,10 @@ def _dtype_name(dtype: str) -> str | None:
 # ------------------------------------------------------------------------------------------------ a case's sizes
 
 
-class Sequences(NamedTuple):
-    """Sequences of equal lengths, and how many there are."""
-
-    B: int
-    N_Q: int
-    N_KV: int
-
-
 class Shape(NamedTuple):
-    """The sizes of a case; packed sequences are listed one by one."""
+    """The sizes of a case; `batches`: (how many, N_Q, N_KV), packed sequences one by one."""
 
-    batches: tuple[Sequences, ...]
+    batches: tuple[tuple[int, int, int], ...]
     H: int
     H_KV: int
     D: int
@@ -69,11 +61,11 @@ class Shape(NamedTuple):
 
     @property
     def queries(self) -> int:
-        return sum(s.B * s.N_Q for s in self.batches)
+        return sum(B * N_Q for B, N_Q, _ in self.batches)
 
     @property
     def keys(self) -> int:
-        return sum(s.B * s.N_KV for s in self.batches)
+        return sum(B * N_KV for B, _, N_KV in self.batches)
 
     @classmethod
     def of(cls, case: Mapping[str, Any]) -> Shape | None:
@@ -82,15 +74,15 @@ class Shape(NamedTuple):
         H, D = _int(case, "H"), _int(case, "D")
         lengths = case.get("lengths", case.get("sequences"))
         if isinstance(lengths, list | tuple) and all(type(n) is int and 0 <= n < 2**31 for n in lengths):
-            batches = tuple(Sequences(1, n, n) for n in lengths)
+            batches = tuple((1, n, n) for n in lengths)
         else:
             B, N_Q = _int(case, "B"), _int(case, "N_Q", "N")
             N_KV = _int(case, "N_KV", "N") or N_Q
-            batches = (Sequences(B, N_Q, N_KV),) if B and N_Q and N_KV else ()
+            batches = ((B, N_Q, N_KV),) if B and N_Q and N_KV else ()
         if not (size and H and D and batches):
             return None
         shape = cls(batches, H, _int(case, "H_KV") or H, D, _int(case, "E") or D, size)
-        positive = min(shape[1:]) > 0 and max(s.N_Q for s in batches) > 0 and min(min(s) for s in batches) >= 0
+        positive = min(shape[1:]) > 0 and max(N_Q for _, N_Q, _ in batches) > 0 and min(map(min, batches)) >= 0
         return shape if positive else None
 
 
@@ -208,15 +200,13 @@ def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> W
     H, D, E = shape.H, shape.D, shape.E
     keys = read = shape.keys
     if kind == "softmax":
-        each = [(s.B, *seen(s.N_Q, s.N_KV, Mask.of(case))) for s in shape.batches]
+        each = [(B, *seen(N_Q, N_KV, Mask.of(case))) for B, N_Q, N_KV in shape.batches]
         forward = 2.0 * H * sum(B * pairs for B, pairs, _ in each) * (D + E)
         read = sum(B * some for B, _, some in each)
     else:
         keys = read = shape.queries
         mask = Mask(right=None if case.get("causal", True) is False else 0)
-        forward = H * sum(
-            s.B * min(4.0 * s.N_Q * D * E, 2.0 * seen(s.N_Q, s.N_Q, mask)[0] * (D + E)) for s in shape.batches
-        )
+        forward = H * sum(B * min(4.0 * N * D * E, 2.0 * seen(N, N, mask)[0] * (D + E)) for B, N, _ in shape.batches)
     flops = forward * {"forward": 1, "backward": 2, "total": 3}[pass_]
     recomputed = {"forward": 0, "backward": 0.5, "total": 0.5}[pass_] if kind == "softmax" else 0
     size = float(shape.itemsize)
@@ -330,30 +320,26 @@ def _gpu(name: str) -> Gpu | None:
     return next((g for g in GPUS if re.search(g.pattern, text)), None)
 
 
-class Rate(NamedTuple):
-    """FLOP per clock and SM: what no kernel exceeds, and what one that keeps the precision of its name reaches."""
+def rate(arch: int, dtype: str, geforce: bool = False) -> tuple[float, float] | None:
+    """FLOP per clock and SM: (what no kernel exceeds, what one that keeps the precision of its name reaches).
 
-    hard: float
-    rated: float
-
-
-def rate(arch: int, dtype: str, geforce: bool = False) -> Rate | None:
-    """`hard` allows fp16 accumulation where that is faster, and TF32 for fp32; None for an unknown architecture."""
+    The first allows fp16 accumulation where that is faster, and TF32 for fp32. None: not known.
+    """
     if arch not in TENSOR:
         return None
     full = TENSOR[arch]
     tensor = GEFORCE.get(arch, full) if geforce else full
     if dtype == "fp16":
-        return Rate(full, tensor)
+        return full, tensor
     if dtype == "bf16":
-        return Rate(tensor, tensor) if arch >= 80 else None
+        return (tensor, tensor) if arch >= 80 else None
     if dtype == "fp8":
-        return Rate(2 * full, 2 * tensor) if arch >= 89 else None
+        return (2 * full, 2 * tensor) if arch >= 89 else None
     shader = SHADER.get(arch, 256)
     if dtype in ("tf32", "fp32"):
         tf32 = max(tensor / 2, shader) if arch >= 80 else shader
-        return Rate(tf32, tf32 if dtype == "tf32" else shader)
-    return Rate(FP64.get(arch, 4), FP64.get(arch, 4)) if dtype == "fp64" else None
+        return tf32, tf32 if dtype == "tf32" else shader
+    return (FP64.get(arch, 4), FP64.get(arch, 4)) if dtype == "fp64" else None
 
 
 class Ceilings(NamedTuple):
@@ -368,14 +354,14 @@ class Ceilings(NamedTuple):
 def of_gpu(sheet: Gpu, dtype: str) -> Ceilings:
     """The ceilings of a GPU of which only the name is known."""
     per_clock = rate(sheet.arch, dtype, geforce=sheet.tensor == GEFORCE.get(sheet.arch))
-    hard = rated = None
-    if per_clock is not None:
-        hard = sheet.sms * per_clock.hard * sheet.max_mhz * 1e6
-        rated = sheet.sms * per_clock.rated * sheet.boost_mhz * 1e6
-    return Ceilings(hard, rated, sheet.gb_s * 1e9, sheet.l2_mb * 2**20)
+    found = Ceilings(bytes_hard=sheet.gb_s * 1e9, l2_bytes=sheet.l2_mb * 2**20)
+    if per_clock is None:
+        return found
+    hard, rated = (sheet.sms * 1e6 * each for each in per_clock)
+    return found._replace(flops_hard=hard * sheet.max_mhz, flops_rated=rated * sheet.boost_mhz)
 
 
 def of_device(arch: int, sm_count: int, clock_max_mhz: float, name: str, dtype: str) -> float | None:
     """FLOP/s that a device at hand cannot pass: from what it says of itself and never from a table of names."""
     per_clock = rate(arch, dtype, geforce="geforce" in name.lower())
-    return None if per_clock is None else sm_count * per_clock.hard * clock_max_mhz * 1e6
+    return None if per_clock is None else sm_count * per_clock[0] * clock_max_mhz * 1e6

@@ -188,11 +188,8 @@ def gradients_of(problem: Problem, outs: dict[str, Tensor]) -> dict[str, Tensor]
     for name, y in outs.items():
         if not y.requires_grad:
             raise Wrong(f"{name}: is cut off from {', '.join(problem.leaves)}: there is no backward")
-    douts = [problem.douts[name] for name in outs]
-    return gradients_by_name(
-        problem,
-        torch.autograd.grad(list(outs.values()), list(problem.leaves.values()), douts, allow_unused=True),
-    )
+    leaves, douts = list(problem.leaves.values()), [problem.douts[name] for name in outs]
+    return gradients_by_name(problem, torch.autograd.grad(list(outs.values()), leaves, douts, allow_unused=True))
 
 
 def compare(problem: Problem, results: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -204,56 +201,49 @@ def compare(problem: Problem, results: dict[str, Tensor]) -> dict[str, dict[str,
     report: dict[str, dict[str, Any]] = {}
     first = ""
     for name, value in results.items():
-        if name not in wanted:
-            continue
-        part = problem.pick(name, value.detach())
-        why, report[name] = _closeness(part, wanted[name])
-        if not why and part.numel() < value.numel():
-            why = _rest(value.detach())
+        if name in wanted:
+            part, report[name] = problem.pick(name, value.detach()), {}
+            why = _wrong(part, wanted[name], report[name])
+            if not why and part.numel() < value.numel():
+                why = _rest(value.detach())
             report[name]["ok"] = not why
-        if why and not first:
-            first = f"{name}: {why}"
+            first = first or (f"{name}: {why}" if why else "")
     if first:
         raise Wrong(first, report)
     return report
 
 
-def _closeness(actual: Tensor, wanted: Expected) -> tuple[str, dict[str, Any]]:
+def _wrong(actual: Tensor, wanted: Expected, row: dict[str, Any]) -> str:
+    """What is wrong, or nothing; `row` gets the errors and their bounds."""
     blind = wanted.exact == -torch.inf  # only lse has these
     if bool(blind.any()):
         if not torch.equal(actual == -torch.inf, blind):
-            return "-inf where a row sees keys, or not where it sees none", {"ok": False}
+            return "-inf where a row sees keys, or not where it sees none"
         clean = {n: getattr(wanted, n).masked_fill(blind, 0.0) for n in ("low", "exact")}
         actual, wanted = actual.masked_fill(blind, 0.0), wanted._replace(**clean)
     if not wanted.exact.numel():
-        return "", {"error": 0.0, "bound": 0.0, "max_abs": 0.0, "ok": True}
-    bad = int((~actual.isfinite()).sum())
-    if bad:
-        return f"not finite in {bad} of {actual.numel()} elements", {"ok": False, "not_finite": bad}
+        row |= {"error": 0.0, "bound": 0.0, "max_abs": 0.0}
+        return ""
+    if bad := int((~actual.isfinite()).sum()):
+        row["not_finite"] = bad
+        return f"not finite in {bad} of {actual.numel()} elements"
     difference = actual.double() - wanted.exact
     size = float(torch.linalg.vector_norm(wanted.exact)) or 1.0
-    row: dict[str, Any] = {"ok": True}
     why = ""
     for norm, order in NORMS:
         got, bound = float(torch.linalg.vector_norm(difference, order)), wanted.bound(order, actual.dtype)
-        if order == 2:
-            row |= {"error": got / size, "bound": bound / size}
-        else:
-            row |= {"max_abs": got, "max_abs_bound": bound}
         if not math.isfinite(bound):
-            return "the plain computation in this dtype overflows, so there is nothing to compare with", {"ok": False}
+            return "the plain computation in this dtype overflows, so there is nothing to compare with"
+        relative = {"error": got / size, "bound": bound / size}
+        row |= relative if order == 2 else {"max_abs": got, "max_abs_bound": bound}
         if not got <= bound and not why:
-            flat = int(difference.abs().argmax())
-            at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
-            why = (
-                f"{norm} error {got:.3e} > {bound:.3e}; at {at}: {float(actual[at]):.6g}, "
-                f"exact {float(wanted.exact[at]):.6g}"
-            )
+            at = tuple(int(i) for i in torch.unravel_index(difference.abs().argmax().cpu(), difference.shape))
+            values = f"{float(actual[at]):.6g}, exact {float(wanted.exact[at]):.6g}"
+            why = f"{norm} error {got:.3e} > {bound:.3e}; at {at}: {values}"
     scale, margin = _scale(difference, wanted.exact, row["bound"], actual.dtype)
     if not why and abs(scale) > margin:
         why = f"all of it is {1 + scale:.5f} times what it must be, and only {margin:.1e} off could be rounding"
-    row["ok"] = not why
-    return why, row
+    return why
 
 
 def _rest(value: Tensor) -> str:

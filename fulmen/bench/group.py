@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.bench import audit, environment, floors, memory, schema, startup, timing
+from fulmen import hardware
+from fulmen.bench import audit, environment, floors, kernels, memory, schema, startup, timing
 from fulmen.bench.cases import Line
 from fulmen.bench.competitors import Competitor
 from fulmen.bench.gate import Problem, Wrong, compare, exchange, gate, gradients_by_name, outputs_by_name, outputs_of
@@ -83,27 +84,23 @@ def first_line(error: BaseException, limit: int = 300) -> str:
     return f"{type(error).__name__}: {text}"[:limit]
 
 
-def fail(cells: Sequence[schema.Cell], error: BaseException) -> None:
-    """Gives cells the status that belongs to an error, and takes their times away."""
-    text = str(error)
-    no_memory = "can't allocate memory" in text or "out of memory" in text
+def fail(cell: schema.Cell, error: BaseException) -> None:
+    """Gives a cell the status that belongs to an error, and takes its times away."""
+    text, reason = str(error), first_line(error)
+    no_memory = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
     if isinstance(error, TimeoutError):
         status, reason = "timeout", text
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and no_memory):
-        status, reason = "oom", first_line(error)
+    elif no_memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        status = "oom"
     elif isinstance(error, NotImplementedError) or "No available kernel" in text:  # torch's SDPA
-        status, reason = "unsupported", first_line(error)
+        status = "unsupported"
     else:
-        status, reason = "failed", text if isinstance(error, Wrong) else first_line(error)
-    for cell in cells:
-        cell.status, cell.reason = status, reason
-        if isinstance(error, Wrong) and error.correctness:
-            cell.correctness = error.correctness
-        cell.samples_ms, cell.clocks_mhz, cell.stats = [], [], {}
-        cell.device_ms = cell.kernels_ms = cell.host_ms = None
-
-
-# -------------------------------------------------------------------------------------------------- a task
+        status = "failed"
+    if isinstance(error, Wrong):
+        reason, cell.correctness = text, error.correctness or cell.correctness
+    cell.status, cell.reason = status, reason
+    cell.samples_ms, cell.clocks_mhz, cell.stats = [], [], {}
+    cell.device_ms = cell.kernels_ms = cell.host_ms = None
 
 
 @dataclass(eq=False)
@@ -114,18 +111,14 @@ class Task:
     cell: schema.Cell
     problems: Sequence[Problem]
     grad: bool
-    samples: list[float] = field(default_factory=list)
-    clocks: list[float] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)  # of the cell's stats
     graphs: list[dict[str, Tensor]] = field(default_factory=list)
     spacer_ms: float = 0.1
     tries: int = timing.TRIES
     spent: float = 0.0
     stop: str = ""
 
-    @property
-    def cold(self) -> bool:
-        return self.cell.cache == "cold"
+    def __post_init__(self) -> None:
+        self.build()
 
     def build(self) -> None:
         """What happens outside the timed region: for a backward, the forward."""
@@ -136,25 +129,22 @@ class Task:
         """The timed call on the i-th set of arguments, doing nothing else."""
         problem, attend = self.problems[i], self.competitor.attend
         leaves, douts = list(problem.leaves.values()), list(problem.douts.values())
-        if self.cell.pass_ == "forward":
-            if self.grad:
-                return lambda: attend(problem.x)
-
-            def inference() -> Any:
-                with torch.no_grad():
-                    return attend(problem.x)
-
-            return inference
         if self.cell.pass_ == "backward":
             outs = list(self.graphs[i].values())
             return lambda: torch.autograd.grad(outs, leaves, douts, retain_graph=True, allow_unused=True)
+
+        def inference() -> Any:
+            with torch.no_grad():
+                return attend(problem.x)
 
         def total() -> Any:
             given = attend(problem.x)
             outs = given[: len(douts)] if isinstance(given, list | tuple) else (given,)
             return outs, torch.autograd.grad(outs, leaves, douts, allow_unused=True)
 
-        return total
+        if self.cell.pass_ == "total":
+            return total
+        return (lambda: attend(problem.x)) if self.grad else inference
 
     def check(self, i: int, result: Any) -> None:
         """Compares what a timed call returned with fp64."""
@@ -167,8 +157,15 @@ class Task:
         except Wrong as wrong:
             raise Wrong(f"{wrong} (in a timed call)", wrong.correctness) from None
 
-
-# ------------------------------------------------------------------------------------------------- a group
+    def call(self, timer: Timer, i: int) -> timing.Sample:
+        work, cold = self.work(i), self.cell.cache == "cold"
+        if not cold:  # others were in the cache since: the call before is one of its own
+            work()
+        sample = timer.sample(work, cold=cold, spacer_ms=self.spacer_ms, tries=self.tries)
+        self.spacer_ms = max(self.spacer_ms, sample.spacer_ms)
+        if sample.late:  # it synchronises, so a longer spacer is no use
+            self.tries = 1
+        return sample
 
 
 class Group:
@@ -186,6 +183,7 @@ class Group:
         self.settings, self.rng = line.settings, random.Random(seed)
         self.passed = {} if passed is None else passed
         self.grad = line.case.get("grad", True) is not False
+        self.cells = [cell for _, cells in entries for cell in cells]
         self.problems: dict[str, list[Problem]] = {}  # by operation: two sets of arguments of the timed shape
         self.tasks: list[Task] = []
         self.round, self.check_until, self.exchange_at = 0, 0, self.rng.choice((1, 2))
@@ -193,12 +191,38 @@ class Group:
         self.throttled: list[str] = []
 
     @property
-    def cells(self) -> list[schema.Cell]:
-        return [cell for _, cells in self.entries for cell in cells]
-
-    @property
     def done(self) -> bool:
         return self.closed or not self.tasks
+
+    @contextmanager
+    def _guard(self, competitor: Competitor, cells: Sequence[schema.Cell]) -> Iterator[None]:
+        """An error within, or a clock that was replaced, becomes the status of `cells`, and their tasks end."""
+        error: BaseException | None = None
+        try:
+            with competitor.pinned():
+                yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:
+            error = raised.with_traceback(None)  # whose frames hold tensors
+        if patched := timing.restore_clocks():
+            error = Wrong(patched)
+        if error is None:
+            return
+        if isinstance(error, Wrong):  # what is wrong cold is wrong hot
+            passes = {cell.pass_ for cell in cells}
+            cells = [c for c in self.cells if c.competitor == competitor.name and c.pass_ in passes]
+        for cell in cells:
+            if cell.status == "ok":
+                fail(cell, error)
+        self.tasks = [task for task in self.tasks if task.cell.status == "ok"]
+
+    def _each(self, what: Callable[[Task], Any], tasks: Sequence[Task] | None = None) -> None:
+        """Does something for every task; who fails is given up."""
+        for task in list(self.tasks if tasks is None else tasks):
+            if task in self.tasks:
+                with self._guard(task.competitor, [task.cell]):
+                    what(task)
 
     # ------------------------------------------------------------------------------------------- prepare
 
@@ -206,31 +230,24 @@ class Group:
         self.throttled = self.machine.nvml.throttle()
         with self.machine.on_stream():
             for competitor, cells in self.entries:
-                if competitor.refusal is None and competitor.skip is None:
-                    self._try(competitor, cells)
+                if why := competitor.refusal or competitor.skip:
+                    for cell in cells:
+                        cell.status = "unsupported" if competitor.refusal else "skipped"
+                        cell.reason = why.splitlines()[0]
                     continue
-                status = "skipped" if competitor.refusal is None else "unsupported"
-                for cell in cells:
-                    cell.status, cell.reason = status, str(competitor.refusal or competitor.skip).splitlines()[0]
-
-    def _try(self, competitor: Competitor, cells: list[schema.Cell]) -> None:
-        try:
-            with competitor.pinned():
-                self._prepare(competitor, cells)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            fail(cells, error)
-        if patched := timing.restore_clocks():
-            fail(cells, Wrong(patched))
-        if any(cell.status != "ok" for cell in cells):
-            self.tasks = [t for t in self.tasks if t.competitor is not competitor]
-            self.machine.collect_garbage()
+                with self._guard(competitor, cells):
+                    self._prepare(competitor, cells)
+                if any(cell.status != "ok" for cell in cells):
+                    self.machine.collect_garbage()
 
     def _prepare(self, competitor: Competitor, cells: list[schema.Cell]) -> None:
         self.say(f"{competitor.name}: gate")
         found = self._small_gate(competitor)
-        problems = self._pair(competitor)
+        if competitor.op not in self.problems:  # shared by all who compute the same operation
+            self.problems[competitor.op] = [competitor.problem(self._seed()) for _ in range(2)]
+        problems = self.problems[competitor.op]
+        for problem in problems:
+            problem.expected()
         for name, row in gate(problems[:1], competitor.attend, self.grad).items():
             if row["error"] >= found.get(name, row)["error"]:
                 found[name] = row | {"timed_shape": True}
@@ -241,31 +258,21 @@ class Group:
         for cell in cells:
             cell.correctness, cell.memory = found, parts.get(cell.pass_, {})
             task = Task(competitor, cell, problems, self.grad)
-            task.build()
             self._warm_up(task)
             self.tasks.append(task)
-
-    def _pair(self, competitor: Competitor) -> list[Problem]:
-        """Two sets of arguments of the timed shape, shared by all who compute the same operation."""
-        if competitor.op not in self.problems:
-            self.problems[competitor.op] = pair = [competitor.problem(self._seed()) for _ in range(2)]
-            for problem in pair:
-                problem.expected()
-        return self.problems[competitor.op]
 
     def _seed(self) -> int:
         return self.rng.randrange(2**31)
 
     def _small_gate(self, competitor: Competitor) -> dict[str, dict[str, Any]]:
         """The gate at an odd shape: once for cases that differ only in size, with all outputs once for all masks."""
-        case, name = self.line.case, competitor.name
+        case, who = self.line.case, (competitor.name, competitor.op)
         rest = {k: v for k, v in case.items() if k not in ("B", "H", "H_KV", "N")}
         group = case["H"] // case["H_KV"] if "H_KV" in case else 1
-        key = (name, competitor.op, self.grad, group, *sorted((k, str(v)) for k, v in rest.items()))
-        whole = (name, competitor.op, *(case.get(k) for k in ("D", "E", "dtype")))
+        key = (*who, self.grad, group, *sorted((k, str(v)) for k, v in rest.items()))
+        whole = (*who, *(case.get(k) for k in ("D", "E", "dtype")))
         if key not in self.passed:
-            pair = [competitor.small(self._seed()) for _ in range(2)]
-            found = gate(pair, competitor.attend, self.grad)
+            found = gate([competitor.small(self._seed()) for _ in range(2)], competitor.attend, self.grad)
             if competitor.fully is not None and self.grad and whole not in self.passed:
                 found |= gate([competitor.small(self._seed(), fully=True)], competitor.fully, self.grad)
                 self.passed[whole] = {}
@@ -284,15 +291,15 @@ class Group:
                 break
             walls.append(timer.wall(task.work(i % 2)))
         walls = walls[1:] or walls  # the first compiled
-        task.extra["enqueue"] = median(w.returned for w in walls)
+        enqueue = task.cell.stats["enqueue"] = median(w.returned for w in walls)
         task.cell.host_ms = median(w.device for w in walls)
+        task.spacer_ms = min(timing.LONGEST_SPACER_MS, 0.03 + 1.5 * enqueue)
         hidden, quickest = min(w.device - w.stream for w in walls), min(w.device for w in walls)
         if timer.cuda and hidden > max(SIDE_STREAM_MS, SIDE_STREAM_SHARE * quickest):
             raise Wrong(
                 f"SIDE-STREAM: the device works on for {hidden:.3f} of {quickest:.3f} ms after the call's own "
                 "stream is done, where no event sees it"
             )
-        task.spacer_ms = min(timing.LONGEST_SPACER_MS, 0.03 + 1.5 * task.extra["enqueue"])
 
     # -------------------------------------------------------------------------------------------- sample
 
@@ -305,73 +312,41 @@ class Group:
                 self.exchange_at += self.rng.randint(8, 20)
             with timing.no_garbage_collection():
                 shuffled = self.rng.sample(self.tasks, len(self.tasks))
-                self._each(lambda task: self._sample(task, self.round % 2), [t for t in shuffled if not t.stop])
+                self._each(self._sample, [t for t in shuffled if not t.stop])
             self.round += 1
             if all(task.stop for task in self.tasks):
                 self._close()
-
-    def _each(self, what: Callable[[Task], None], tasks: Sequence[Task] | None = None) -> None:
-        """Does something for every task; who fails is given up."""
-        for task in list(self.tasks if tasks is None else tasks):
-            if task in self.tasks:
-                try:
-                    with task.competitor.pinned():
-                        what(task)
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:
-                    self._give_up(task, error)
-
-    def _give_up(self, task: Task, error: BaseException) -> None:
-        for other in [t for t in self.tasks if t.competitor is task.competitor and t.cell.pass_ == task.cell.pass_]:
-            if other is task or isinstance(error, Wrong):  # what is wrong cold is wrong hot
-                fail([other.cell], error)
-                other.graphs.clear()
-                self.tasks.remove(other)
 
     def _exchange(self) -> None:
         for pair in self.problems.values():
             exchange(*pair)
         self._each(Task.build)
 
-    def _sample(self, task: Task, i: int) -> None:
-        begin = time.monotonic()
-        sample = self._call(task, i)
-        task.samples.append(sample.ms)
+    def _sample(self, task: Task) -> None:
+        begin, i = time.monotonic(), self.round % 2
+        sample = task.call(self.machine.timer, i)
+        task.cell.samples_ms.append(sample.ms)
         if sample.clock_mhz is not None:
-            task.clocks.append(sample.clock_mhz)
+            task.cell.clocks_mhz.append(sample.clock_mhz)
         task.spent += time.monotonic() - begin
         task.stop = self._why_stop(task)
         if self.round < max(self.check_until, 1) or task.stop:
             task.check(i, sample.result)
 
-    def _call(self, task: Task, i: int) -> timing.Sample:
-        work = task.work(i)
-        if not task.cold:  # others were in the cache since: the call before is one of its own
-            work()
-        sample = self.machine.timer.sample(work, cold=task.cold, spacer_ms=task.spacer_ms, tries=task.tries)
-        task.spacer_ms = max(task.spacer_ms, sample.spacer_ms)
-        if sample.late:  # it synchronises, so a longer spacer is no use
-            task.tries = 1
-        if patched := timing.restore_clocks():
-            raise Wrong(patched)
-        return sample
-
     def _why_stop(self, task: Task) -> str:
-        low, high = self.settings.samples
-        n = len(task.samples)
+        samples = task.cell.samples_ms
+        n, (low, high) = len(samples), self.settings.samples
         if n >= high:
             return "samples"
         if n >= self.settings.few and task.spent >= self.settings.seconds:
             return "time"
-        if n >= low and n % 5 == 0 and timing.half_width(task.samples) <= self.settings.interval:
-            return "interval"
-        return ""
+        enough = n >= low and n % 5 == 0 and timing.half_width(samples) <= self.settings.interval
+        return "interval" if enough else ""
 
     def _close(self) -> None:
         """One more exchange and one more call of everyone, checked; then what is measured in passes of its own."""
         self._exchange()
-        self._each(lambda task: task.check(0, self._call(task, 0).result))
+        self._each(lambda task: task.check(0, task.call(self.machine.timer, 0).result))
         for task in self.tasks:  # what autograd keeps for a leaf belongs to the stream of its first forward still alive
             task.graphs.clear()
         self._each(self._afterwards)
@@ -379,43 +354,41 @@ class Group:
 
     def _afterwards(self, task: Task) -> None:
         """The device's time without the host, what it ran, a loop of calls, and the first call of a fresh process."""
-        timer, cell, settings = self.machine.timer, task.cell, self.settings
+        timer, cell, settings, cold = self.machine.timer, task.cell, self.settings, task.cell.cache == "cold"
 
         def fresh() -> Callable[[], Any]:
-            again = Task(task.competitor, cell, task.problems[:1], task.grad)
-            again.build()
-            return again.work(0)
+            return Task(task.competitor, cell, task.problems[:1], task.grad).work(0)
 
-        if timer.cuda and min(task.samples) < REPLAYED_MS:
-            cell.device_ms = timing.graph_ms(timer, fresh, cold=task.cold)
+        if timer.cuda and min(cell.samples_ms) < REPLAYED_MS:
+            cell.device_ms = timing.graph_ms(timer, fresh, cold=cold)
         if timer.cuda and settings.kernels:
-            cell.kernels, cell.kernels_ms = timing.kernels_of(timer, fresh(), cold=task.cold)
+            cell.kernels, cell.kernels_ms = timing.kernels_of(timer, fresh(), cold=cold)
         if settings.loop:
-            task.extra["loop"] = timing.loop_ms(timer, fresh(), settings.loop)
-        if settings.first_call and (seconds := startup.first_call(cell, self.machine.device)) is not None:
-            task.extra["first_call_s"] = seconds
+            cell.stats["loop"] = timing.loop_ms(timer, fresh(), settings.loop)
+        if settings.first_call and task.competitor.ours:
+            cell.stats["first_call_s"] = startup.first_call(cell, self.machine.device)
 
     # -------------------------------------------------------------------------------------------- finish
 
     def finish(self, run: schema.Run) -> list[schema.Cell]:
         """The cells, judged; those that did not get to the end are marked as interrupted."""
-        state = self.machine.nvml.state(self.throttled)
+        state, hw = self.machine.nvml.state(self.throttled), hardware.of(self.machine.device)
+        started = {id(task.cell) for task in self.tasks}
+        for cell in self.cells:
+            if cell.status == "ok" and id(cell) not in started:
+                cell.status, cell.reason = "interrupted", "before it began"
         for task in self.tasks:
             cell = task.cell
             if not self.closed:
-                cell.status, cell.reason = "interrupted", f"after {len(task.samples)} samples"
-            cell.samples_ms, cell.clocks_mhz = task.samples, task.clocks
-            if task.samples:
-                stop = task.stop if self.closed else "interrupted"
-                cell.stats = timing.summary(task.samples, stop) | task.extra | state
+                cell.status, cell.reason = "interrupted", f"after {len(cell.samples_ms)} samples"
+            stop = task.stop if self.closed else "interrupted"
+            cell.stats = timing.summary(cell.samples_ms, stop) | cell.stats | state if cell.samples_ms else {}
             try:
-                cell.resources = task.competitor.resources(cell.pass_)
+                if task.competitor.ours and self.machine.timer.cuda:
+                    recorded = kernels.launches(cell.op, cell.case, hw, cell.backend, cell.pass_)
+                    cell.resources = kernels.resources(recorded, hw)
             except Exception as error:  # a compiler's error must not cost a measurement
                 self.say(f"{cell.competitor}: no resources, {first_line(error)}")
-        started = [task.cell for task in self.tasks]
-        for cell in self.cells:
-            if cell.status == "ok" and not any(cell is other for other in started):
-                cell.status, cell.reason = "interrupted", "before it began"
             if cell.status == "ok":
                 audit.judge(cell, run)
         audit.judge_group(self.cells, {run.run_id: run})

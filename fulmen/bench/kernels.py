@@ -1,44 +1,97 @@
-"""Our kernels without running them: compiled ahead on all cores, and what their binaries take of a multiprocessor.
+"""Our kernels without running them: recorded, compiled ahead on all cores, and what they take of a multiprocessor.
 
-No GPU is needed: a binary can be made for one that is not here. Triton keeps binaries in its cache on disk, CUDA C++ in
-$FULMEN_CACHE_DIR, where the run finds them. What cannot be compiled here is left to the run, which will say why.
+A recorded backend runs on tensors without data while its launches are written down: no GPU is needed, and nothing here
+knows a kernel. Triton keeps binaries in its cache on disk, CUDA C++ in $FULMEN_CACHE_DIR, where the run finds them.
+What cannot be compiled here is left to the run, which says why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from fulmen import hardware
+import torch
+
+from fulmen import cuda, dispatch, hardware
 from fulmen.bench import adapters
 from fulmen.bench.cases import Line
-
-if TYPE_CHECKING:
-    from fulmen.bench.competitors import Competitor
 
 MAX_WORKERS = 14
 RESERVED_SHARED = 1024  # bytes of each block, for the system
 REGISTERS_AT_ONCE = 256  # a warp gets multiples of this
 
 
-class Native(NamedTuple):
-    """A launch of one of our CUDA C++ kernels, as far as its resources go."""
+# -------------------------------------------------------------------------------------------------- recording
 
-    variant: Any  # fulmen.cuda.Variant
-    grid: int
-    threads: int
-    shared: int
-    stages: int
+
+class Launch(NamedTuple):
+    """A Triton launch that was recorded; one of CUDA C++ is a `fulmen.cuda.Launch` that was never loaded."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@contextlib.contextmanager
+def recording(hw: hardware.Hardware) -> Iterator[list[Any]]:
+    """Every launch is added to the list instead of being made, and every device is `hw`."""
+    from triton.runtime.jit import KernelInterface
+
+    seen: list[Any] = []
+    choose, gpu = dispatch.choose, torch.device("cuda")
+
+    def of_triton(kernel: Any, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: seen.append(Launch(kernel, grid, args, options))
+
+    def of_cuda(
+        launch: Any, variant: Any, device: Any, grid: Any, threads: int, shared: int, *_: Any, **__: Any
+    ) -> None:
+        launch.variant, launch.grid, launch.threads, launch.shared = variant, grid, threads, shared
+        launch.empty = 0 in grid
+
+    with contextlib.ExitStack() as replaced:
+        for owner, name, value in (
+            (hardware, "of", lambda device: hw), (KernelInterface, "__getitem__", of_triton),
+            (dispatch, "choose", lambda op, spec, backend="auto": choose(op, spec._replace(device=gpu), backend)),
+            (cuda, "problem", lambda *_: None), (cuda.TensorMaps, "__call__", lambda *_: b""),
+            (cuda.Launch, "__init__", of_cuda), (cuda.Launch, "__call__", lambda launch, *_: seen.append(launch)),
+            (cuda.Launch, "at", lambda launch, *_: seen.append(launch)),
+        ):  # fmt: skip
+            replaced.enter_context(patch.object(owner, name, value))
+        yield seen
+
+
+def launches(
+    op: str, case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False
+) -> list[Any]:
+    """The launches of our kernels in a pass, in order; [] for a backend that has none or does not serve the case."""
+    kernel = dispatch.kernels(adapters.backends_of(op)).get(backend.partition(" ")[0])  # of "cuda (sm90 ...)"
+    if kernel is None or not kernel.name.startswith(("triton", "cuda")):
+        return []
+    spec, x, given = adapters.of(op).without_data(case, fully)
+    with recording(hw) as seen:
+        if kernel.supports(spec._replace(device=torch.device("cuda"))) is not None:
+            return []
+        if kernel.saves is not None and (shape := kernel.saves(spec)) is not None:
+            x = x._replace(saved=x.q.new_empty(shape))
+        results = kernel.forward(spec, x)
+        forward = seen.copy()
+        if pass_ != "forward" and case.get("grad", True) and kernel.backward is not None:
+            kernel.backward(spec, x, *given(*results))
+    return seen if pass_ == "total" else forward if pass_ == "forward" else seen[len(forward) :]
 
 
 # -------------------------------------------------------------------------------------------------- compiling
@@ -60,6 +113,50 @@ def compiled(launch: Any, arch: int) -> Any:
     return triton.compile(source, target=target, options=options.__dict__)
 
 
+class Job(NamedTuple):
+    """The kernels of a backend at a shape."""
+
+    op: str
+    case: dict[str, Any]
+    backend: str
+    fully: bool
+
+
+def jobs_of(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hardware) -> list[list[Job]]:
+    """What some of our backends need for lines: the kernels of the timed shapes and of the gate's.
+
+    Jobs of one list share most of their kernels, so one process does them.
+    """
+    alike: dict[str, dict[str, Job]] = {}
+    for line, backends in plans:
+        op, small = adapters.backends_of(line.op), adapters.of(line.op).small_case(line.case)
+        for name in backends:
+            if name == "auto":
+                spec = adapters.of(line.op).spec(line.case, torch.device("cuda"))
+                name = dispatch.policy(op).choose(spec, hw).backend
+            if name.startswith(("triton", "cuda")):
+                fully = [(small, True)] if adapters.of(line.op).attend_fully(name) else []
+                for case, whole in [(line.case, False), (small, False), *fully]:
+                    sizes = {"B": 0, "H": case["H"] // case["H_KV"], "H_KV": 0, "N": case["N"] % 16 == 0}
+                    job = Job(line.op, case, name, whole)
+                    alike.setdefault(repr(job._replace(case=case | sizes)), {})[repr(job)] = job
+    return [list(jobs.values()) for jobs in alike.values()]
+
+
+def compile_jobs(jobs: Sequence[Job], hw: hardware.Hardware) -> int:
+    """How many launches one process compiled or found compiled."""
+    done = 0
+    for job in jobs:
+        every: list[Any] = []
+        with contextlib.suppress(Exception):
+            every = launches(job.op, job.case, hw, job.backend, "total", job.fully)
+        for launch in every:
+            with contextlib.suppress(Exception):
+                cuda.cubin(launch.variant) if isinstance(launch, cuda.Launch) else compiled(launch, hw.arch)
+                done += 1
+    return done
+
+
 def workers() -> int:
     return max(1, min(os.cpu_count() or 1, MAX_WORKERS))
 
@@ -70,87 +167,17 @@ def new_pool(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))
 
 
-def natives_of(lines: Sequence[Line], hw: hardware.Hardware) -> list[Any]:
-    """The CUDA C++ variants of some cases: of the timed shapes and the gate's."""
-    found: dict[Any, None] = {}
-    for line in lines:
-        for shape in (line.case, adapters.small_case(line.case)):
-            with contextlib.suppress(Exception):  # sizes or a GPU it does not serve
-                for pass_ in ("forward", "total"):
-                    launches = adapters.of(line.op).launches(shape, hw, "cuda", pass_)
-                    found |= dict.fromkeys(x.variant for x in launches if isinstance(x, Native))
-    return list(found)
+def compile_ahead(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hardware) -> int:
+    """How many launches were compiled or found compiled.
 
-
-def compile_natives(lines: Sequence[Line], hw: hardware.Hardware) -> int:
-    """How many CUDA C++ variants were compiled or found compiled.
-
-    Called before backends are asked whether they serve a case, since `cuda` compiles to answer. The compiler releases
-    Python's lock, so threads are enough.
+    Called before backends are asked whether they serve a case, since `cuda` compiles to answer.
     """
-    from fulmen import cuda
-
-    def made(variant: Any) -> bool:
-        try:
-            return bool(cuda.cubin(variant))
-        except cuda.Unavailable:
-            return False
-
-    with ThreadPoolExecutor(workers()) as pool:
-        return sum(pool.map(made, natives_of(lines, hw) if hw.arch >= 80 else []))
-
-
-class Job(NamedTuple):
-    """The Triton kernels of a backend at a shape."""
-
-    op: str
-    case: dict[str, Any]
-    backend: str
-    fully: bool
-
-    def bucket(self) -> str:
-        """Jobs of one bucket share most of their kernels, so one process does them."""
-        rest = {k: v for k, v in self.case.items() if k not in ("B", "H", "H_KV", "N")}
-        group = self.case["H"] // self.case["H_KV"]
-        return repr((self.op, sorted(rest.items(), key=str), group, self.case["N"] % 16 == 0, self.backend, self.fully))
-
-
-def jobs_of(plans: Sequence[tuple[Line, Sequence[Competitor]]]) -> list[Job]:
-    found: list[Job] = []
-    for line, who in plans:
-        small = adapters.small_case(line.case)
-        for competitor in who:
-            backend = competitor.backend
-            if backend.startswith("cuda") and adapters.backends_of(line.op) == "flash":
-                backend = "triton"  # whose backward it takes where that is not cuDNN's
-            if competitor.op == line.op and not competitor.refusal and backend.startswith("triton"):
-                kinds = [(line.case, False), (small, False), *([(small, True)] if competitor.fully else [])]
-                found += [Job(line.op, case, backend, fully) for case, fully in kinds]
-    return [job for i, job in enumerate(found) if job not in found[:i]]
-
-
-def compile_jobs(jobs: Sequence[Job], hw: hardware.Hardware) -> int:
-    """How many launches one process compiled or found compiled."""
-    done = 0
-    for job in jobs:
-        with contextlib.suppress(Exception):
-            for launch in adapters.of(job.op).launches(job.case, hw, job.backend, "total", job.fully):
-                compiled(launch, hw.arch)
-                done += 1
-    return done
-
-
-def compile_ahead(plans: Sequence[tuple[Line, Sequence[Competitor]]], hw: hardware.Hardware) -> int:
-    """How many Triton launches were compiled or found compiled."""
-    buckets: dict[str, list[Job]] = {}
-    for job in jobs_of(plans):
-        buckets.setdefault(job.bucket(), []).append(job)
-    count = min(workers(), len(buckets))
-    if count < 2:
+    jobs = jobs_of(plans, hw)
+    if workers() < 2 or len(jobs) < 2:
         return 0
-    pool = new_pool(count)
+    pool = new_pool(min(workers(), len(jobs)))
     try:
-        return sum(pool.map(compile_jobs, buckets.values(), [hw] * len(buckets)))
+        return sum(pool.map(compile_jobs, jobs, [hw] * len(jobs)))
     except (OSError, RuntimeError):  # no processes to be had: the run compiles for itself
         return 0
     finally:
@@ -205,18 +232,18 @@ def counts(binary: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def resources(launches: list[Any], hw: hardware.Hardware) -> list[dict[str, Any]]:
+def resources(recorded: Iterable[Any], hw: hardware.Hardware) -> list[dict[str, Any]]:
     """One record a launch; [] where Triton does not compile here (its interpreter stands in for it)."""
     import triton
 
     if triton.knobs.runtime.interpret:
         return []
     rows = []
-    for launch in launches:
-        if isinstance(launch, Native):
-            from fulmen import cuda
-
-            name, shared, warps, stages = launch.variant.kernel, launch.shared, launch.threads // 32, launch.stages
+    for launch in recorded:
+        if isinstance(launch, cuda.Launch):
+            name, shared, warps = launch.variant.kernel, launch.shared, launch.threads // 32
+            macros = dict(launch.variant.macros)
+            stages = macros.get("STAGES", macros.get("PARTS", 1))
             registers, stack = counts(cuda.cubin(launch.variant))
         else:
             kernel = compiled(launch, hw.arch)
@@ -229,6 +256,6 @@ def resources(launches: list[Any], hw: hardware.Hardware) -> list[dict[str, Any]
                 registers, stack = kernel.n_regs, kernel.n_spills
         rows.append({
             "kernel": name, "registers": registers, "shared": shared, "stack": stack, "warps": warps, "stages": stages,
-            "programs": launch.grid, "occupancy": occupancy(hw.arch, registers, shared, warps),
+            "programs": math.prod(launch.grid), "occupancy": occupancy(hw.arch, registers, shared, warps),
         })  # fmt: skip
     return rows

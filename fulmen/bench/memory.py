@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +38,8 @@ def saved_bytes(problem: Problem, attend: Attend) -> int:
     return sum(kept.values())
 
 
-class Use(NamedTuple):
-    """What a call took above what was there before: at the most, and when it was over."""
-
-    peak: int
-    left: int
-    result: Any
-
-
-def use_of(work: Callable[[], Any], device: torch.device) -> Use:
+def use_of(work: Callable[[], Any], device: torch.device) -> tuple[int, int, Any]:
+    """What a call took above what was there before, at the most and when it was over; and its result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -54,7 +47,7 @@ def use_of(work: Callable[[], Any], device: torch.device) -> Use:
         result = work()
         torch.cuda.synchronize(device)
         peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return Use(peak - before, left - before, result)
+        return peak - before, left - before, result
     from torch.profiler import ProfilerActivity, profile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells the terminal of every start and stop
@@ -64,7 +57,7 @@ def use_of(work: Callable[[], Any], device: torch.device) -> Use:
     events = [e for e in record.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     running = list(itertools.accumulate(e.nbytes() for e in events)) or [0]
-    return Use(max(0, *running), max(0, running[-1]), result)
+    return max(0, *running), max(0, running[-1]), result
 
 
 def breakdown(
@@ -81,17 +74,15 @@ def breakdown(
 
     saved = {"saved": saved_bytes(problem, attend)} if backward else {}
     with torch.set_grad_enabled(backward):
-        forward = use_of(lambda: outputs_of(problem, attend), device)
-    shared = {"inputs": given, "output": bytes_of(*forward.result.values())} | saved
-    going = {"workspace_forward": forward.peak - forward.left}
-    peak = given + forward.peak
-    parts = {"forward": entries(peak, **shared, **going)}
+        peak, left, outs = use_of(lambda: outputs_of(problem, attend), device)
+    shared = {"inputs": given, "output": bytes_of(*outs.values())} | saved
+    going = {"workspace_forward": peak - left}
+    parts = {"forward": entries(given + peak, **shared, **going)}
     if backward:
-        outs = forward.result
-        after = use_of(lambda: gradients_of(problem, outs), device)
-        gradients = bytes_of(*after.result.values())
-        coming = {"workspace_backward": after.peak - gradients, "gradients": gradients}
-        peak_after = given + bytes_of(*problem.douts.values()) + forward.left + after.peak
-        parts["backward"] = entries(peak_after, **shared, **coming)
-        parts["total"] = entries(max(peak, peak_after), **shared, **going, **coming)
+        peak_back, _, grads = use_of(lambda: gradients_of(problem, outs), device)
+        gradients = bytes_of(*grads.values())
+        coming = {"workspace_backward": peak_back - gradients, "gradients": gradients}
+        peak_back += given + bytes_of(*problem.douts.values()) + left
+        parts["backward"] = entries(peak_back, **shared, **coming)
+        parts["total"] = entries(max(given + peak, peak_back), **shared, **going, **coming)
     return parts

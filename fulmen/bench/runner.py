@@ -7,12 +7,12 @@ the same kernel are recorded as skipped.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import secrets
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,14 @@ from typing import Any
 import torch
 
 from fulmen import hardware
-from fulmen.bench import adapters, cases, competitors, environment, floors, kernels, schema
+from fulmen.bench import Refused, adapters, cases, competitors, environment, floors, kernels, schema
 from fulmen.bench.cases import Line
 from fulmen.bench.competitors import Competitor
 from fulmen.bench.group import Group, Machine
 
 PREPARING = 0.5  # seconds of a cell's gate, warm-up and replay; and of a case, the results in fp64
 COMPILING = 45.0
-NOBODY = "nothing to measure: nobody competes (--backend none and --baseline none?)"
-
-
-class BadRun(Exception):
-    """A run that cannot be started, in words for the user."""
+EXHAUSTED = {"oom": "ran out of memory", "timeout": "took too long"}
 
 
 @dataclass(frozen=True)
@@ -51,15 +47,14 @@ class Selection:
 
     def command(self, suite: str | None = None) -> str:
         """What would repeat it; of one suite: without the options that single out a cell."""
-        words = ["fulmen", "bench", "run", *(self.suites if suite is None else [suite])]
-        for name, value in (("device", self.device), ("dtype", self.dtype), ("seconds", self.seconds)):
-            words += [] if value is None else [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        options: dict[str, Sequence[Any]] = {"device": [self.device], "dtype": [self.dtype]}
+        options["seconds"] = [None if self.seconds is None else f"{self.seconds:g}"]
         if suite is None:
-            many = (("backend", self.backends), ("baseline", self.baselines), ("pass", self.passes))
-            for name, values in (*many, ("shape", self.shapes)):
-                words += [word for value in values for word in (f"--{name}", value)]
-            words += [] if self.seed is None else ["--seed", str(self.seed)]
-        return shlex.join(words)
+            options |= {"backend": self.backends, "baseline": self.baselines, "pass": self.passes}
+            options |= {"shape": self.shapes, "seed": [self.seed]}
+        given = [(name, value) for name, values in options.items() for value in values if value is not None]
+        words = [word for name, value in given for word in (f"--{name}", str(value))]
+        return shlex.join(["fulmen", "bench", "run", *(self.suites if suite is None else [suite]), *words])
 
 
 class Monitor:
@@ -90,32 +85,18 @@ def lines_of(selection: Selection, device: torch.device) -> list[Line]:
         raise cases.BadSuite(f"{'--shape: ' if selection.shapes else ''}{error}") from None
     chosen = []
     for line in lines:
-        passes = tuple(p for p in line.settings.passes if not selection.passes or p in selection.passes)
-        seconds = line.settings.seconds if selection.seconds is None else selection.seconds
-        kernels_ = line.settings.kernels or selection.kernels
-        settings = replace(line.settings, passes=passes, seconds=seconds, kernels=kernels_)
+        usual = line.settings
+        passes = tuple(p for p in usual.passes if not selection.passes or p in selection.passes)
+        seconds = usual.seconds if selection.seconds is None else selection.seconds
+        settings = replace(usual, passes=passes, seconds=seconds, kernels=usual.kernels or selection.kernels)
         line = replace(line, settings=settings)
         if passes and line not in chosen:
             chosen.append(line)
     if not chosen:
-        raise BadRun("nothing to measure: no case of the suites has the passes asked for")
+        raise Refused("nothing to measure: no case of the suites has the passes asked for")
     if not any(names for line in chosen for names in competitors.rivals(line, selection.backends, selection.baselines)):
-        raise BadRun(NOBODY)
+        raise Refused("nothing to measure: nobody competes (--backend none and --baseline none?)")
     return chosen
-
-
-def plans_of(
-    selection: Selection, lines: Sequence[Line], device: torch.device, say: Callable[[str], None]
-) -> list[tuple[Line, list[Competitor]]]:
-    """The lines with those who compete in them; on a GPU all kernels of ours that they need are compiled."""
-    if device.type == "cuda":
-        say("compiling our kernels on all cores")
-        if not selection.backends or {"auto", "cuda"} & set(selection.backends):
-            kernels.compile_natives(lines, hardware.of(device))
-    plans = [(line, competitors.of(line, device, selection.backends, selection.baselines)) for line in lines]
-    if device.type == "cuda":
-        kernels.compile_ahead(plans, hardware.of(device))
-    return plans
 
 
 def preview(selection: Selection, device: torch.device) -> list[tuple[str, int, int, int, float]]:
@@ -133,24 +114,67 @@ def preview(selection: Selection, device: torch.device) -> list[tuple[str, int, 
     return found
 
 
-def caches_of(line: Line, machine: Machine) -> tuple[str, ...]:
-    """A hot cache is measured, too, where everything a call touches fits the GPU's L2."""
-    if machine.device.type != "cuda":
-        return ("cold",)
-    least = floors.memory(line.op, line.case) or {}
-    touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
-    return ("cold", "hot") if 2 * touched < machine.timer.l2_bytes else ("cold",)
+def default_out(suites: Sequence[str]) -> Path:
+    return Path(f"bench-{'-'.join(suites)}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
 
 
-# ------------------------------------------------------------------------------------------------- results
+class Session:
+    """A selection on a machine: its lines, the record of the run, the gates that were passed."""
+
+    def __init__(self, selection: Selection, say: Callable[[str], None] = lambda text: None) -> None:
+        self.selection, self.say = selection, say
+        device = environment.device_of(selection.device)
+        self.lines = lines_of(selection, device)  # what is wrong is said before a minute has gone by
+        say("asking the device what it can do")
+        self.machine = machine = Machine.of(device)
+        machine.burn_in()
+        now = datetime.now(timezone.utc)
+        seed = secrets.randbits(31) if selection.seed is None else selection.seed
+        known = environment.facts(device, machine.nvml, machine.timer) | {"seed": seed}
+        self.run = schema.Run(
+            f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds"), selection.command(),
+            known, environment.commit(), environment.ceilings(device, machine.timer, known),
+        )  # fmt: skip
+        self.passed: dict[Any, dict[str, Any]] = {}
+
+    @property
+    def seed(self) -> int:
+        return int(self.run.environment.get("seed", 0))
+
+    def plans(self) -> list[tuple[Line, list[Competitor]]]:
+        """The lines with those who compete in them; on a GPU all kernels of ours that they need are compiled."""
+        device, who = self.machine.device, (self.selection.backends, self.selection.baselines)
+        if device.type == "cuda":
+            self.say("compiling our kernels on all cores")
+            kernels.compile_ahead(
+                [(line, competitors.rivals(line, *who)[0]) for line in self.lines], hardware.of(device)
+            )
+        return [(line, competitors.of(line, device, *who)) for line in self.lines]
+
+    def cells(self, line: Line, competitor: Competitor) -> list[schema.Cell]:
+        """Of each pass; with a hot cache, too, where everything a call touches fits the GPU's L2."""
+        least = floors.memory(line.op, line.case) or {}
+        touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
+        fits = self.machine.timer.cuda and 2 * touched < self.machine.timer.l2_bytes
+        command = self.selection.command(line.suite)
+        return [
+            competitor.cell(line, self.run.run_id, pass_, cache, self.seed, command)
+            for pass_ in line.settings.passes
+            for cache in (("cold", "hot") if fits else ("cold",))
+        ]
+
+    def group(self, line: Line, entries: Sequence[tuple[Competitor, list[schema.Cell]]]) -> Group:
+        return Group(line, entries, self.machine, self.seed, self.say, self.passed)
 
 
-@dataclass
+# ------------------------------------------------------------------------------------------------- measuring
+
+
 class Journal:
     """The results file; a record is on disk when `write` returns."""
 
-    path: Path
-    finished: set[str] = field(default_factory=set)
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def write(self, record: schema.Run | schema.Cell) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -158,56 +182,32 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-
-def open_journal(path: Path, run: schema.Run) -> tuple[Journal, schema.Run]:
-    """A new file with `run` in it, or an old one with the run it holds and what is finished of it."""
-    if path.exists():
-        mend(path)
-        results = schema.read([path])
-    else:
+    def begin(self, run: schema.Run) -> tuple[schema.Run, set[str]]:
+        """Writes `run`, or finds the one in an old file; with the hashes of the cells that are finished."""
         results = schema.Results({}, [])
-    if not results.runs:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Journal(path).write(run)
-        except OSError as error:
-            raise BadRun(f"{path}: cannot be written: {error.strerror}") from None
-        return Journal(path), run
-    old = list(results.runs.values())[-1]
-    for what, was, now in (
-        ("on another device", old.environment.get("device"), run.environment.get("device")),
-        ("with another torch", old.environment.get("torch"), run.environment.get("torch")),
-        ("from another source", old.commit.get("source"), run.commit.get("source")),
-    ):
-        if was != now:
-            raise BadRun(f"{path} was measured {what} ({was}, now {now}): start a new file with another --out")
-    over = {c.config_hash for c in results.cells if c.run_id == old.run_id and c.status != "interrupted"}
-    return Journal(path, over), old
-
-
-def mend(path: Path) -> None:
-    """Drops a last line that was being written when the process died."""
-    text = path.read_bytes()
-    head, _, last = text.rpartition(b"\n")
-    if last.strip():
-        try:
-            json.loads(last)
-            path.write_bytes(text + b"\n")
-        except ValueError:
-            path.write_bytes(head + b"\n" if head else b"")
-
-
-# ---------------------------------------------------------------------------------------------- the whole run
-
-
-def new_run(selection: Selection, machine: Machine) -> schema.Run:
-    now = datetime.now(timezone.utc)
-    seed = secrets.randbits(31) if selection.seed is None else selection.seed
-    known = environment.facts(machine.device, machine.nvml, machine.timer) | {"seed": seed}
-    return schema.Run(
-        f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds"), selection.command(), known,
-        environment.commit(), environment.ceilings(machine.device, machine.timer, known),
-    )  # fmt: skip
+        if self.path.exists():
+            text = self.path.read_bytes()
+            self.path.write_bytes(text[: text.rfind(b"\n") + 1])  # a last line that was being written is dropped
+            results = schema.read([self.path])
+        if not results.runs:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.write(run)
+            except OSError as error:
+                raise Refused(f"{self.path}: cannot be written: {error.strerror}") from None
+            return run, set()
+        old = list(results.runs.values())[-1]
+        for what, was, now in (
+            ("on another device", old.environment.get("device"), run.environment.get("device")),
+            ("with another torch", old.environment.get("torch"), run.environment.get("torch")),
+            ("from another source", old.commit.get("source"), run.commit.get("source")),
+        ):
+            if was != now:
+                raise Refused(
+                    f"{self.path} was measured {what} ({was}, now {now}): start a new file with another --out"
+                )
+        finished = (c for c in results.cells if c.run_id == old.run_id and c.status != "interrupted")
+        return old, {cell.config_hash for cell in finished}
 
 
 def run(
@@ -218,53 +218,38 @@ def run(
 
     other  another process that measures the same lines in turns with ours: see `fulmen.bench.base`.
     """
-    monitor = monitor or Monitor()
-    try:
-        device = environment.device_of(selection.device)
-    except ValueError as error:
-        raise BadRun(str(error)) from None
+    monitor, journal = monitor or Monitor(), Journal(out)
     if out.exists() and not resume:
-        raise BadRun(f"{out} exists: --resume goes on with it, another --out leaves it alone")
-    lines = lines_of(selection, device)  # what is wrong is said before a minute has gone by, and a file is there
-    monitor.say("asking the device what it can do")
-    machine = Machine.of(device)
-    machine.burn_in()
-    journal, record = open_journal(out, new_run(selection, machine))
-    seed = int(record.environment.get("seed", 0))
-    plans = []
-    seen: set[str] = set()
-    again = 0  # cells that were measured before
-    for line, who in plans_of(selection, lines, device, monitor.say):
-        entries = cells_of(line, who, record, seed, machine, selection)
-        for _, cells in entries:  # lines that a --shape made equal share their cells
-            again += sum(c.config_hash in journal.finished and c.config_hash not in seen for c in cells)
-            new = [c for c in cells if c.config_hash not in seen | journal.finished]
-            seen |= {c.config_hash for c in cells}
-            cells[:] = new
-        plans.append((line, [(competitor, cells) for competitor, cells in entries if cells]))
-    monitor.begin(record, sum(len(cells) for _, entries in plans for _, cells in entries), again)
-    passed: dict[Any, dict[str, Any]] = {}
-    exhausted: dict[str, tuple[int, str]] = {}
+        raise Refused(f"{out} exists: --resume goes on with it, another --out leaves it alone")
+    session = Session(selection, monitor.say)
+    session.run, finished = journal.begin(session.run)
+    plans, planned = [], set[str]()
+    for line, who in session.plans():
+        entries = []
+        for competitor in who:
+            cells = session.cells(line, competitor)
+            new = [c for c in cells if c.config_hash not in planned | finished]  # a --shape may have made lines equal
+            planned |= {c.config_hash for c in cells}
+            entries += [(competitor, new)] if new else []
+        plans += [(line, entries)] if entries else []
+    monitor.begin(session.run, len(planned - finished), len(planned & finished))
+    exhausted: dict[Any, tuple[float, str]] = {}  # by kernel and case but for N: at which N, and why
     for line, entries in plans:
-        if entries:
-            monitor.group(line.case, line.suite)
-            _skip(line, entries, exhausted)
-            group = Group(line, entries, machine, seed, monitor.say, passed)
-            _measure(group, record, journal, monitor, other)
-            _remember(line, group.cells, exhausted)
-    return record
+        monitor.group(line.case, line.suite)
+        rest = tuple(sorted((k, str(v)) for k, v in line.case.items() if k != "N"))
+        for competitor, _ in entries:
+            N, why = exhausted.get((competitor.name, rest), (math.inf, ""))
+            if line.case.get("N", 0) > N:
+                competitor.skip = f"not tried: it {why} at N={N}"
+        group = session.group(line, entries)
+        measure(group, session.run, journal, monitor, other)
+        for cell in group.cells:
+            if cell.status in EXHAUSTED and "N" in line.case:
+                exhausted.setdefault((cell.competitor, rest), (line.case["N"], EXHAUSTED[cell.status]))
+    return session.run
 
 
-def cells_of(
-    line: Line, who: Sequence[Competitor], run: schema.Run, seed: int, machine: Machine, selection: Selection
-) -> list[tuple[Competitor, list[schema.Cell]]]:
-    """The cells of a line, by competitor."""
-    what = [(pass_, cache) for pass_ in line.settings.passes for cache in caches_of(line, machine)]
-    command = selection.command(line.suite)
-    return [(c, [c.cell(line, run, pass_, cache, seed, command) for pass_, cache in what]) for c in who]
-
-
-def _measure(group: Group, record: schema.Run, journal: Journal, monitor: Monitor, other: Any) -> None:
+def measure(group: Group, record: schema.Run, journal: Journal, monitor: Monitor, other: Any) -> None:
     try:
         if other is not None:
             other.prepare(group.line)
@@ -281,26 +266,3 @@ def _measure(group: Group, record: schema.Run, journal: Journal, monitor: Monito
             monitor.cell(cell)
         if other is not None:
             other.finish()
-
-
-def _series(competitor: str, case: dict[str, Any]) -> str:
-    """Names a kernel at a case of any length."""
-    return json.dumps([competitor, sorted((k, str(v)) for k, v in case.items() if k != "N")])
-
-
-def _remember(line: Line, cells: Sequence[schema.Cell], exhausted: dict[str, tuple[int, str]]) -> None:
-    for cell in cells:
-        if cell.status in ("oom", "timeout") and "N" in line.case:
-            words = "ran out of memory" if cell.status == "oom" else "took too long"
-            exhausted.setdefault(_series(cell.competitor, line.case), (line.case["N"], words))
-
-
-def _skip(line: Line, entries: Sequence[tuple[Competitor, Any]], exhausted: dict[str, tuple[int, str]]) -> None:
-    for competitor, _ in entries:
-        known = exhausted.get(_series(competitor.name, line.case))
-        if known is not None and line.case["N"] > known[0]:
-            competitor.skip = f"not tried: it {known[1]} at N={known[0]}"
-
-
-def default_out(suites: Sequence[str]) -> Path:
-    return Path(f"bench-{'-'.join(suites)}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")

@@ -10,7 +10,7 @@ Cells that stand side by side, the competitors of one line of a suite, have equa
 `function` say what a competitor computes, so that softmax attention beside linear attention has op "flash", another
 function, and the flag ANOTHER-FUNCTION. Our own competitors are called "fulmen " and the backend's name.
 
-Only the standard library is imported here, so that results can be read, compared and shown anywhere.
+Nothing here needs more than the standard library, so that results can be read, compared and shown anywhere.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fulmen.bench import Refused
 
 SCHEMA = "fulmen-bench/1"
 PASSES = ("forward", "backward", "total")  # total: forward and backward in one region
@@ -38,7 +40,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class BadResults(Exception):
+class BadResults(Refused):
     """A results file that cannot be read, with its name, line and what is wrong."""
 
     def __init__(self, message: str) -> None:
@@ -143,9 +145,7 @@ def parse(line: str, where: str) -> Run | Cell:
         raise BadResults(f"{where}: kind {values.get('kind')!r}, must be 'run' or 'cell'")
     known = {f.name for f in dataclasses.fields(kind)}
     try:
-        record = kind(
-            **{name: value for name, value in values.items() if name in known}
-        )  # a newer version may add some
+        record = kind(**{name: value for name, value in values.items() if name in known})  # a newer one may add some
     except TypeError as error:
         raise BadResults(f"{where}: {error}") from None
     check(record, where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,15 +23,16 @@ import torch
 
 from fulmen import hardware
 
-_CLOCKS: list[tuple[Any, str]] = [
-    *((time, name) for name in ("perf_counter_ns", "perf_counter", "time")),
-    *((torch.cuda, name) for name in ("Event", "synchronize")),
-    *((torch.cuda.Event, name) for name in ("record", "elapsed_time", "synchronize")),
-]
-_BOUND = [getattr(owner, name) for owner, name in _CLOCKS]
-_now = time.perf_counter_ns
-_Event = torch.cuda.Event
-_synchronize = torch.cuda.synchronize
+CLOCKS: list[tuple[Any, str, Any]] = [
+    (owner, name, getattr(owner, name))
+    for owner, names in (
+        (time, ("perf_counter_ns", "perf_counter", "time")), (torch.cuda, ("Event", "synchronize")),
+        (torch.cuda.Event, ("record", "elapsed_time", "synchronize")),
+    )
+    for name in names
+]  # fmt: skip
+OWN = (time.perf_counter_ns, torch.cuda.Event, torch.cuda.synchronize)
+_now, _Event, _synchronize = OWN
 
 OUTLIER = 3.5  # modified z-score
 CPU_CACHE_LIMIT = 64 << 20  # no more than this is overwritten: a server's L3 is shared by cores we do not have
@@ -48,10 +50,10 @@ def restore_clocks() -> str | None:
     """
     global _now, _Event, _synchronize
     why = None
-    if (_now, _Event, _synchronize) != (_BOUND[0], _BOUND[3], _BOUND[4]):
+    if (_now, _Event, _synchronize) != OWN:
         why = "the benchmark's own clock was replaced while it ran"
-        _now, _Event, _synchronize = _BOUND[0], _BOUND[3], _BOUND[4]
-    for (owner, name), true in zip(_CLOCKS, _BOUND, strict=True):
+        _now, _Event, _synchronize = OWN
+    for owner, name, true in CLOCKS:
         if getattr(owner, name) is not true:
             why = f"{owner.__name__}.{name} was replaced while it ran"
             setattr(owner, name, true)
@@ -117,12 +119,8 @@ class Timer:
             begin = _now()
             result = work()
             return Sample((_now() - begin) * 1e-6, None, result)
-        sample = self._sample(work, cold, spacer_ms)
-        for _ in range(tries - 1):
-            if not sample.late:
-                break
-            spacer_ms = min(2 * spacer_ms, LONGEST_SPACER_MS)
-            sample = self._sample(work, cold, spacer_ms)
+        while (sample := self._sample(work, cold, spacer_ms)).late and tries > 1:
+            tries, spacer_ms = tries - 1, min(2 * spacer_ms, LONGEST_SPACER_MS)
         return sample
 
     def _sample(self, work: Work, cold: bool, spacer_ms: float) -> Sample:
@@ -171,13 +169,9 @@ class Timer:
 
 def cpu_cache_bytes() -> int:
     """The last-level cache of this CPU, at most CPU_CACHE_LIMIT; 32 MiB where nobody says."""
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
-        digits = text.rstrip("KMG")
-        if digits.isdigit():
-            sizes.append(int(digits) * unit)
+    texts = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    found = [re.fullmatch(r"(\d+)([KMG]?)\s*", text) for text in texts]
+    sizes = [int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]] for size in found if size]
     return min(max(sizes, default=32 << 20), CPU_CACHE_LIMIT // 2)
 
 
@@ -225,8 +219,12 @@ def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, c
     try:
         with torch.cuda.stream(stream):
             work = prepare()
-            with _no_synchronisation():
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")  # who makes the host wait raises, where torch sees it
+            try:
                 work()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
             stream.synchronize()
         capturing = True
         with torch.cuda.graph(graph, pool, stream):
@@ -234,9 +232,9 @@ def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, c
         capturing = False
         first = timer.sample(graph.replay, cold=cold).ms
         count = max(3, min(20, int(1e3 * seconds / max(first, 1e-3))))
-        times = [timer.sample(graph.replay, cold=cold).ms for _ in range(count)]
+        ms = median(timer.sample(graph.replay, cold=cold).ms for _ in range(count))
         del result
-        return median(times)
+        return ms
     except RuntimeError:  # it synchronises, or allocates outside; or there is no memory for it
         if capturing:
             _abandon(timer.device, pool)
@@ -244,17 +242,6 @@ def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, c
     finally:
         _synchronize(timer.device)
         del graph
-
-
-@contextmanager
-def _no_synchronisation() -> Iterator[None]:
-    """Whoever makes the host wait for the device raises, where torch sees it: a capture need not be tried."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _abandon(device: torch.device, pool: Any) -> None:
@@ -274,18 +261,16 @@ def _abandon(device: torch.device, pool: Any) -> None:
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-class Ran(NamedTuple):
-    """What the device ran for one call, by torch's profiler: kernels by name, in order, and how long they took, without
-    the gaps between them; nothing on a CPU or where it cannot say."""
-
-    names: list[str]
-    ms: float | None
+Ran = tuple[list[str], float | None]  # kernels by name, in order, and how long they took without the gaps between them
 
 
 def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> Ran:
-    """Two spacers stand around each call, so that it can be told from what empties the cache."""
+    """What the device ran for one call, by torch's profiler; nothing on a CPU or where it cannot say.
+
+    Two spacers stand around each call, so that it can be told from what empties the cache.
+    """
     if not timer.cuda:
-        return Ran([], None)
+        return [], None
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -300,9 +285,9 @@ def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) ->
                 del result
         events = [e for e in seen.events() or [] if e.device_type.name == "CUDA"]
     except RuntimeError:  # another profiler holds the counters
-        return Ran([], None)
-    found = [(e.name, e.time_range.elapsed_us()) for e in sorted(events, key=lambda e: e.time_range.start)]
-    return between_spacers(found)
+        return [], None
+    events.sort(key=lambda e: e.time_range.start)
+    return between_spacers([(e.name, e.time_range.elapsed_us()) for e in events])
 
 
 def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
@@ -312,14 +297,13 @@ def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
     for name, us in kernels:
         if SPACER in name:
             spacers += 1
-            if spacers % 2:
-                calls.append([])
+            calls += [[]] if spacers % 2 else []
         elif spacers % 2:
             calls[-1].append((name, us))
     if spacers % 2 or not calls or not all(calls):  # it lost some: of such a profile nothing is certain
-        return Ran([], None)
+        return [], None
     times = [sum(us for _, us in call) / 1e3 for call in calls]
-    return Ran([name for name, _ in calls[-1]], median(times[1:] or times))
+    return [name for name, _ in calls[-1]], median(times[1:] or times)
 
 
 # ---------------------------------------------------------------------------------------- statistics
@@ -344,12 +328,12 @@ def half_width(samples: Sequence[float]) -> float:
 
 def summary(samples: Sequence[float], stop: str) -> dict[str, Any]:
     """What a cell says of its samples; all of them stay beside it, and none is left out here."""
-    x = numpy.asarray(samples)
-    middle, (low, high) = float(numpy.median(x)), interval(samples)
-    mad = float(numpy.median(numpy.abs(x - middle)))
-    far = numpy.abs(x - middle) * 0.6745 > OUTLIER * mad if mad > 0 else numpy.zeros(len(x), bool)
-    p20, p80 = (float(p) for p in numpy.percentile(x, [20, 80]))
+    x, (low, high) = numpy.asarray(samples), interval(samples)
+    middle, (p20, p80) = float(numpy.median(x)), (float(p) for p in numpy.percentile(x, [20, 80]))
+    far = numpy.abs(x - middle)
+    mad = float(numpy.median(far))
+    outliers = int((far * 0.6745 > OUTLIER * mad).sum()) if mad > 0 else 0
     return {
         "median": middle, "low": low, "high": high, "p20": p20, "p80": p80, "min": float(x.min()), "mad": mad,
-        "n": len(x), "outliers": int(far.sum()), "stop": stop,
+        "n": len(x), "outliers": outliers, "stop": stop,
     }  # fmt: skip

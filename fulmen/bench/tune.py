@@ -7,12 +7,13 @@ of the tiles in use before it is timed. `seconds` bounds the whole: what was not
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
 import random
 import time as clock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,11 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fulmen import dispatch, hardware
-from fulmen.bench import adapters, cases, kernels
+from fulmen import dispatch, hardware, launch
+from fulmen.bench import Refused, adapters, cases, kernels
 from fulmen.bench.group import Machine
 from fulmen.flash.spec import Residuals as FlashResiduals
-from fulmen.launch import run as run_one
 from fulmen.lightning.spec import Residuals as LightningResiduals
 
 ROUNDS = 15
@@ -39,10 +39,14 @@ SHAPES = {
     "lightning": ("B=4,H=32,N=8192,D=64", "B=2,H=32,N=8192,D=128", "B=1,H=32,N=8192,D=256"),
     "flash": ("B=4,H=32,N=4096,D=64", "B=2,H=16,N=8192,D=128", "B=2,H=16,N=4096,D=256"),
 }
+TILES = {  # (chunk or own rows, columns or walked rows, warps, stages)
+    "lightning": ((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)),
+    "flash": ((64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)),
+}
 Tiles = tuple[int, ...]
 
 
-class CannotTune(Exception):
+class CannotTune(Refused):
     """Why not, in words."""
 
 
@@ -50,21 +54,13 @@ class CannotTune(Exception):
 class Candidate:
     config: Tiles
     work: Callable[[], Any]
+    used: bool  # the table's row
     samples: list[float] = field(default_factory=list)
-    used: bool = False  # the table's row
     spacer_ms: float = 0.1
 
     @property
     def ms(self) -> float:
         return median(self.samples)
-
-
-def tiles(op: str) -> Iterator[Tiles]:
-    """(chunk or own rows, columns or walked rows, warps, stages)"""
-    if op == "lightning":
-        yield from itertools.product((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-    else:
-        yield from itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4))
 
 
 def nearest_first(op: str, current: Tiles) -> list[Tiles]:
@@ -73,56 +69,52 @@ def nearest_first(op: str, current: Tiles) -> list[Tiles]:
     def steps(c: Tiles) -> float:
         return sum(abs(math.log2(a / b)) for a, b in zip(c[:3], current[:3], strict=True)) + abs(c[3] - current[3])
 
-    return [current, *sorted((c for c in tiles(op) if c != current), key=steps)]
+    return [current, *sorted((c for c in itertools.product(*TILES[op]) if c != current), key=steps)]
 
 
 # --------------------------------------------------------------------------------------------- launches of a pass
 
 
 class Job(NamedTuple):
-    """A pass of an operation at a shape."""
+    """A pass of an operation at a shape on some hardware."""
 
     op: str
     case: dict[str, Any]
     pass_: str
+    hw: hardware.Hardware
 
-    @property
-    def module(self) -> Any:
-        return importlib.import_module(f"fulmen.{self.op}.triton")
-
-    def tile(self, hw: hardware.Hardware, config: Tiles | None = None) -> Any:
+    def tile(self, config: Tiles | None = None) -> Any:
         """What the kernel is launched with; with `config`, in this pass."""
         spec, policy = adapters.of(self.op).spec(self.case, torch.device("meta")), dispatch.policy(self.op)
-        tile = policy.choose(spec, hw, "triton").tile
+        tile = policy.choose(spec, self.hw, "triton").tile
         if config is None:
             return tile
         one = policy.TritonTile(*config)
         return one if self.op == "lightning" else tile._replace(**{self.pass_: one})
 
-    def current(self, hw: hardware.Hardware) -> Tiles:
-        tile = self.tile(hw)
+    def current(self) -> Tiles:
+        tile = self.tile()
         return tuple(tile if self.op == "lightning" else getattr(tile, self.pass_))
 
 
 class Bound(NamedTuple):
     """A pass on tensors, made once for all tiles.
 
-    launches  its launches at a tile
+    launches  its launches with some tiles
     results   what they write
-    before    the launches of what they read, at a tile
+    before    the launches of what they read
     """
 
-    launches: Callable[[Any], list[Any]]
+    launches: Callable[[Tiles], list[Any]]
     results: list[Tensor]
-    before: Callable[[Any], list[Any]] = lambda tile: []
+    before: Sequence[Any] = ()
 
 
 def bind(job: Job, device: torch.device) -> Bound:
     """Random tensors; on the device "meta" shapes only, which is enough to compile."""
-    adapter, module = adapters.of(job.op), job.module
+    adapter, module = adapters.of(job.op), importlib.import_module(f"fulmen.{job.op}.triton")
     if device.type == "meta":
-        dtype = adapters.dtype_of(job.case)
-        q, k, v, do = (torch.empty(shape, dtype=dtype, device=device) for shape in adapters.shapes(job.case))
+        q, k, v, do = adapters.empty(job.case)
         slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
     else:
         given = adapter.problem(job.case, device, 1).x
@@ -132,81 +124,82 @@ def bind(job: Job, device: torch.device) -> Bound:
     if job.op == "lightning":
         x = LightningResiduals(q, k, v, slopes, None, None)
         if job.pass_ == "forward":
-            return Bound(lambda tile: module.forward_launches(spec, tile, x, o, None), [o])
+            return Bound(lambda config: module.forward_launches(spec, job.tile(config), x, o, None), [o])
         grads = module.Gradients.empty(spec, x)
-        return Bound(lambda tile: module.backward_launches(spec, tile, x, do, None, grads, None), list(grads))
+        return Bound(
+            lambda config: module.backward_launches(spec, job.tile(config), x, do, None, grads, None), list(grads)
+        )
     y, lse = FlashResiduals(q, k, v), torch.empty(q.shape[:3], dtype=torch.float32, device=device)
     dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))
-
-    def forward(tile: Any) -> list[Any]:
-        return [module.forward_launch(spec, tile, y, o, lse)]
-
-    def backward(tile: Any) -> list[Any]:
-        return list(module.backward_launches(spec, tile, y, module.Backward(o, lse, do, None, delta, dq, dk, dv)))
-
+    back = module.Backward(o, lse, do, None, delta, dq, dk, dv)
     if job.pass_ == "forward":
-        return Bound(forward, [o])
+        return Bound(lambda config: [module.forward_launch(spec, job.tile(config), y, o, lse)], [o])
     at, results = (0, [dq]) if job.pass_ == "dq" else (1, [dk, dv])
-    before = lambda tile: [*forward(tile), backward(tile)[0]]  # noqa: E731  (dq's launch makes delta, too)
-    return Bound(lambda tile: [backward(tile)[at]], results, before)
+    first = module.forward_launch(spec, job.tile(), y, o, lse)
+    makes_delta = module.backward_launches(spec, job.tile(), y, back)[0]
+    return Bound(
+        lambda config: [module.backward_launches(spec, job.tile(config), y, back)[at]], results, [first, makes_delta]
+    )
 
 
 def run(launches: Sequence[Any]) -> None:
-    for launch in launches:
-        run_one(launch)
+    for one in launches:
+        launch.run(one)
 
 
-# ------------------------------------------------------------------------------------------------------ compiling
+def jobs_of(op: str, shapes: Sequence[str], dtype: str, hw: hardware.Hardware) -> list[tuple[str, Job]]:
+    found = []
+    for text in shapes or SHAPES[op]:
+        try:
+            case = adapters.complete(op, {"dtype": dtype} | cases.shape(text), torch.device("cuda"))
+        except (ValueError, cases.BadSuite) as error:
+            raise CannotTune(f"--shape {text}: {error}") from None
+        if adapters.dtype_of(case).itemsize != 2:
+            raise CannotTune(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
+        found += [(text, Job(op, case, pass_, hw)) for pass_ in PASSES[op]]
+    return found
 
 
-def compile_one(job: Job, hw: hardware.Hardware, config: Tiles) -> None:
+# --------------------------------------------------------------------------------------- compiling and timing
+
+
+def compile_one(job: Job, config: Tiles) -> None:
     """In a process of its own: the binary goes to Triton's cache on disk, where the run finds it."""
-    for launch in bind(job, torch.device("meta")).launches(job.tile(hw, config)):
-        kernels.compiled(launch, hw.arch)
+    for one in bind(job, torch.device("meta")).launches(config):
+        kernels.compiled(one, job.hw.arch)
 
 
-def compiled(
-    job: Job, hw: hardware.Hardware, order: Sequence[Tiles], pool: Executor, workers: int, until: float
-) -> list[Tiles]:
+def compiled(job: Job, order: Sequence[Tiles], pool: Executor, workers: int, until: float) -> list[Tiles]:
     """Those of `order` that compile before the time `until`, the first in any case."""
-    done: list[Tiles] = []
-    waiting = list(order)
-    running: dict[Any, Tiles] = {}
+    done, waiting, running = set[Tiles](), list(order), dict[Any, Tiles]()
     while waiting or running:
         while waiting and len(running) < workers and (clock.monotonic() < until or waiting[0] == order[0]):
             config = waiting.pop(0)
-            running[pool.submit(compile_one, job, hw, config)] = config
-        if not running:
-            break
+            running[pool.submit(compile_one, job, config)] = config
         left = max(0.0, until - clock.monotonic()) if order[0] in done and until < math.inf else None
         finished, _ = wait(running, left, FIRST_COMPLETED)
         for future in finished:
-            config = running.pop(future)
-            if future.exception() is None:  # otherwise it does not fit, or the compiler gives up: no candidate
-                done.append(config)
+            config, error = running.pop(future), future.exception()
+            if error is None:  # otherwise it does not fit, or the compiler gives up: no candidate
+                done.add(config)
             elif config == order[0]:
-                raise CannotTune(f"the tiles in use, {config}, do not compile: {future.exception()}")
+                raise CannotTune(f"the tiles in use, {config}, do not compile: {error}")
         if not finished:  # out of time: what still runs goes on for a later pass, and is not waited for
             break
     return [config for config in order if config in done]
 
 
-# --------------------------------------------------------------------------------------------------------- timing
-
-
-def candidates(
-    job: Job, hw: hardware.Hardware, configs: Sequence[Tiles], machine: Machine, until: float
-) -> list[Candidate]:
+def candidates(job: Job, configs: Sequence[Tiles], machine: Machine, until: float) -> list[Candidate]:
     """Those that give the results of the first, the tiles in use; as many as can be tried by `until`."""
     bound = bind(job, machine.device)
-    run(bound.before(job.tile(hw)))
+    run(bound.before)
     found: list[Candidate] = []
-    wanted: list[Any] = []
+    wanted: list[Tensor] = []
     for config in configs:
         if wanted and clock.monotonic() > until:
             break
         try:
-            launches = bound.launches(job.tile(hw, config))
+            launches = bound.launches(config)
             for x in bound.results:
                 x.fill_(float("nan"))
             run(launches)
@@ -215,12 +208,10 @@ def candidates(
             if not wanted:
                 raise CannotTune(f"the tiles in use, {config}, do not run at this shape: {error}") from error
             continue
-        if not wanted:
-            wanted = [x.clone() for x in bound.results]
+        wanted = wanted or [x.clone() for x in bound.results]
         both = zip(bound.results, wanted, strict=True)
         if max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in both) < SAME:
-            work = lambda launches=launches: run(launches)  # noqa: E731
-            found.append(Candidate(config, work, used=config == configs[0]))
+            found.append(Candidate(config, functools.partial(run, launches), config == configs[0]))
     if not found:
         raise CannotTune(f"the tiles in use of {job.op} {job.pass_} do not give finite results at this shape")
     return found
@@ -248,23 +239,21 @@ def tune(
     console: Console | None = None,
 ) -> None:  # fmt: skip
     """`seconds`: for all of it; every pass of every shape has an equal share of what is left when it begins."""
-    begin = clock.monotonic()
-    console = console or Console()
+    begin, console = clock.monotonic(), console or Console()
     if not torch.cuda.is_available():
         raise CannotTune("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs = jobs_of(op, shapes, dtype)
-    hw, machine = hardware.of(device), Machine.of(device)
+    jobs = jobs_of(op, shapes, dtype, hardware.of(device))
+    machine, workers = Machine.of(device), kernels.workers()
     machine.burn_in()
-    workers = kernels.workers()
     pool = kernels.new_pool(workers)
     try:
         for number, (text, job) in enumerate(jobs):
             now = clock.monotonic()
             share = math.inf if seconds is None else max(0.0, begin + seconds - now) / (len(jobs) - number)
-            order = nearest_first(op, job.current(hw))
-            ready = compiled(job, hw, order, pool, workers, now + COMPILING * share)
-            tried = candidates(job, hw, ready, machine, now + share)
+            order = nearest_first(op, job.current())
+            ready = compiled(job, order, pool, workers, now + COMPILING * share)
+            tried = candidates(job, ready, machine, now + share)
             show(f"{op} {text} {dtype} {job.pass_}", time(tried, machine, now + share), everything, console)
             why = "do not fit" if seconds is None else f"do not fit, or not into {share:.0f} s (--seconds)"
             rest = f"; the others {why}" if len(tried) < len(order) else ""
@@ -273,19 +262,6 @@ def tune(
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list((getattr(pool, "_processes", None) or {}).values()):
             process.terminate()  # what it compiles nobody waits for
-
-
-def jobs_of(op: str, shapes: Sequence[str], dtype: str) -> list[tuple[str, Job]]:
-    found = []
-    for text in shapes or SHAPES[op]:
-        try:
-            case = adapters.complete(op, {"dtype": dtype} | cases.shape(text), torch.device("cuda"))
-        except (ValueError, cases.BadSuite) as error:
-            raise CannotTune(f"--shape {text}: {error}") from None
-        if adapters.dtype_of(case).itemsize != 2:
-            raise CannotTune(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
-        found += [(text, Job(op, case, pass_)) for pass_ in PASSES[op]]
-    return found
 
 
 def show(title: str, found: Sequence[Candidate], everything: bool, console: Console) -> None:

@@ -21,6 +21,7 @@ fails gets no time.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import secrets
@@ -48,28 +49,28 @@ class Outcome:
     cells: list[schema.Cell]
 
     @property
-    def ok(self) -> bool:
-        return all(cell.status == "ok" and "IMPOSSIBLE" not in cell.flags() for cell in self.cells)
+    def reason(self) -> str:
+        return next((why for cell in self.cells if (why := why_not(cell))), "")
 
     @property
-    def reason(self) -> str:
-        return next((why for cell in self.cells if (why := cell.reason or self._impossible(cell))), "")
-
-    def _impossible(self, cell: schema.Cell) -> str:
-        marks = (m for m in cell.audit.get("flags", []) if m.get("flag") == "IMPOSSIBLE")
-        return next((f"impossible: {mark.get('why')}" for mark in marks), "")
+    def ok(self) -> bool:
+        return all(cell.status == "ok" and not why_not(cell) for cell in self.cells)
 
     def __str__(self) -> str:
         lines = []
         for cell in self.cells:
+            words = f"{cell.status}: {cell.reason}"
             if cell.status == "ok":
-                s = cell.stats
-                flags = " ".join(flag for flag in cell.flags() if flag != "UNAUDITED" or cell.op != OP)
-                time = f"{s['median']:.4g} ms (95 %: {s['low']:.4g} to {s['high']:.4g}, {s['n']} samples)"
-                lines.append(f"{cell.pass_:<9}{time} {self._impossible(cell) or flags}".rstrip())
-            else:
-                lines.append(f"{cell.pass_:<9}{cell.status}: {cell.reason}")
+                s, flags = cell.stats, " ".join(f for f in cell.flags() if f != "UNAUDITED" or cell.op != OP)
+                words = f"{s['median']:.4g} ms (95 %: {s['low']:.4g} to {s['high']:.4g}, {s['n']} samples)"
+                words += f" {why_not(cell) or flags}"
+            lines.append(f"{cell.pass_:<9}{words}".rstrip())
         return "\n".join(lines)
+
+
+def why_not(cell: schema.Cell) -> str:
+    impossible = (mark.get("why") for mark in cell.audit.get("flags", []) if mark.get("flag") == "IMPOSSIBLE")
+    return cell.reason or next((f"impossible: {why}" for why in impossible), "")
 
 
 def known_case(op: str, case: dict[str, Any] | None, x: Sequence[Any]) -> dict[str, Any]:
@@ -120,12 +121,11 @@ def verify_and_time(
         names = [f"x{i}" for i in range(len(first))]
     known, formula = known_case(op, case, first), Formula(reference)
 
-    def problem(at: int, odd: bool = False) -> Problem:
-        x = tuple(inputs(at, odd=True) if odd else inputs(at))
+    def problem(at: int, **options: bool) -> Problem:
+        x = tuple(inputs(at, **options))
         return formula.problem(x, x, names, at)
 
-    def small(at: int, fully: bool = False) -> Problem:
-        return problem(at, takes_odd)
+    small = functools.partial(problem, odd=True) if takes_odd else problem
 
     for other in range(YARDSTICKS):
         small(seed + 4 + other).expected()
@@ -138,12 +138,9 @@ def verify_and_time(
     device = next((t.device for t in first if isinstance(t, Tensor)), torch.device("cpu"))
     machine = Machine.of(device)
     run = schema.Run("local", "", "verify_and_time", environment.facts(device, machine.nvml, machine.timer), {})
-    cells = [competitor.cell(line, run, pass_, "cold", seed, "verify_and_time") for pass_ in settings.passes]
+    cells = [competitor.cell(line, run.run_id, pass_, "cold", seed, "verify_and_time") for pass_ in settings.passes]
     group = Group(line, [(competitor, cells)], machine, seed)
     group.prepare()
     while not group.done:
         group.sample()
     return Outcome(group.finish(run))
-
-
-__all__ = ["Outcome", "verify_and_time"]

@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from fulmen.__main__ import main
-from fulmen.bench import base, environment, schema
-from fulmen.bench.runner import BadRun
+from fulmen.bench import Refused, base, environment, schema
 
 TINY = ["--device", "cpu", "--shape", "B=1,H=2,N=32,D=16", "--backend", "eager", "--baseline", "none", "--seconds", "0"]
 
@@ -207,7 +206,7 @@ def test_an_interrupted_question_does_not_answer_the_next() -> None:
     pipes = SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO("".join(json.dumps(a) + "\n" for a in answers)))
     other.process = pipes  # type: ignore[assignment]
     assert other.ask("finish")["cells"] == []
-    with pytest.raises(BadRun, match="the process ended"):
+    with pytest.raises(Refused, match="the process ended"):
         other.ask("sample")
 
 

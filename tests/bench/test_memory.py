@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fulmen import hardware
+from fulmen import cuda, dispatch, hardware
 from fulmen.bench import adapters, floors, kernels, memory
 from fulmen.bench.gate import Problem
 
@@ -110,31 +112,41 @@ def test_under_the_interpreter_there_are_no_binaries() -> None:
 
     if not triton.knobs.runtime.interpret:
         pytest.skip("the compiler is here")
-    lightning = adapters.of("lightning")
-    hw = hardware.TARGETS[90]
-    assert (
-        kernels.resources(lightning.launches(lightning.complete({"dtype": "bfloat16"}), hw, "triton", "total"), hw)
-        == []
-    )
+    case, hw = adapters.of("lightning").complete({"dtype": "bfloat16"}), hardware.TARGETS[90]
+    assert kernels.resources(kernels.launches("lightning", case, hw, "triton", "total"), hw) == []
 
 
-@pytest.mark.parametrize(("op", "launches"), [("lightning", 3), ("flash", 3)])
-def test_launches_of_forward_and_backward(op: str, launches: int) -> None:
-    adapter = adapters.of(op)
-    case = adapter.complete({"dtype": "bfloat16"})
-    assert len(adapter.launches(case, hardware.TARGETS[90], "triton", "total")) == launches
-    assert len(adapter.launches(case, hardware.TARGETS[90], "triton", "total", fully=True)) == launches
-    assert adapter.launches(case, hardware.TARGETS[90], "eager", "total") == []
+@pytest.mark.parametrize("op", ["lightning", "flash"])
+def test_launches_of_forward_and_backward(op: str) -> None:
+    case, hw = adapters.of(op).complete({"dtype": "bfloat16"}), hardware.TARGETS[90]
+    for fully in (False, True):
+        assert len(kernels.launches(op, case, hw, "triton", "total", fully)) == 3
+    parts = [kernels.launches(op, case, hw, "triton", pass_) for pass_ in ("forward", "backward")]
+    assert [len(part) for part in parts] == [1, 2]
+    assert kernels.launches(op, case, hw, "eager", "total") == []
+
+
+def test_recording_leaves_no_trace() -> None:
+    before = hardware.of(CPU), cuda.Launch.__init__, dispatch.choose
+    with contextlib.suppress(ZeroDivisionError), kernels.recording(hardware.TARGETS[90]):
+        assert hardware.of(CPU).arch == 90
+        1 / 0  # noqa: B018
+    assert (hardware.of(CPU), cuda.Launch.__init__, dispatch.choose) == before
 
 
 def test_what_a_run_compiles_before_it_measures() -> None:
-    from fulmen.bench import competitors, runner
+    from fulmen.bench import runner
 
     line = runner.lines_of(runner.Selection(("lightning",)), CPU)[0]
-    who = [competitors.backend(line, CPU, name) for name in ("triton", "eager")]
-    who[0].refusal = None
-    jobs = kernels.jobs_of([(line, who)])
-    assert [(job.backend, job.case["N"], job.fully) for job in jobs] == [
-        ("triton", 1024, False), ("triton", 333, False), ("triton", 333, True),
+    jobs = kernels.jobs_of([(line, ["triton", "eager"])], hardware.TARGETS[90])
+    assert [[(job.backend, job.case["N"], job.fully) for job in alike] for alike in jobs] == [
+        [("triton", 1024, False)], [("triton", 333, False)], [("triton", 333, True)],
     ]  # fmt: skip
-    assert len({job.bucket() for job in jobs}) == 3
+    longer = replace(line, case=line.case | {"N": 2048})
+    assert list(map(len, kernels.jobs_of([(line, ["triton"]), (longer, ["triton"])], hardware.TARGETS[90]))) == [
+        2,
+        1,
+        1,
+    ]
+    auto = kernels.jobs_of([(line, ["auto"])], hardware.TARGETS[90])
+    assert {job.backend for alike in auto for job in alike} == {"cuda"}

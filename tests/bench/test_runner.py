@@ -12,9 +12,20 @@ import torch
 from rich.console import Console
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.bench import adapters, baselines, cases, competitors, environment, kernels, runner, schema, screen
+from fulmen.bench import (
+    Refused,
+    adapters,
+    baselines,
+    cases,
+    competitors,
+    environment,
+    kernels,
+    runner,
+    schema,
+    screen,
+)
 from fulmen.bench.cases import BadSuite, Line
-from fulmen.bench.runner import BadRun, Selection
+from fulmen.bench.runner import Selection
 
 TINY = ("B=1,H=2,N=32,D=16",)
 QUICK: dict[str, Any] = {
@@ -231,7 +242,7 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(
             runner.run(selection, out)
     before = cells(out)
     assert "interrupted" in {c.status for c in before}
-    with pytest.raises(BadRun, match="--resume"):
+    with pytest.raises(Refused, match="--resume"):
         runner.run(selection, out)
     runner.run(selection, out, resume=True)
     after = schema.read([out])
@@ -257,7 +268,7 @@ def test_resuming_elsewhere_is_refused(out: Path, monkeypatch: pytest.MonkeyPatc
     selection = Selection(("quick",), **QUICK | {"passes": ("forward",)})
     runner.run(selection, out)
     monkeypatch.setattr(environment, "source_hash", lambda: "another")
-    with pytest.raises(BadRun, match="another source"):
+    with pytest.raises(Refused, match="another source"):
         runner.run(selection, out, resume=True)
 
 
@@ -318,7 +329,7 @@ def test_a_backend_is_not_the_baseline_of_its_name() -> None:
 )
 def test_what_is_wrong_is_said_and_leaves_no_file(out: Path, more: dict[str, Any], why: str) -> None:
     given: dict[str, Any] = {"suites": ("quick",)} | QUICK | more
-    with pytest.raises((BadSuite, BadRun), match=re.escape(why)):
+    with pytest.raises(Refused, match=re.escape(why)):
         runner.run(Selection(**given), out)
     assert not out.exists()
 
@@ -390,7 +401,7 @@ class Elsewhere:
     done = False
 
     def prepare(self, line: Line) -> None:
-        raise BadRun("--base HEAD: the process ended")
+        raise Refused("--base HEAD: the process ended")
 
     def finish(self) -> None: ...
 
@@ -407,7 +418,7 @@ def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monke
             return {}
 
     monkeypatch.setattr(environment, "Nvml", Nvml)
-    with pytest.raises(BadRun, match="the process ended"):
+    with pytest.raises(Refused, match="the process ended"):
         runner.run(Selection(("quick",), **QUICK), out, other=Elsewhere())
     assert {(c.status, c.reason) for c in cells(out)} == {("interrupted", "before it began")}
 
@@ -415,11 +426,16 @@ def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monke
 HOPPER = hardware.TARGETS[90]
 
 
-def test_kernels_in_cuda_are_found_before_anybody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "of", lambda device: HOPPER)
+def jobs_of(suite: str) -> list[kernels.Job]:
+    lines = runner.lines_of(Selection((suite,)), torch.device("cuda"))
+    return [job for jobs in kernels.jobs_of([(line, ["cuda"]) for line in lines], HOPPER) for job in jobs]
+
+
+def test_kernels_in_cuda_are_found_before_anybody_is_asked() -> None:
     for suite, least in (("flash", 6), ("flash-small", 4), ("layers", 4), ("lightning", 4)):
-        found = kernels.natives_of(runner.lines_of(Selection((suite,)), torch.device("cuda")), HOPPER)
-        assert len(found) == len(set(found)) >= least
+        recorded = [kernels.launches(*job[:2], HOPPER, job.backend, "total", job.fully) for job in jobs_of(suite)]
+        found = {x.variant for every in recorded for x in every if isinstance(x, cuda.Launch)}
+        assert len(found) >= least
         assert {v.source.split("/")[0] for v in found} == {"lightning" if suite == "lightning" else "flash"}
 
 
@@ -427,21 +443,24 @@ def test_what_cannot_be_compiled_ahead_is_left_to_the_run(monkeypatch: pytest.Mo
     def gone(variant: Any) -> bytes:
         raise cuda.Unavailable("no compiler")
 
-    lines = runner.lines_of(Selection(("flash-small",)), torch.device("cuda"))
+    jobs = jobs_of("flash-small")
+    monkeypatch.setattr(kernels, "compiled", gone)
     monkeypatch.setattr(cuda, "cubin", gone)
-    assert kernels.compile_natives(lines, HOPPER) == 0
+    assert kernels.compile_jobs(jobs, HOPPER) == 0
     monkeypatch.setattr(cuda, "cubin", lambda variant: b"code")
-    assert kernels.compile_natives(lines, HOPPER) >= 4
+    assert kernels.compile_jobs(jobs, HOPPER) >= 4
 
 
 def test_resources_of_cuda_and_of_its_triton_backward() -> None:
     case = runner.lines_of(Selection(("flash",)), torch.device("cuda"))[0].case
-    launches = adapters.of("flash").launches(case, HOPPER, "cuda (cuda_sm90.cu, some tiles)", "total")
-    assert [type(x).__name__ for x in launches] == ["Native", "Launch", "Launch"]
+    own, name = HOPPER._replace(cudnn=0), "cuda (cuda_sm90.cu, some tiles)"
+    launches = kernels.launches("flash", case, own, name, "total")
+    assert [type(x) for x in launches] == [cuda.Launch, kernels.Launch, kernels.Launch]
     assert launches[0].threads % 128 == 0
     assert 0 < launches[0].shared <= HOPPER.smem_bytes
-    assert 0 < launches[0].grid <= 2 * HOPPER.sm_count
-    assert not adapters.of("flash").launches(case, HOPPER, "sdpa (cuDNN)", "total")
+    assert 0 < launches[0].grid[0] <= 2 * HOPPER.sm_count
+    assert [type(x) for x in kernels.launches("flash", case, HOPPER, name, "total")] == [cuda.Launch]  # cuDNN goes back
+    assert not kernels.launches("flash", case, HOPPER, "sdpa (cuDNN)", "total")
 
 
 def test_a_backend_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:

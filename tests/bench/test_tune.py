@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ JOBS = [(op, pass_) for op, passes in tune.PASSES.items() for pass_ in passes]
 
 
 def job_of(op: str, pass_: str) -> tune.Job:
-    return next(job for _, job in tune.jobs_of(op, (SHAPE,), "fp16") if job.pass_ == pass_)
+    return next(job for _, job in tune.jobs_of(op, (SHAPE,), "fp16", HOPPER) if job.pass_ == pass_)
 
 
 @pytest.fixture
@@ -33,9 +34,9 @@ def machine() -> Machine:
 @pytest.mark.parametrize(("op", "pass_"), JOBS)
 def test_tiles_are_compared_and_timed(op: str, pass_: str, machine: Machine) -> None:
     job = job_of(op, pass_)
-    order = tune.nearest_first(op, job.current(HOPPER))
+    order = tune.nearest_first(op, job.current())
     smaller = (32, 32, 4, 2)
-    found = tune.candidates(job, HOPPER, [order[0], smaller], machine, math.inf)
+    found = tune.candidates(job, [order[0], smaller], machine, math.inf)
     assert [(c.config, c.used) for c in found] == [(order[0], True), (smaller, False)]
     timed = tune.time(found, machine, until=0.0)
     assert all(3 <= len(c.samples) <= tune.ROUNDS for c in timed)
@@ -48,28 +49,33 @@ def test_tiles_are_compared_and_timed(op: str, pass_: str, machine: Machine) -> 
 def test_tiles_that_are_wrong_or_do_not_run_are_no_candidates(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, true = job_of("lightning", "forward"), tune.launches_at
+    job, true = job_of("lightning", "forward"), tune.bind
     used, wrong, broken, late = (64, 64, 4, 4), (32, 64, 4, 4), (16, 64, 4, 4), (64, 32, 4, 4)
 
-    def launches(job: tune.Job, bound: tune.Bound, config: tune.Tiles) -> list:
-        if config == broken:
-            raise RuntimeError("out of resources: shared memory")
-        if config == late:
-            raise AssertionError("not tried: the time is over")
-        return [] if config == wrong else true(job, bound, config)
+    def bind(job: tune.Job, device: torch.device) -> tune.Bound:
+        bound = true(job, device)
 
-    monkeypatch.setattr(tune, "launches_at", launches)
-    found = tune.candidates(job, HOPPER, [used, wrong, broken], machine, math.inf)
+        def launches(config: tune.Tiles) -> list:
+            if config == broken:
+                raise RuntimeError("out of resources: shared memory")
+            if config == late:
+                raise AssertionError("not tried: the time is over")
+            return [] if config == wrong else bound.launches(config)
+
+        return bound._replace(launches=launches)
+
+    monkeypatch.setattr(tune, "bind", bind)
+    found = tune.candidates(job, [used, wrong, broken], machine, math.inf)
     assert [c.config for c in found] == [used]
-    assert [c.config for c in tune.candidates(job, HOPPER, [used, late], machine, 0.0)] == [used]
+    assert [c.config for c in tune.candidates(job, [used, late], machine, 0.0)] == [used]
     with pytest.raises(tune.CannotTune, match="do not run at this shape: out of resources"):
-        tune.candidates(job, HOPPER, [broken, used], machine, math.inf)
+        tune.candidates(job, [broken, used], machine, math.inf)
 
 
 def test_the_tiles_in_use_come_first_and_the_nearest_next() -> None:
     order = tune.nearest_first("lightning", (64, 64, 4, 4))
     assert order[0] == (64, 64, 4, 4)
-    assert set(order) == set(tune.tiles("lightning"))
+    assert set(order) == set(itertools.product(*tune.TILES["lightning"]))
     assert len(order) == len(set(order))
     assert (64, 64, 4, 3) in order[1:6]
     assert order[-1] in {(16, 128, 8, 2), (16, 32, 8, 2)}
@@ -80,7 +86,7 @@ def test_the_tiles_in_use_come_first_and_the_nearest_next() -> None:
 def test_compiling_ends_with_its_time_and_has_the_first(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     order = tune.nearest_first("flash", (64, 64, 4, 2))
 
-    def compile_one(job: tune.Job, hw: object, config: tune.Tiles) -> None:
+    def compile_one(job: tune.Job, config: tune.Tiles) -> None:
         time.sleep(0.15 if config == order[0] else 0.02)
         if config == order[2]:
             raise RuntimeError("does not fit")
@@ -88,7 +94,7 @@ def test_compiling_ends_with_its_time_and_has_the_first(monkeypatch: pytest.Monk
     monkeypatch.setattr(tune, "compile_one", compile_one)
     with ThreadPoolExecutor(2) as pool:
         begin = time.monotonic()
-        done = tune.compiled(job_of("flash", "dq"), HOPPER, order, pool, 2, begin + seconds)
+        done = tune.compiled(job_of("flash", "dq"), order, pool, 2, begin + seconds)
     assert done[0] == order[0]
     assert order[2] not in done
     assert len(done) == (1 if seconds == 0 else len(done)) <= len(order) - (seconds == math.inf)
@@ -104,7 +110,7 @@ def test_tiles_in_use_that_do_not_compile_are_told(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tune, "compile_one", compile_one)
     with ThreadPoolExecutor(2) as pool, pytest.raises(tune.CannotTune, match="no such instruction"):
-        tune.compiled(job_of("flash", "dq"), HOPPER, [(64, 64, 4, 2)], pool, 2, math.inf)
+        tune.compiled(job_of("flash", "dq"), [(64, 64, 4, 2)], pool, 2, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,7 @@ def test_tiles_in_use_that_do_not_compile_are_told(monkeypatch: pytest.MonkeyPat
 )
 def test_what_cannot_be_tuned_is_said(shape: str, dtype: str, words: str) -> None:
     with pytest.raises(tune.CannotTune, match=words):
-        tune.jobs_of("lightning", (shape,), dtype)
+        tune.jobs_of("lightning", (shape,), dtype, HOPPER)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,9 @@
     small(case, device, seed, fully)   an odd shape with the case's options, compared whole; `fully`: with states or lse
     attend(backend)                    our implementation as it is timed
     attend_fully(backend)              the same with every output it has; None: it has no more
+    small_case(case)                   the case of `small`
     spec(case, device)                 what the backends are asked about
-    launches(case, hw, backend, pass_, fully)
-                                       the launches of our kernels, to compile them and to read their resources
+    without_data(case, fully)          a `Call` that records the launches of our kernels
     BACKENDS_OF                        the operation whose backends serve it, where that is another
 
 A new operation is a module here and a suite.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from collections.abc import Callable
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from fulmen import dispatch
 from fulmen.bench.cases import DTYPES, odd_heads
 
 ODD_TOKENS = 333  # no multiple of any tile
+Call = tuple[Any, Any, Callable[..., tuple[Any, ...]]]  # spec, residuals; forward's results -> backward's arguments
 
 
 def of(op: str) -> Any:
@@ -57,19 +59,19 @@ def check(op: str, case: dict[str, Any]) -> None:
     """Raises ValueError for a key that `op` does not have, and for a value that its key cannot have."""
     if unknown := sorted(set(case) - set(keys_of(op))):
         raise ValueError(f"{op} has no {', '.join(unknown)}; a case says {', '.join(of(op).KEYS)}")
-    usual = of(op).KEYS | {"grad": True}
     for key, value in case.items():
+        usual = (of(op).KEYS | {"grad": True})[key]
         if key == "dtype":
-            if value != "auto" and DTYPES.get(value, value) not in DTYPES.values():
-                raise ValueError(f"dtype={value}: must be one of {', '.join(DTYPES)}")
-        elif isinstance(usual[key], bool):
-            if not isinstance(value, bool):
-                raise ValueError(f"{key}={value}: must be yes or no")
-        elif isinstance(usual[key], str):
-            if not isinstance(value, str):
-                raise ValueError(f"{key}={value}: must be a name")
-        elif value is not None and (type(value) is not int or (value < 1 and value != usual[key])):
-            raise ValueError(f"{key}={value}: must be a whole number above 0")
+            right, words = DTYPES.get(value, value) in ("auto", *DTYPES.values()), f"one of {', '.join(DTYPES)}"
+        elif isinstance(usual, bool):
+            right, words = isinstance(value, bool), "yes or no"
+        elif isinstance(usual, str):
+            right, words = isinstance(value, str), "a name"
+        else:
+            right = value is None or (type(value) is int and (value > 0 or value == usual))
+            words = "a whole number above 0"
+        if not right:
+            raise ValueError(f"{key}={value}: must be {words}")
     if why := odd_heads(case):
         raise ValueError(why)
 
@@ -98,6 +100,11 @@ def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
     N_Q = case.get("N_Q", N)
     return (B, H, N_Q, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N_Q, E)
+
+
+def empty(case: dict[str, Any]) -> list[torch.Tensor]:
+    """q, k, v and o without data."""
+    return [torch.empty(shape, dtype=dtype_of(case), device="meta") for shape in shapes(case)]
 
 
 # ---------------------------------------------------------------------------------------------------- backends

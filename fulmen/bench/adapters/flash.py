@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fulmen import dispatch, hardware
-from fulmen.bench.adapters import Heads, dtype_of, normal, shapes, small_case
+from fulmen.bench.adapters import Call, Heads, dtype_of, empty, normal, shapes, small_case
 from fulmen.bench.gate import Problem
-from fulmen.bench.kernels import Native
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
-from fulmen.flash.spec import FlashSpec
+from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.testing import Expected
 from fulmen.testing import flash as testing
 
@@ -39,21 +35,21 @@ def function(case: dict[str, Any]) -> str:
 
 
 def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
-    generator = torch.Generator(device).manual_seed(seed)
-    dtype = dtype_of(case)
-    q, k, v, do = (normal(shape, dtype, generator) for shape in shapes(case))
-    dlse = torch.zeros(0, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
-    x = testing.Inputs(q, k, v, None, None, None, case["causal"], None, None, None, do, dlse)
-    return as_problem(x, ("o",), one_head=seed)
+    return drawn(case, device, seed, one_head=seed)
 
 
 def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    case = small_case(case)
-    x = testing.inputs(
-        case["B"], case["H"], case.get("N_Q", case["N"]), case["D"], E=case["E"], H_KV=case["H_KV"], N_KV=case["N"],
-        dtype=dtype_of(case), device=device, causal=case["causal"], seed=seed,
-    )  # fmt: skip
-    return as_problem(x, ("o", "lse") if fully else ("o",))
+    return drawn(small_case(case), device, seed, fully)
+
+
+def drawn(
+    case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
+) -> Problem:
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v, do = (normal(shape, dtype_of(case), generator) for shape in shapes(case))
+    dlse = normal(q.shape[:3] if fully else (0,), torch.promote_types(q.dtype, torch.float32), generator)
+    x = testing.Inputs(q, k, v, None, None, None, case["causal"], None, None, None, do, dlse)
+    return as_problem(x, ("o", "lse") if fully else ("o",), one_head)
 
 
 def as_problem(x: testing.Inputs, use: tuple[str, ...], one_head: int | None = None) -> Problem:
@@ -76,10 +72,10 @@ def as_problem(x: testing.Inputs, use: tuple[str, ...], one_head: int | None = N
 
 
 def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, and free
-        return torch.cuda.mem_get_info(device)[0] + kept
-    return 8 << 30
+    if device.type != "cuda":
+        return 8 << 30
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, and free
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
@@ -98,48 +94,7 @@ def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
     return call._replace(right=0 if case["causal"] else None, needs_grad=bool(case.get("grad", True)))
 
 
-def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
-    name = backend.partition(" ")[0]  # of "cuda (...)", as `chosen` says it
-    if name not in ("triton", "cuda"):
-        return []
-    from fulmen.flash import policy
-    from fulmen.flash import triton as module
-    from fulmen.flash.spec import Residuals
-
-    make = functools.partial(torch.empty, dtype=dtype_of(case), device="meta")
-    q, k, v, o = (make(shape) for shape in shapes(case))
-    lse = torch.empty(q.shape[:3], device="meta")
-    call, x = spec(case, q.device)._replace(with_lse=fully), Residuals(q, k, v)
-    tiles = policy.choose(call, hw, "triton").tile
-    forward: list[Any] = []
-    if pass_ != "backward":
-        kept = lse if call.wants_lse else None
-        forward = native_forward(call, hw) if name == "cuda" else [module.forward_launch(call, tiles, x, o, kept)]
-    if pass_ == "forward" or not call.needs_grad or (name == "cuda" and cudnn_goes_back(call)):
-        return forward
-    kind = torch.float32 if tiles.heads_summed < call.group else q.dtype
-    heads = call.H // tiles.heads_summed
-    dk, dv = (torch.empty(t.shape[0], heads, *t.shape[2:], dtype=kind, device="meta") for t in (k, v))
-    y = module.Backward(o, lse, o, lse if fully else None, lse, q, dk, dv)
-    return forward + module.backward_launches(call, tiles, x, y)
-
-
-def cudnn_goes_back(call: FlashSpec) -> bool:
-    """Whether the backward of backend cuda is cuDNN's, of which we know no launches; else it is triton's."""
-    on_gpu = call._replace(device=torch.device("cuda"))
-    return torch.cuda.is_available() and dispatch.choose("flash", on_gpu, "cuda").backward == "cudnn"
-
-
-def native_forward(call: FlashSpec, hw: hardware.Hardware) -> list[Native]:
-    """The launch of backend cuda, or both where keys are split."""
-    from fulmen.flash import cuda, policy
-    from fulmen.flash.kernels import combine
-
-    choice = policy.choose(call, hw, "cuda")
-    kernel = cuda.KERNELS[choice.kernel]
-    blocks, shared = math.prod(kernel.grid(call, hw, choice)), kernel.shared_bytes(call, choice)
-    one = Native(kernel.variant(call, hw, choice), blocks, kernel.threads(choice), shared, choice.tile.stages)
-    if choice.splits == 1:
-        return [one]
-    rows = call.B * call.H * call.N_Q
-    return [one, Native(combine.variant(call), rows, combine.THREADS, combine.SHARED_BYTES, 1)]
+def without_data(case: dict[str, Any], fully: bool) -> Call:
+    q, k, v, do = empty(case)
+    call = spec(case, q.device)._replace(with_lse=fully)
+    return call, Residuals(q, k, v), lambda o, lse: (o, lse, do, lse if fully else None)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fulmen import hardware
-from fulmen.bench.adapters import dtype_of, flash, normal, small_case
+from fulmen.bench import adapters
+from fulmen.bench.adapters import Call, dtype_of, flash, normal
 from fulmen.bench.gate import Formula, Problem
 from fulmen.flash.spec import FlashSpec
 from fulmen.layers import (
@@ -106,12 +106,12 @@ def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
 
 
 def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    return drawn(shrunk(case), device, seed, "reference")
+    return drawn(small_case(case), device, seed, "reference")
 
 
-def shrunk(case: dict[str, Any]) -> dict[str, Any]:
-    """The gate's case: an odd length, few heads, a small rank."""
-    case = small_case(case) | {"hidden": None, "rank": min(case["rank"], SMALL_RANK)}
+def small_case(case: dict[str, Any]) -> dict[str, Any]:
+    """As of any operation, and with a small rank."""
+    case = adapters.small_case(case) | {"hidden": None, "rank": min(case["rank"], SMALL_RANK)}
     if case["layer"] == "mqa":
         case |= {"H": case["H"] // case["H_KV"], "H_KV": 1}
     return complete(case)
@@ -151,5 +151,5 @@ def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
     return flash.spec(of_flash(case), device)
 
 
-def launches(case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False) -> list[Any]:
-    return flash.launches(of_flash(complete(case | {"hidden": None})), hw, backend, pass_, fully)
+def without_data(case: dict[str, Any], fully: bool) -> Call:
+    return flash.without_data(of_flash(case), fully)

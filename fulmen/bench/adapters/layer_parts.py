@@ -18,8 +18,8 @@ from fulmen.bench.adapters import dtype_of, flash, layer, normal
 from fulmen.bench.gate import Formula, Problem
 from fulmen.testing import flash as testing
 
-BACKENDS_OF, KEYS = layer.BACKENDS_OF, layer.KEYS
-complete, spec, launches, attend_fully = layer.complete, layer.spec, layer.launches, layer.attend_fully
+BACKENDS_OF, KEYS, small_case = layer.BACKENDS_OF, layer.KEYS, layer.small_case
+complete, spec, attend_fully, without_data = layer.complete, layer.spec, layer.attend_fully, layer.without_data
 
 
 def function(case: dict[str, Any]) -> str:
@@ -31,7 +31,7 @@ def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
 
 
 def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    return drawn(layer.shrunk(case), device, seed, one_head=None)
+    return drawn(small_case(case), device, seed, one_head=None)
 
 
 def drawn(case: dict[str, Any], device: torch.device, seed: int, one_head: int | None) -> Problem:
