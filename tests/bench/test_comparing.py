@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fulmen.bench import comparing, schema
+from fulmen.bench import audit, comparing, schema
 from fulmen.bench.comparing import Rule
 
 CASE = {"B": 4, "H": 32, "N": 8192, "D": 64, "dtype": "bf16"}
@@ -85,7 +85,7 @@ def test_interval_of_the_median_covers_the_truth() -> None:
     for n in (10, 31, 100):
         hits = 0
         for i in range(400):
-            low, high = comparing.median_interval(np.sort(np.random.default_rng(i).standard_normal(n)))
+            low, high = audit.median_interval(np.sort(np.random.default_rng(i).standard_normal(n)))
             hits += low <= 0 <= high
         assert hits / 400 >= 0.92
 
