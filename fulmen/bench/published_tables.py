@@ -312,7 +312,9 @@ def _json_table(path: Path, text: str) -> Iterator[Table]:
             raise BadResults(f"{path}:{number}: a line must be an object, this is a {type(values).__name__}")
         records[number] = dict(_flat(values))
     headers = list(dict.fromkeys(key for record in records.values() for key in record))
-    yield Table("lines", headers, [(number, [record.get(k, "") for k in headers]) for number, record in records.items()])
+    yield Table(
+        "lines", headers, [(number, [record.get(k, "") for k in headers]) for number, record in records.items()]
+    )
 
 
 def _cells(line: str) -> list[str]:
@@ -416,7 +418,9 @@ def _add(found: Published, row: Row, header: str, rest: str, context: tuple[str,
     word = rest.lower().split(" ")[0].strip("(),")
 
     def unit(kind: str, usual: str) -> float:
-        known = UNITS[kind].get(word) or unit_of(header, kind) or (context[1] if context and context[0] == kind else None)
+        known = (
+            UNITS[kind].get(word) or unit_of(header, kind) or (context[1] if context and context[0] == kind else None)
+        )
         if known is None and kind == "time" and "time_unit" not in found.options:
             found.tell(f"column {plain(header)!r} has no unit: taken for ms")
         return known or UNITS[kind].get(str(found.options.get(f"{kind}_unit", usual)).lower(), UNITS[kind][usual])

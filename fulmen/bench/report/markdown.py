@@ -102,7 +102,9 @@ def entry(row: model.Row | None, base: model.Row | None) -> str:
 
 def scaling(report: model.Report) -> Iterator[str]:
     family = {id(row.cell): row.family.label for row in report.rows}
-    curves = [(x.cell.competitor, family[id(x.cell)], x.cell.pass_, x.cell.cache, x.verdict) for x in report.relations.scaling]
+    curves = [
+        (x.cell.competitor, family[id(x.cell)], x.cell.pass_, x.cell.cache, x.verdict) for x in report.relations.scaling
+    ]
     if curves:
         head = ("implementation", "case", "pass", "L2", "growth, with 95 % intervals")
         yield "## Scaling with length"
@@ -133,7 +135,10 @@ def correctness(report: model.Report) -> Iterator[str]:
     lines = []
     for one in model.correctness(report):
         n, share = report.rows[one["row"]].n, one["share"]
-        where, whose = safe(one["tensor"]) + ("" if n is None else f", N {n:,}"), (one["competitor"], one["suite"], one["dtype"])
+        where, whose = (
+            safe(one["tensor"]) + ("" if n is None else f", N {n:,}"),
+            (one["competitor"], one["suite"], one["dtype"]),
+        )
         lines.append([*map(safe, whose), f"{one['tensors']:,}", f"{'✕ ' if share > 1 else ''}{share:.0%}", where])
     if lines:
         yield "## Correctness"
@@ -148,7 +153,9 @@ def remarks(report: model.Report) -> Iterator[str]:
         said += [(words.flag(flag), why) for flag, why in row.flags if why != row.cell.reason]
         for word, why in said:
             if word.severity != "note" or not row.timed:
-                lines.append(map(safe, (word.short, row.cell.competitor, row.label, row.cell.pass_, why or word.sentence)))
+                lines.append(
+                    map(safe, (word.short, row.cell.competitor, row.label, row.cell.pass_, why or word.sentence))
+                )
     if lines:
         yield "## Without a number, or to be read with care"
         yield table(("", "implementation", "case", "pass", "why"), lines)

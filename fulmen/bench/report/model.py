@@ -249,7 +249,13 @@ def correctness(report: Report) -> list[dict[str, Any]]:
             line["wrong"] = line.get("wrong", 0) + (one.get("ok") is False)
             share = ratio(one.get("error"), one.get("bound")) or 0.0
             if share >= line.get("share", 0.0):
-                line |= {"share": share, "row": i, "tensor": tensor, "error": one.get("error"), "bound": one.get("bound")}
+                line |= {
+                    "share": share,
+                    "row": i,
+                    "tensor": tensor,
+                    "error": one.get("error"),
+                    "bound": one.get("bound"),
+                }
     return sorted(lines.values(), key=lambda line: (not line["wrong"], -line["share"]))
 
 
@@ -292,7 +298,9 @@ def environment(run: schema.Run) -> list[tuple[str, str]]:
         if facts.get("cpu") == facts.get("device"):
             facts.pop("cpu", None)
     rows = [(FACTS.get(k, k.replace("_", " ")), fact(k, facts[k])) for k in ordered(facts, FACTS)]
-    rows.append(("commit", str(run.commit.get("sha") or "unknown")[:12] + " with changes" * bool(run.commit.get("dirty"))))
+    rows.append(
+        ("commit", str(run.commit.get("sha") or "unknown")[:12] + " with changes" * bool(run.commit.get("dirty")))
+    )
     rows += [ceiling(k, x) for k in ordered(run.ceilings, CEILINGS) if (x := number(run.ceilings[k])) is not None]
     when = run.time[:16].replace("T", " ") + (" UTC" if run.time.endswith(("Z", "+00:00")) else "")
     return [*rows, ("measured", when), ("run", run.run_id), ("protocol", run.protocol)]
