@@ -106,7 +106,7 @@ def effect(a: Array, b: Array) -> Effect:
     quotients = np.sort(np.subtract.outer(np.log(b), np.log(a)).ravel())
     rank = max(0, math.floor(len(quotients) / 2 - 1.96 * math.sqrt(len(quotients) * (len(a) + len(b) + 1) / 12)))
     ratio, low, high = (float(np.exp(x)) for x in (np.median(quotients), quotients[rank], quotients[-1 - rank]))
-    (a_low, a_high), (b_low, b_high) = median_interval(np.sort(a)), median_interval(np.sort(b))
+    (a_low, a_high), (b_low, b_high) = (median_interval(sorted(x.tolist())) for x in (a, b))
     alike = a.min() == a.max() == b.min() == b.max()  # the test divides by the variance of the ranks
     p = 1.0 if alike else float(stats.mannwhitneyu(a, b, method="asymptotic").pvalue)
     return Effect(ratio, low, high, p, a_high < b_low or b_high < a_low)
@@ -225,22 +225,18 @@ def failures(verdicts: Iterable[Verdict], rule: Rule | None) -> list[Verdict]:
     return [v for v in verdicts if fails(v)]
 
 
-def exit_code(verdicts: Iterable[Verdict], rule: Rule | None = None) -> int:
-    return 1 if failures(verdicts, rule) else 0
-
-
 def summary(verdicts: Sequence[Verdict]) -> str:
     counts = Counter(v.verdict for v in verdicts)
     return ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name]) or "nothing to compare"
 
 
-def render(verdicts: Sequence[Verdict], console: Console, everything: bool = False) -> None:
-    """Prints a table of all that is not SAME (or of everything), then the counts. Names are text, never markup."""
+def render(verdicts: Sequence[Verdict], console: Console) -> None:
+    """Prints a table of all that is not SAME, then the counts. Names are text, never markup."""
     table = Table(box=None, pad_edge=False)
     for title in ("verdict", "cell", "before", "after", ""):
         table.add_column(title, justify="right" if title in ("before", "after") else "left", overflow="fold")
     for v in verdicts:
-        if everything or v.verdict != "SAME":
+        if v.verdict != "SAME":
             texts = (v.name, *("-" if t is None else ms(t) for t in (v.a_ms, v.b_ms)), v.why)
             table.add_row(Text(v.verdict, style=COLOURS[v.verdict]), *(Text(schema.printable(text)) for text in texts))
     if table.rows:

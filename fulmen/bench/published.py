@@ -205,7 +205,7 @@ def _speedups(page: Published) -> Iterator[Finding]:
     for row in rows:
         passes = [row.pass_] if row.pass_ is not None else ["total", None]
         known = [r for p in passes for r in by_case.get((p, *case_key(row)[1:]), [])]
-        tables = grouped(sorted(known, key=lambda r: r.table != row.table), lambda r: (r.pass_, r.table))  # noqa: B023
+        tables = grouped(sorted(known, key=lambda r: r.table != row.table), lambda r: (r.pass_, r.table))
         times = [{r.competitor: r.number for r in some} for some in tables.values()]
         quotients = [q for one in times if base in one and (q := _quotient(row, one, base)) is not None]
         if quotients and min(apart(row.number, q) for q in quotients) > SPEEDUP_SHARE:

@@ -1,8 +1,8 @@
 """One HTML file with everything in it: it opens from disk, and asks nothing of the network.
 
-The page is a template, a style sheet and scripts (`page/`), all inlined. The data are JSON, deflated and in base64, in a
-script element of type text; the scripts insert every value as text. The content security policy allows the one style
-sheet and the one script, by their hashes, and nothing else.
+The page is a template, a style sheet and scripts (`page/`), all inlined. The data are JSON, deflated, in base64; the
+scripts insert every value as text. The content security policy allows the one style sheet and the one script, by their
+hashes, and nothing else.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def payload(report: model.Report) -> dict[str, Any]:
         {
             "family": family[id(one.cell)], "competitor": one.cell.competitor, "pass": one.cell.pass_,
             "cache": one.cell.cache, "verdict": one.verdict, "growth": one.growth, "linear": one.linear,
-            "used": [n for n, _ in one.points], "time": one.time and one.time[:4], "memory": one.memory and one.memory[:4],
+            "used": [n for n, _ in one.points], "time": one.time, "memory": one.memory,
         }
         for one in report.relations.scaling
     ]  # fmt: skip

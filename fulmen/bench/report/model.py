@@ -227,7 +227,7 @@ def headlines(report: Report) -> list[Headline]:
         rows = [row for row in rows if row.cell.cache == "cold"] or rows
         base, names = baseline(rows), Counter(row.cell.competitor for row in rows)
         ours = [x for x in names if x.startswith("fulmen") and x != base] or [x for x in names if x != base]
-        best = max(ours, key=lambda x: (x == "fulmen auto", names[x]), default="")  # noqa: B023
+        best = max(ours, key=lambda x: (x == "fulmen auto", names[x]), default="")
         bases = {row.place: row for row in rows if row.cell.competitor == base}
         pairs = [(row, bases[row.place]) for row in rows if row.cell.competitor == best and row.place in bases]
         alike = [(a, b) for a, b in pairs if a.cell.function == b.cell.function]
