@@ -33,7 +33,7 @@ def render(report: model.Report) -> str:
     data = json.dumps(clean(payload(report)), sort_keys=True, separators=(",", ":"), allow_nan=False)
     values = {
         "title": escape(report.title), "style": style, "script": script, "style_hash": sha256(style),
-        "script_hash": sha256(script), "data": base64.b64encode(zlib.compress(data.encode(), 9)).decode(),
+        "script_hash": sha256(script), "data": base64.b64encode(zlib.compress(data.encode())).decode(),
     }  # fmt: skip
     return re.sub(r"{{ (\w+) }}", lambda name: values[name[1]], template)
 
@@ -45,7 +45,7 @@ def sha256(text: str) -> str:
 def clean(value: Any) -> Any:
     """Without what JSON has no word for, and with floats as long as they need to be."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(k): clean(v) for k, v in value.items() if v is not None}
     return [clean(v) for v in value] if isinstance(value, list | tuple) else value
@@ -104,7 +104,7 @@ def row_data(row: model.Row, family: int, step: int) -> dict[str, Any]:
             "device_ms": time_ms(cell.device_ms), "kernels_ms": time_ms(cell.kernels_ms),
             "host_ms": time_ms(cell.host_ms), "flops_rate": row.rate("flops"), "bytes_rate": row.rate("bytes"),
             "efficiency": number(cell.audit.get("efficiency")), "clocks": clocks, "every": step,
-            "samples": [float(f"{x:.5g}") for x in cell.samples_ms[::step]],
+            "samples": cell.samples_ms[::step],
         }  # fmt: skip
     return timed | {
         "run": cell.run_id, "hash": cell.config_hash, "suite": cell.suite, "op": cell.op, "function": cell.function,

@@ -9,6 +9,7 @@ const DATA = await inflate(new Blob([packed]), "deflate").json();
 function fill(node, attributes, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") node.addEventListener(name, value);
+    else if (name === "style") node.style.cssText = value; // the policy of this page forbids style attributes
     else if (value !== undefined && value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.flat(Infinity).filter((child) => child || child === 0));
@@ -100,10 +101,11 @@ const MARKS = [
   (r) => `M${-1.3 * r},0H${1.3 * r}M0,${-1.3 * r}V${1.3 * r}`,
   (r) => `M0,${-1.4 * r}L${1.3 * r},${-0.4 * r}L${0.8 * r},${1.1 * r}H${-0.8 * r}L${-1.3 * r},${-0.4 * r}Z`,
 ];
-const mark = (index, x, y, more = "") => s("path", { class: `mark c${index % 8} ${more}`, d: MARKS[(index + (index >> 3)) % 8](4),
+const tint = (index) => `--c: var(--s${index % 8})`;
+const mark = (index, x, y, more = "") => s("path", { class: "mark " + more, style: tint(index), d: MARKS[(index + (index >> 3)) % 8](4),
   transform: `translate(${x.toFixed(1)},${y.toFixed(1)})` });
 const key = (shape, text) => h("span", {}, s("svg", { class: "swatch", viewBox: "-12 -6 24 12", "aria-hidden": "true" }, shape), " ", text);
-const swatch = (name, text = name) => key([s("path", { class: `line c${colourOf(name) % 8}`, d: "M-12,0H12" }), mark(colourOf(name), 0, 0)], text);
+const swatch = (name, text = name) => key([s("path", { class: "line", style: tint(colourOf(name)), d: "M-12,0H12" }), mark(colourOf(name), 0, 0)], text);
 const badge = ([severity, word, sentence], title = sentence) => h("span", { class: "badge " + severity, title }, word);
 const flagBadges = (row) => row.flags.map(([flag, why]) => badge(wordOf("flag", flag), why));
 function statusBadge(row) {
@@ -114,7 +116,7 @@ const agreement = (ok, text) => h("span", { class: `status ${ok ? "good" : "bad"
 const facts = (pairs) => h("dl", { class: "facts" }, pairs.filter(([, value]) => value || value === 0)
   .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 const card = (title, ...content) => h("div", { class: "card" }, title && h("h3", {}, title), content);
-const tile = (kind, count, [, word, title], more) => button({ class: "tile " + kind, title, ...more }, own(GLYPHS, kind.slice(2)),
+const tile = (glyph, count, [severity, word, title], more) => button({ class: "tile " + severity, title, ...more }, glyph,
   h("span", { class: "count" }, commas(count)), h("span", { class: "word" }, word));
 
 // A table that scrolls. columns: [name or element, (line) => content, "number" or "key" or a class].

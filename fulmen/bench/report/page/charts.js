@@ -25,7 +25,7 @@ function plane({ width, height, x, y, xTicks, yTicks, xLabel, yLabel, label, log
   const left = 58, top = 26, bottom = height - 42, right = width - side, id = "clip" + (planes += 1), svg = canvas(width, height, label);
   const X = scale(log, ...x, left, right), Y = scale(log, ...y, bottom, top), layer = s("g", { "clip-path": `url(#${id})` });
   const write = (px, py, text, anchor) => svg.append(s("text", { x: px, y: py, "text-anchor": anchor }, text));
-  const draw = (kind, points) => layer.append(s("path", { class: kind, d: path(points.map(([a, b]) => [X(a), Y(b)])) }));
+  const draw = (kind, points, style = "") => layer.append(s("path", { class: kind, style, d: path(points.map(([a, b]) => [X(a), Y(b)])) }));
   svg.append(s("clipPath", { id }, s("rect", { x: left, y: top, width: right - left, height: bottom - top })));
   for (const t of yTicks) {
     draw("grid-line", [[x[0], t], [x[1], t]]);
@@ -93,14 +93,14 @@ function curves({ width, height, series, floors = [], yLabel, label, guides = tr
   }
   for (const floor of floors) draw("floor", floor);
   series.forEach(({ index, fit, points: some }, order) => {
-    const colour = `c${index % 8}`, sorted = [...some].sort((a, b) => a.n - b.n);
+    const colour = tint(index), sorted = [...some].sort((a, b) => a.n - b.n);
     if (fit?.time) {
       const used = sorted.filter((p) => fit.used.includes(p.n)), mx = mean(used.map((p) => Math.log(p.n))), my = mean(used.map((p) => Math.log(p.y)));
-      draw("fit " + colour, [used[0].n, used.at(-1).n].map((n) => [n, Math.exp(my + fit.time[0] * (Math.log(n) - mx))]));
+      draw("fit", [used[0].n, used.at(-1).n].map((n) => [n, Math.exp(my + fit.time[0] * (Math.log(n) - mx))]), colour);
     }
-    draw("line " + colour, sorted.map((p) => [p.n, p.y]));
+    draw("line", sorted.map((p) => [p.n, p.y]), colour);
     sorted.forEach((p, i) => {
-      if (isNumber(p.lo)) draw("line thin " + colour, [[p.n, p.lo], [p.n, p.hi]]);
+      if (isNumber(p.lo)) draw("line thin", [[p.n, p.lo], [p.n, p.hi]], colour);
       chart.svg.append(mark(index, X(p.n), Y(p.y), p.hollow && "hollow"));
       points.push({ px: X(p.n), py: Y(p.y), order, row: p.row, lines: () => lines(p, sorted[i - 1]) });
     });

@@ -116,7 +116,7 @@ function drawCompare() {
   const some = lines.filter((line) => !verdict || line.verdict === verdict), shown = some.slice(0, 500);
   const names = sources.map(({ name, run }, i) => [i, `${name} · ${dated(run.time, 16)} · ${run.id}`]);
   const side = (label, name) => dropdown(label, "compare-" + name, names, sources.indexOf(selected[name]), (i) => { selected[name] = sources[i]; drawCompare(); });
-  const counter = ([name, word]) => tile("v-" + name, lines.filter((line) => line.verdict === name).length, word, { "data-verdict": name,
+  const counter = ([name, word]) => tile("", lines.filter((line) => line.verdict === name).length, word, { "data-verdict": name,
     "aria-pressed": String(verdict === name), click: () => { selected.verdict = verdict === name ? "" : name; drawCompare(); } });
   put("compare-result", h("div", { class: "controls inline wide" }, side("Before", "before"), side("After", "after")),
     h("div", { class: "tiles", role: "group", "aria-label": "Show one verdict" }, Object.entries(WORDS.verdict).map(counter)),

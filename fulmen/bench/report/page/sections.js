@@ -44,17 +44,18 @@ const byName = (rows) => groups(rows, (row) => row.competitor);
 // --------------------------------------------------------------------------------------------- speed
 
 const STEPS = [1.05, 1.25, 2, 4, 10];
-const heatClass = (ratio) => `${ratio >= 1 ? "up" : "down"} l${STEPS.filter((step) => Math.max(ratio, 1 / ratio) >= step).length}`;
+const SHARES = ["0%", "12%", "25%", "40%", "78%", "100%"];
+const levelOf = (ratio) => STEPS.filter((step) => Math.max(ratio, 1 / ratio) >= step).length;
+const heat = (ratio, level = levelOf(ratio)) => ({ class: `heat ${ratio >= 1 ? "up" : "down"} ${level >= 4 ? "strong" : ""}`, style: `--share: ${SHARES[level]}` });
 
 function drawSpeed() {
   const base = baseline(state.suite), families = groups(visible(), (row) => row.family).map(([, rows]) => rows);
   put("speed-lead", `How many times as fast as ${base}, ${state.pass} pass. `,
     unique(visible().map((row) => row.function)).length > 1 && `≠ marks ${OTHER}. `, "Click a cell for its samples.");
   drawOverview(base);
-  const levels = (side) => STEPS.map((step, i) => [`${side} l${i + 1}`, step + "×"]);
-  const keys = [[null, "slower"], ...levels("down").reverse(), ["l0", "1"], ...levels("up"), [null, "faster"], ["l0 care", "▲"], [null, "read with care"],
-    ["none", "–"], [null, "no number"]];
-  put("heat-legend", keys.map(([level, text]) => h("span", level ? { class: "key heat " + level } : {}, text)));
+  const levels = [...STEPS.map((step) => [1 / step, step + "×"]).reverse(), [1, "1"], ...STEPS.map((step) => [step, step + "×"])];
+  put("heat-legend", "slower", levels.map(([ratio, text]) => h("span", heat(ratio), text)), "faster",
+    h("span", { class: "heat care" }, "▲"), "read with care", h("span", { class: "heat none" }, "–"), "no number");
   const lines = (rows) => groups(rows, (row) => row.n).sort((a, b) => a[0] - b[0]).map(([n, line]) => [plain(n ?? "–"), line]);
   const single = families.filter((rows) => !severalNs(rows)).map((rows) => [rows[0].where, rows]);
   put("heat", families.filter(severalNs).map((rows) => heatTable(rows[0].label, lines(rows), "N")),
@@ -104,8 +105,8 @@ function heatCell(row) {
     const box = event.currentTarget.getBoundingClientRect();
     showTip(event.clientX || box.left, event.clientY || box.bottom - 10, tipLines(row));
   };
-  const look = gain ? heatClass(gain.value) : row.timed ? "l0" : "none";
-  return button({ class: `heat ${look} ${row.kind === "flagged" ? "care" : ""}`, tabindex: "-1", "aria-label": tipLines(row).join(", "),
+  const look = gain ? heat(gain.value) : { class: row.timed ? "heat" : "heat none" };
+  return button({ style: look.style, class: look.class + (row.kind === "flagged" ? " care" : ""), tabindex: "-1", "aria-label": tipLines(row).join(", "),
     click: () => { hideTip(); openDrawer(row); }, pointermove: show, pointerleave: hideTip, focus: show, blur: hideTip },
   row.kind === "flagged" && h("sup", {}, "▲"), text);
 }

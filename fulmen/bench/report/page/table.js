@@ -48,9 +48,8 @@ function setFilter(change) {
 }
 
 function drawTiles() {
-  const bars = put("proportions", DATA.counts.map(([kind]) => h("span", { class: "k-" + kind })));
-  DATA.counts.forEach(([, n], i) => { bars.children[i].style.flexGrow = n; });
-  put("tiles", DATA.counts.map(([kind, n]) => tile("k-" + kind, n, wordOf("status", kind), { "data-kind": kind,
+  put("proportions", DATA.counts.map(([kind, n]) => h("span", { class: wordOf("status", kind)[0], style: `flex-grow: ${n}` })));
+  put("tiles", DATA.counts.map(([kind, n]) => tile(own(GLYPHS, kind), n, wordOf("status", kind), { "data-kind": kind,
     click: () => { setFilter({ kind }); $("table").focus({ preventScroll: true }); } })));
 }
 function drawFilters() {
