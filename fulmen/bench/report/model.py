@@ -278,12 +278,10 @@ def size(x: float | None) -> str:
     return f"{digits(x / 1024**power, 4 if power else 1)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-FACTS = {
+LABELS = {
     "device": "device", "arch": "compute capability", "sm_count": "SMs", "l2_bytes": "L2 cache",
     "memory_bytes": "memory", "power_limit_w": "power limit, W", "driver": "driver", "cuda": "CUDA",
-    "torch": "torch", "triton": "triton", "python": "python", "cpu": "CPU",
-}  # fmt: skip
-CEILINGS = {
+    "torch": "torch", "triton": "triton", "python": "python", "cpu": "CPU", "commit": "commit",
     "flops_measured": "arithmetic, measured", "flops_nominal": "arithmetic, rated",
     "flops_hard": "arithmetic, at the highest clock", "bytes_measured": "memory, measured copy",
     "bytes_hard": "memory, at the highest clock", "clock_max_mhz": "highest SM clock",
@@ -291,41 +289,37 @@ CEILINGS = {
 
 
 def environment(run: schema.Run) -> list[tuple[str, str]]:
-    """The facts of a run as name and value, in the order in which a reader looks for them."""
-    facts = {k: v for k, v in run.environment.items() if v not in (None, "", [], {})}
+    """The facts and ceilings of a run as name and value, in the order in which a reader looks for them."""
+    facts = {k: v for k, v in (run.environment | run.ceilings).items() if v not in (None, "", [], {})}
+    facts["commit"] = str(run.commit.get("sha") or "unknown")[:12] + (
+        " with changes" if run.commit.get("dirty") else ""
+    )
     if not number(facts.get("arch")):  # a CPU
         facts.pop("arch", None)
         if facts.get("cpu") == facts.get("device"):
             facts.pop("cpu", None)
-    rows = [(FACTS.get(k, k.replace("_", " ")), fact(k, facts[k])) for k in ordered(facts, FACTS)]
-    rows.append(
-        ("commit", str(run.commit.get("sha") or "unknown")[:12] + " with changes" * bool(run.commit.get("dirty")))
-    )
-    rows += [ceiling(k, x) for k in ordered(run.ceilings, CEILINGS) if (x := number(run.ceilings[k])) is not None]
+    rows, known = [], list(LABELS)
+    for name in sorted(facts, key=lambda k: (known.index(k) if k in known else len(known), k)):
+        start = next((k for k in known if name == k or name.startswith(f"{k}_")), "")  # flops_measured_bf16
+        label = LABELS[start] + name[len(start) :].replace("_", ", ") if start else name.replace("_", " ")
+        rows.append((label, fact(name, facts[name])))
     when = run.time[:16].replace("T", " ") + (" UTC" if run.time.endswith(("Z", "+00:00")) else "")
     return [*rows, ("measured", when), ("run", run.run_id), ("protocol", run.protocol)]
 
 
-def ordered(names: Iterable[str], first: Iterable[str]) -> list[str]:
-    return [*(k for k in first if k in names), *sorted(k for k in names if k not in first)]
-
-
-def ceiling(name: str, x: float) -> tuple[str, str]:
-    """Name and value, also of a ceiling that was measured for one dtype: flops_measured_bf16."""
-    known = next((k for k in CEILINGS if name.startswith(k)), "")
-    title = CEILINGS.get(known, "") + name[len(known) :].replace("_", ", " if known else "_")
-    if name.startswith("flops"):
-        return title, f"{digits(x / 1e12, 3)} TFLOP/s" if x >= 1e12 else f"{digits(x / 1e9, 3)} GFLOP/s"
-    if name.startswith("bytes"):
-        return title, f"{digits(x / 1e9)} GB/s"
-    return title, f"{digits(x)} MHz" if "mhz" in name else text(x)
-
-
 def fact(name: str, value: Any) -> str:
+    """The value in the unit that its name implies."""
+    x = number(value)
+    if x is not None and name.startswith("flops"):
+        return f"{digits(x / 1e12, 3)} TFLOP/s" if x >= 1e12 else f"{digits(x / 1e9, 3)} GFLOP/s"
+    if x is not None and name.startswith("bytes"):
+        return f"{digits(x / 1e9)} GB/s"
+    if x is not None and name.endswith("_bytes"):
+        return size(x)
     if name == "arch" and isinstance(value, int) and value >= 10:
         return f"{value // 10}.{value % 10}"
-    if name.endswith("_bytes") and number(value) is not None:
-        return size(value)
     if isinstance(value, dict):
         return ", ".join(f"{k} {fact(k, v)}" for k, v in sorted(value.items()))
-    return ", ".join(text(x) for x in value) if isinstance(value, list) else text(value)
+    if isinstance(value, list):
+        return ", ".join(map(text, value))
+    return f"{digits(x)} MHz" if x is not None and name.endswith("mhz") else text(value)
