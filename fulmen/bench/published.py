@@ -49,6 +49,10 @@ MISLABEL_NUMBERS = 4
 MAX_SHAPES = 60  # compared pairwise
 TRAINING = ("backward", "total")
 SHAPE = ("B", "H", "H_KV", "D", "E")
+OPS = {  # by a kernel's name
+    "linear": r"lightning|linear|\bla\d|\bg?la\b|retention|retnet|recurrent",
+    "softmax": r"flash|sdpa|softmax|torch|triton|xformers|cudnn|attention|\bfa\d",
+}
 
 
 class Finding(NamedTuple):
@@ -67,27 +71,17 @@ def _at(flag: str, row: Row, why: str) -> Finding:
 # ------------------------------------------------------------------------------------------------- one number
 
 
-def guess_op(name: str) -> str | None:
-    """ "linear" or "softmax", from a kernel's name."""
-    if re.search(r"lightning|linear|\bla\d|\bg?la\b|retention|retnet|recurrent", name.lower()):
-        return "linear"
-    if re.search(r"flash|sdpa|softmax|torch|triton|xformers|cudnn|attention|\bfa\d", name.lower()):
-        return "softmax"
-    return None
-
-
 def complete(row: Row, page: Published) -> dict[str, Any]:
     """The row's facts with what had to be assumed."""
-    facts = dict(row.facts)
-    if "op" not in facts and (op := guess_op(row.competitor)) is not None:
-        facts["op"] = op
-        page.tell(f"{row.competitor} is taken for {op} attention")
-    if "causal" not in facts:
-        facts["causal"] = True
-        page.tell("nothing is said of a mask: taken for causal, which is the least work")
-    if "dtype" not in facts:
-        facts["dtype"] = "bf16"
-        page.tell("nothing is said of the dtype: taken for bf16")
+    op, facts = next((op for op, words in OPS.items() if re.search(words, row.competitor.lower())), None), row.facts
+    for name, value, why in (
+        ("op", op, f"{row.competitor} is taken for {op} attention"),
+        ("causal", True, "nothing is said of a mask: taken for causal, which is the least work"),
+        ("dtype", "bf16", "nothing is said of the dtype: taken for bf16"),
+    ):
+        if name not in facts and value is not None:
+            facts = {**facts, name: value}
+            page.tell(why)
     return facts
 
 
@@ -328,21 +322,15 @@ def _growth(page: Published) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------- the audit
 
 
-def audit_file(
-    path: Path | str, map_path: Path | str | None = None, against: Sequence[Path | str] = ()
-) -> list[Finding]:
-    """Everything found in a file, the worst first. `against`: other reports on the same machine; a map can name some.
-
-    Raises BadResults, with the place and the reason, for a file or map that cannot be read.
-    """
-    path = Path(path)
+def audit_file(path: Path, map_path: Path | None = None, against: Sequence[Path] = ()) -> list[Finding]:
+    """Everything found in a file, the worst first; raises BadResults. `against`: other reports on the same machine."""
     if _is_ours(path):
         return _own_results(path)
-    page = read(path, None if map_path is None else Path(map_path))
+    page = read(path, map_path)
     said = page.options.get("against", [])
     if not isinstance(said, list):
         raise schema.BadResults(f"{path}: against must be a list of files")
-    others = [Path(p) for p in (*against, *(path.parent / str(p) for p in said))]
+    others = [*against, *(path.parent / str(p) for p in said)]
     return audit_page(page, [read(other) for other in others if not _is_ours(other)])
 
 
@@ -366,12 +354,10 @@ def audit_page(page: Published, others: Sequence[Published] = ()) -> list[Findin
     for rule in (_sums, _rates, _speedups, _printed_twice, _same_kernel, _ceilings, _growth):
         found += rule(page)
     found += [*_mislabelled(page, others), *_other_reports(page, others), *_plateaus(known)]
-    shown = ", ".join(page.blank[:5]) + (", ..." if len(page.blank) > 5 else "")
-    told = (
-        [("UNAUDITED", "", f"{len(page.blank)} cells of columns of times hold no number: {shown}")]
-        if page.blank
-        else []
-    )
+    told = []
+    if page.blank:
+        shown = ", ".join([*page.blank[:5], *(["..."] if len(page.blank) > 5 else [])])
+        told.append(("UNAUDITED", "", f"{len(page.blank)} cells of columns of times hold no number: {shown}"))
     told += [("UNAUDITED", table, "not read: no column is known to hold times or bytes") for table in page.unread]
     if audited:
         told.append(("AUDITED", "", f"{audited} of {numbers} times and sizes were compared with the hardware"))
@@ -404,7 +390,7 @@ def _own_results(path: Path) -> list[Finding]:
     return sorted(found, key=lambda f: FLAGS.index(f.flag))
 
 
-def render(findings: Sequence[Finding], console: Console, notes: bool = True) -> None:
+def render(findings: Sequence[Finding], console: Console) -> None:
     """Prints a table of what is wrong or doubtful, then the notes and a summary. Names are text, never markup."""
     count = Counter("bad" if f.flag in BAD else "doubtful" if f.flag in DOUBTFUL else f.flag for f in findings)
     table = Table(box=None, pad_edge=False)
@@ -416,7 +402,7 @@ def render(findings: Sequence[Finding], console: Console, notes: bool = True) ->
             table.add_row(Text(f.flag, style=colour), *(Text(schema.printable(x)) for x in f[1:]))
     if table.rows:
         console.print(table)
-    for f in findings if notes else ():
+    for f in findings:
         if f.flag not in (*BAD, *DOUBTFUL):
             text = f"{f.flag.lower()}: {', '.join(filter(None, f[1:]))}"
             console.print(Text(schema.printable(text), style="dim"))

@@ -13,7 +13,7 @@ function openDrawer(row) {
       h("p", { class: "soft" }, row.where)),
     h("div", { class: "drawer-buttons" }, quiet("Previous row", "←", () => stepDrawer(-1)), quiet("Next row", "→", () => stepDrawer(1)),
       quiet("Close", "✕", () => drawer.close()))),
-  h("p", { class: "drawer-status" }, statusBadge(row), " ", row.timed && flagBadges(row)),
+  h("p", {}, statusBadge(row), " ", row.timed && flagBadges(row)),
   h("p", { class: row.timed ? "soft" : "reason" }, (!row.timed && row.reason) || wordOf("status", row.kind)[2]));
   if (row.timed) drawerTimes(row);
   for (const [title, ...content] of drawerParts(row)) fill(drawer, {}, h("h3", {}, title), content);
@@ -58,7 +58,7 @@ function drawerParts(row) {
     memory.length && ["Memory", tableOf("plain", [["part", (part) => own(PARTS, part) || part], ["bytes", (part) => bytes(row.memory[part][0]), "number"],
       ["floor", (part) => bytes(row.memory[part][1]), "number"]], memory, "Memory")],
     kernels.length && ["Kernels, from the compiled binary", tableOf("plain", kernels, row.resources, "Kernels")],
-    row.kernels.length && ["What the device ran", h("ol", { class: "kernels" }, row.kernels.map((name) => h("li", {}, h("code", {}, name))))],
+    row.kernels.length && ["What the device ran", h("ol", {}, row.kernels.map((name) => h("li", {}, h("code", {}, name))))],
     row.command && ["To measure this cell again", command(row.command)],
     ["What was measured", facts([["computes", row.function], ["operation", row.op], ["backend", row.backend], ["version", row.version], ["seed", row.seed],
       ...Object.entries(row.case).map(([name, value]) => [name, plain(value)]), ["device", RUNS.get(row.run).device], ["run", row.run], ["configuration", row.hash]])],
@@ -103,6 +103,6 @@ function drawEnvironment() {
 }
 function drawGlossary() {
   const titles = { status: "What became of a cell", flag: "How to read a number", verdict: "What a comparison says" };
-  put("glossary", Object.entries(titles).map(([kind, title]) => card(title, h("dl", { class: "words" },
+  put("glossary", Object.entries(titles).map(([kind, title]) => card(title, h("dl", {},
     Object.values(WORDS[kind]).map((word) => h("div", {}, h("dt", {}, badge(word)), h("dd", {}, word[2])))))));
 }
