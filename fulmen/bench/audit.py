@@ -500,10 +500,8 @@ def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[Point]) -> t
             words += f", and at the end as n^{last:.2f}: beside a linear part there is a constant one"
         return "O(n)", f"O(n){'' if memory is not None or time.growth != 'O(n)' else ' in time'}: {words}"
     for growth in ("above O(n)", "sublinear"):
-        if in_time == growth:
-            return growth, f"{growth}: {words}"
-        if in_memory == growth:
-            return growth, f"{growth} in memory: {words}"
+        if growth in (in_time, in_memory):
+            return growth, f"{growth}{'' if in_time == growth else ' in memory'}: {words}"
     return "open", f"O(n) neither shown nor excluded: {words}"
 
 

@@ -1,7 +1,7 @@
 // Elements, numbers, rows, and the small pieces that all sections use. Text enters the page as text only: see `h`.
 
 const $ = (id) => document.getElementById(id);
-if (!globalThis.DecompressionStream) throw new Error("this browser has no DecompressionStream, any of 2024 or later has");
+if (!globalThis.DecompressionStream) throw new Error("this browser has no DecompressionStream; one of 2024 has");
 const inflate = (blob, format) => new Response(blob.stream().pipeThrough(new DecompressionStream(format)));
 const packed = Uint8Array.from(atob($("data").textContent), (c) => c.charCodeAt(0));
 const DATA = await inflate(new Blob([packed]), "deflate").json();
@@ -10,13 +10,14 @@ function fill(node, attributes, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") node.addEventListener(name, value);
     else if (name === "style") node.style.cssText = value; // the policy of this page forbids style attributes
-    else if (value !== undefined && value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
+    else if (![undefined, null, false].includes(value)) node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.flat(Infinity).filter((child) => child || child === 0));
   return node;
 }
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
-const s = (tag, attributes, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+const s = (tag, attributes, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag),
+  attributes, children);
 const put = (id, ...children) => { $(id).replaceChildren(); return fill($(id), {}, children); };
 const button = (attributes, ...children) => h("button", { type: "button", ...attributes }, children);
 const link = (text, row) => button({ class: "link", click: () => openDrawer(row) }, text);
@@ -55,9 +56,11 @@ const own = (table, name) => (Object.hasOwn(table, name) ? table[name] : undefin
 
 // ---------------------------------------------------------------------------------------------- rows
 
-const GLYPHS = { ok: "✓", flagged: "▲", failed: "✕", withheld: "⊘", oom: "□", unsupported: "–", timeout: "◷", interrupted: "‖", skipped: "·" };
+const GLYPHS = { ok: "✓", flagged: "▲", failed: "✕", withheld: "⊘", oom: "□", unsupported: "–", timeout: "◷",
+  interrupted: "‖", skipped: "·" };
 const WORDS = Object.fromEntries(DATA.words.map(([kind, words]) => [kind, Object.fromEntries(words)]));
-const wordOf = (kind, name) => own(WORDS[kind], name) || ["care", name.toLowerCase(), "A word that this report does not know."];
+const wordOf = (kind, name) => own(WORDS[kind], name)
+  || ["care", name.toLowerCase(), "A word that this report does not know."];
 const RUNS = new Map(DATA.runs.map((run) => [run.id, run]));
 const ROWS = DATA.rows;
 ROWS.forEach((row, id) => { row.id = id; row.timed = isNumber(row.median); });
@@ -70,7 +73,8 @@ const interval = (row) => (isNumber(row.low) ? `95 % interval ${digits(row.low)}
 // What the charts show. Few competitors in all keep their colour everywhere; many are counted per suite.
 const state = { suite: SUITES[0], pass: "", cache: "", baseline: {}, memoryN: {}, filter: {}, sort: null };
 const competitors = (suite) => unique(LIVE.filter((row) => row.suite === suite).map((row) => row.competitor));
-const colourOf = (name) => Math.max(0, (COMPETITORS.length <= 8 ? COMPETITORS : competitors(state.suite)).indexOf(name));
+const colourOf = (name) => Math.max(0, (COMPETITORS.length <= 8 ? COMPETITORS
+  : competitors(state.suite)).indexOf(name));
 const baseline = (suite) => own(state.baseline, suite) || own(DATA.baselines, suite) || competitors(suite)[0];
 const visible = () => LIVE.filter((row) => ["suite", "pass", "cache"].every((name) => row[name] === state[name]));
 
@@ -79,7 +83,8 @@ const BY_PLACE = Map.groupBy(LIVE.filter((row) => row.timed), place);
 function speedup(row) {
   const base = row.timed && BY_PLACE.get(place(row))?.find((other) => other.competitor === baseline(row.suite));
   if (!base) return null;
-  const low = (base.low || base.median) / (row.high || row.median), high = (base.high || base.median) / (row.low || row.median);
+  const low = (base.low || base.median) / (row.high || row.median);
+  const high = (base.high || base.median) / (row.low || row.median);
   return { value: base.median / row.median, low, high, other: base.function !== row.function, base };
 }
 function speedupWords(row) {
@@ -102,26 +107,32 @@ const MARKS = [
   (r) => `M0,${-1.4 * r}L${1.3 * r},${-0.4 * r}L${0.8 * r},${1.1 * r}H${-0.8 * r}L${-1.3 * r},${-0.4 * r}Z`,
 ];
 const tint = (index) => `--c: var(--s${index % 8})`;
-const mark = (index, x, y, more = "") => s("path", { class: "mark " + more, style: tint(index), d: MARKS[(index + (index >> 3)) % 8](4),
+const mark = (index, x, y, more = "") => s("path",
+  { class: "mark " + more, style: tint(index), d: MARKS[(index + (index >> 3)) % 8](4),
   transform: `translate(${x.toFixed(1)},${y.toFixed(1)})` });
-const key = (shape, text) => h("span", {}, s("svg", { class: "swatch", viewBox: "-12 -6 24 12", "aria-hidden": "true" }, shape), " ", text);
-const swatch = (name, text = name) => key([s("path", { class: "line", style: tint(colourOf(name)), d: "M-12,0H12" }), mark(colourOf(name), 0, 0)], text);
+const key = (shape, text) => h("span", {}, s("svg",
+  { class: "swatch", viewBox: "-12 -6 24 12", "aria-hidden": "true" }, shape), " ", text);
+const swatch = (name, text = name) => key([s("path", { class: "line", style: tint(colourOf(name)), d: "M-12,0H12" }),
+  mark(colourOf(name), 0, 0)], text);
 const badge = ([severity, word, sentence], title = sentence) => h("span", { class: "badge " + severity, title }, word);
 const flagBadges = (row) => row.flags.map(([flag, why]) => badge(wordOf("flag", flag), why));
 function statusBadge(row) {
   const [severity, word, sentence] = wordOf("status", row.kind);
-  return h("span", { class: `status ${severity}`, title: row.reason || sentence }, h("span", { class: "glyph" }, own(GLYPHS, row.kind)), word);
+  return h("span", { class: `status ${severity}`, title: row.reason || sentence },
+    h("span", { class: "glyph" }, own(GLYPHS, row.kind)), word);
 }
 const agreement = (ok, text) => h("span", { class: `status ${ok ? "good" : "bad"}` }, `${ok ? "✓" : "✕"} ${text}`);
 const facts = (pairs) => h("dl", { class: "facts" }, pairs.filter(([, value]) => value || value === 0)
   .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 const card = (title, ...content) => h("div", { class: "card" }, title && h("h3", {}, title), content);
-const tile = (glyph, count, [severity, word, title], more) => button({ class: "tile " + severity, title, ...more }, glyph,
+const tile = (glyph, count, [severity, word, title], more) => button({ class: "tile " + severity, title, ...more },
+  glyph,
   h("span", { class: "count" }, commas(count)), h("span", { class: "word" }, word));
 
 // A table that scrolls. columns: [name or element, (line) => content, "number" or "key" or a class].
 function tableOf(kind, columns, lines, label) {
-  const cell = (line, [, show, look], i) => h(look === "key" ? "th" : "td", { class: look, scope: look === "key" && "row" }, show ? show(line) : line[i]);
+  const cell = (line, [, show, look], i) => h(look === "key" ? "th" : "td",
+    { class: look, scope: look === "key" && "row" }, show ? show(line) : line[i]);
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", { class: kind },
     h("thead", {}, h("tr", {}, columns.map(([name, , look]) => h("th", { scope: "col", class: look }, name)))),
     h("tbody", {}, lines.map((line) => h("tr", {}, columns.map((column, i) => cell(line, column, i)))))));
@@ -148,16 +159,20 @@ function showTip(x, y, lines) {
 }
 const hideTip = () => { tip.hidden = true; };
 function tipLines(row) {
-  const [, word, sentence] = wordOf("status", row.status), flags = row.flags.filter(([flag]) => flag !== "ANOTHER-FUNCTION");
+  const [, word, sentence] = wordOf("status", row.status);
+  const flags = row.flags.filter(([flag]) => flag !== "ANOTHER-FUNCTION");
   return [row.competitor, `${row.where} · ${row.pass}`,
-    row.timed ? [ms(row.median), interval(row)].filter(Boolean).join(", ") : `${word}: ${row.reason || sentence}`, speedupWords(row),
+    row.timed ? [ms(row.median), interval(row)].filter(Boolean).join(", ") : `${word}: ${row.reason || sentence}`,
+      speedupWords(row),
     row.timed && isNumber(row.efficiency) && `${percent(row.efficiency)} of what is possible`,
     ...flags.map(([flag, why]) => `${wordOf("flag", flag)[1]}: ${why}`)].filter(Boolean);
 }
 
 // One of several options, as radio buttons, whose arrow keys work as they should, or as a list.
 const radios = (label, name, options, chosen, select) => h("fieldset", { class: "segments" }, h("legend", {}, label),
-  options.map((value) => h("label", {}, h("input", { type: "radio", name, value, checked: value === chosen, change: () => select(value) }), h("span", {}, value))));
+  options.map((value) => h("label", {}, h("input",
+    { type: "radio", name, value, checked: value === chosen, change: () => select(value) }), h("span", {}, value))));
 const dropdown = (label, id, options, chosen, select) => h("label", { class: "field", for: id }, h("span", {}, label),
-  h("select", { id, change: (event) => { select(event.target.value); $(id)?.focus(); } }, options.map(([value, text = value]) =>
+  h("select", { id, change: (event) => { select(event.target.value); $(id)?.focus(); } },
+    options.map(([value, text = value]) =>
     h("option", { value, selected: String(value) === String(chosen) }, text))));

@@ -1,6 +1,7 @@
 // Two runs against each other, by the rules of `fulmen bench compare`: see fulmen/bench/comparing.py.
 
-const RULE = DATA.rule, sources = DATA.runs.map((run) => ({ run, name: "this report", rows: ROWS.filter((row) => row.run === run.id) }));
+const RULE = DATA.rule, sources = DATA.runs.map((run) =>
+  ({ run, name: "this report", rows: ROWS.filter((row) => row.run === run.id) }));
 const selected = { before: null, after: null, verdict: "" };
 
 // ------------------------------------------------------------------------------------------- reading
@@ -9,7 +10,8 @@ class BadResults extends Error {}
 function readResults(text, name) {
   const runs = new Map(), cells = new Map(), lines = text.split("\n").filter((line) => line.trim());
   lines.forEach((line, i) => {
-    const where = `${name}:${i + 1}`, demand = (right, what) => { if (!right) throw new BadResults(`${where}: ${what}`); };
+    const where = `${name}:${i + 1}`, demand = (right,
+      what) => { if (!right) throw new BadResults(`${where}: ${what}`); };
     let value;
     try {
       value = JSON.parse(line);
@@ -18,46 +20,60 @@ function readResults(text, name) {
       complain(`${where}: the file was cut off here; this line is skipped.`);
       return;
     }
-    demand(value?.schema === DATA.schema, `schema ${JSON.stringify(value?.schema ?? null)}, this report reads ${JSON.stringify(DATA.schema)}`);
-    const { run_id: id, time, protocol, environment = {}, samples_ms: samples, clocks_mhz: clocks = [], stats, ...cell } = value;
-    if (value.kind === "run") return runs.set(id, { id, time: String(time), protocol, ...environment });
+    const [theirs, ours] = [value?.schema ?? null, DATA.schema].map((x) => JSON.stringify(x));
+    demand(theirs === ours, `schema ${theirs}, this report reads ${ours}`);
+    const { run_id: id, time, protocol, environment = {}, samples_ms: samples, clocks_mhz: clocks = [], stats,
+      ...cell } = value;
+    if (value.kind === "run") return runs.set(id, { ...environment, id, time: String(time), protocol });
     demand(runs.has(id), `a cell of run ${JSON.stringify(id)} comes before that run's record`);
-    demand([samples, clocks].every((x) => Array.isArray(x) && x.every(isNumber)), "samples_ms and clocks_mhz must be numbers");
-    const strings = ["competitor", "pass_", "status", "config_hash", "cache", "reason"].every((key) => typeof cell[key] === "string");
+    demand([samples, clocks].every((x) => Array.isArray(x) && x.every(isNumber)),
+      "samples_ms and clocks_mhz must be numbers");
+    const strings = ["competitor", "pass_", "status", "config_hash", "cache",
+      "reason"].every((key) => typeof cell[key] === "string");
     demand(strings && cell.case && typeof cell.case === "object", "not a cell as fulmen writes it");
     const middle = cell.status === "ok" && samples.length ? stats?.median ?? median(samples) : undefined;
-    cells.set(id + cell.config_hash, { ...cell, run: id, hash: cell.config_hash, pass: cell.pass_, samples, clocks, median: middle, timed: middle > 0,
-      label: Object.entries(cell.case).filter(([key]) => key !== "N").map(([key, x]) => `${key} ${plain(x)}`).join(" ") });
+    cells.set(id + cell.config_hash, { ...cell, run: id, hash: cell.config_hash, pass: cell.pass_, samples, clocks,
+      median: middle, timed: middle > 0,
+      label: Object.entries(cell.case).filter(([key]) => key !== "N").map(([key, x]) =>
+        `${key} ${plain(x)}`).join(" ") });
     return undefined;
   });
   if (!cells.size) throw new BadResults(`${name}: no cell in it; nothing was measured`);
-  return [...runs.values()].map((run) => ({ run, name, rows: [...cells.values()].filter((row) => row.run === run.id) }));
+  return [...runs.values()].map((run) => ({ run, name,
+    rows: [...cells.values()].filter((row) => row.run === run.id) }));
 }
 
 // ---------------------------------------------------------------------------------------- statistics
 
 function normalTail(z) { // of both sides; Abramowitz and Stegun 7.1.26 is good to 1e-7
-  const x = z / Math.SQRT2, t = 1 / (1 + 0.3275911 * x), factors = [1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592];
+  const x = z / Math.SQRT2, t = 1 / (1 + 0.3275911 * x);
+  const factors = [1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592];
   return factors.reduce((total, factor) => t * (total + factor), 0) * Math.exp(-x * x);
 }
 function medianInterval(values) {
   const ordered = ascending(values), n = ordered.length, reach = 0.98 * Math.sqrt(n);
-  return [ordered[Math.max(0, Math.floor((n - 1) / 2 - reach))], ordered[Math.min(n - 1, Math.ceil((n - 1) / 2 + reach))]];
+  return [ordered[Math.max(0, Math.floor((n - 1) / 2 - reach))],
+    ordered[Math.min(n - 1, Math.ceil((n - 1) / 2 + reach))]];
 }
-// b against a: the median of all quotients, its 95 % interval, Mann and Whitney's p, and whether the medians' intervals are apart.
+// b against a: the median of all quotients with its 95 % interval, and the verdict, as `Effect` in Python.
 function effect(...both) {
-  const [a, b] = both.map((x) => x.filter((_, i) => i % Math.ceil(x.length / RULE.most) === 0)), n = a.length + b.length, size = a.length * b.length;
-  const logs = a.map(Math.log), quotients = Float64Array.from(b.flatMap((y) => logs.map((x) => Math.log(y) - x))).sort();
+  const [a, b] = both.map((x) => x.filter((_, i) => i % Math.ceil(x.length / RULE.most) === 0));
+  const n = a.length + b.length, size = a.length * b.length;
+  const logs = a.map(Math.log), quotients = Float64Array.from(b.flatMap((y) =>
+    logs.map((x) => Math.log(y) - x))).sort();
   const rank = Math.max(0, Math.floor(size / 2 - 1.96 * Math.sqrt(size * (n + 1) / 12)));
-  const [ratio, low, high] = [(quotients[(size - 1) >> 1] + quotients[size >> 1]) / 2, quotients[rank], quotients[size - 1 - rank]].map(Math.exp);
+  const [ratio, low, high] = [(quotients[(size - 1) >> 1] + quotients[size >> 1]) / 2, quotients[rank],
+    quotients[size - 1 - rank]].map(Math.exp);
   const [[aLow, aHigh], [bLow, bHigh]] = [a, b].map(medianInterval);
   const ties = groups([...a, ...b], (x) => x).reduce((total, [, same]) => total + same.length ** 3 - same.length, 0);
-  const greater = quotients.reduce((total, q) => total + (q > 0 ? 1 : q === 0 ? 0.5 : 0), 0), sigma = Math.sqrt(size / 12 * (n + 1 - ties / (n * (n - 1))));
+  const greater = quotients.reduce((total, q) => total + (q > 0 ? 1 : q === 0 ? 0.5 : 0), 0);
+  const sigma = Math.sqrt(size / 12 * (n + 1 - ties / (n * (n - 1))));
   const p = sigma ? normalTail(Math.max(0, Math.abs(greater - size / 2) - 0.5) / sigma) : 1;
   const changed = p < RULE.p && Math.abs(ratio - 1) >= RULE.change && (aHigh < bLow || bHigh < aLow);
   const same = Math.abs(ratio - 1) < RULE.equal && low > 1 - RULE.room && high < 1 + RULE.room;
   const signed = (x) => (x >= 1 ? "+" : "−") + Math.abs(100 * (x - 1)).toFixed(1) + " %";
-  return { verdict: changed ? (ratio < 1 ? "FASTER" : "SLOWER") : same ? "SAME" : "INCONCLUSIVE", why: `${signed(ratio)} (${signed(low)} to ${signed(high)})` };
+  return { verdict: changed ? (ratio < 1 ? "FASTER" : "SLOWER") : same ? "SAME" : "INCONCLUSIVE",
+    why: `${signed(ratio)} (${signed(low)} to ${signed(high)})` };
 }
 function differences(a, b) {
   if (a.protocol !== b.protocol) return `measured by protocols ${a.protocol} and ${b.protocol}`;
@@ -65,18 +81,25 @@ function differences(a, b) {
   return fact ? `measured on ${a[fact]} and on ${b[fact]}` : "";
 }
 function judge(before, after, why) {
-  const both = [before, after], bad = both.find((row) => !row.timed), no = (text) => ({ verdict: "INCOMPARABLE", why: text });
+  const both = [before, after], bad = both.find((row) => !row.timed);
+  const no = (text) => ({ verdict: "INCOMPARABLE", why: text });
   if (why) return no(why);
-  if (bad) return no(`no time ${bad === before ? "before" : "after"}: ${wordOf("status", bad.status)[1]}${bad.reason && ", "}${bad.reason}`);
-  if (both.some(({ samples }) => samples.length < RULE.few || Math.min(...samples) < RULE.shortest)) return no(`fewer than ${RULE.few} usable samples`);
+  const reasons = bad && [wordOf("status", bad.status)[1], bad.reason].filter(Boolean).join(", ");
+  if (bad) return no(`no time ${bad === before ? "before" : "after"}: ${reasons}`);
+  if (both.some(({ samples }) => samples.length < RULE.few
+    || Math.min(...samples) < RULE.shortest)) return no(`fewer than ${RULE.few} usable samples`);
   const time = effect(before.samples, after.samples);
   const clocked = both.every(({ samples: x, clocks: c }) => c.length && c.length <= x.length && Math.min(...c) > 0);
   if (!clocked || time.verdict === "SAME") return time;
-  const cycles = effect(...both.map(({ samples: x, clocks: c }) => x.map((t, i) => t * c[Math.floor(i * c.length / x.length)])));
-  const [old, now] = both.map((row) => median(row.clocks)), clocks = `the clock moved from ${Math.round(old)} to ${Math.round(now)} MHz`;
+  const cycles = effect(...both.map(({ samples: x, clocks: c }) =>
+    x.map((t, i) => t * c[Math.floor(i * c.length / x.length)])));
+  const [old, now] = both.map((row) => median(row.clocks));
+  const clocks = `the clock moved from ${Math.round(old)} to ${Math.round(now)} MHz`;
   if (cycles.verdict === time.verdict) return time;
-  if (cycles.verdict === "SAME" && Math.abs(now / old - 1) >= RULE.clock) return { verdict: "SAME", why: `in cycles ${cycles.why}; ${clocks}` };
-  return time.verdict === "INCONCLUSIVE" ? time : { verdict: "INCONCLUSIVE", why: `${time.why}, but in cycles ${cycles.why}: ${clocks}` };
+  if (cycles.verdict === "SAME" && Math.abs(now / old - 1) >= RULE.clock) return { verdict: "SAME",
+    why: `in cycles ${cycles.why}; ${clocks}` };
+  return time.verdict === "INCONCLUSIVE" ? time
+    : { verdict: "INCONCLUSIVE", why: `${time.why}, but in cycles ${cycles.why}: ${clocks}` };
 }
 
 // --------------------------------------------------------------------------------------------- page
@@ -88,7 +111,8 @@ function complain(message) {
 async function load(file) {
   complain("");
   try {
-    const found = readResults(await (file.name.endsWith(".gz") ? inflate(file, "gzip") : file).text(), file.name), [other] = found;
+    const found = readResults(await (file.name.endsWith(".gz") ? inflate(file, "gzip") : file).text(), file.name);
+    const [other] = found;
     sources.push(...found);
     const mine = sources.find(({ name, run }) => name === "this report" && run.id !== other.run.id) || sources[0];
     const [before, after] = other.run.time >= mine.run.time ? [mine, other] : [other, mine];
@@ -102,8 +126,10 @@ async function load(file) {
 let latest = {};
 function compared(before, after) {
   if (latest.before === before && latest.after === after) return latest;
-  const [old, now] = [before, after].map((source) => new Map(source.rows.map((row) => [row.hash, row]))), why = differences(before.run, after.run);
-  const neither = (a, b) => a.status === b.status && ["unsupported", "skipped"].includes(a.status); // nobody could measure it
+  const [old, now] = [before, after].map((source) => new Map(source.rows.map((row) => [row.hash, row])));
+  const why = differences(before.run, after.run);
+  const neither = (a, b) => a.status === b.status
+    && ["unsupported", "skipped"].includes(a.status); // nobody could measure it
   const lines = [...old].map(([hash, a]) => [a, now.get(hash)]).filter(([a, b]) => b && !neither(a, b))
     .map(([a, b]) => ({ a, b, ...judge(a, b, why), lost: a.timed && b.timed ? b.median - a.median : 0 }))
     .sort((x, y) => Math.abs(y.lost) - Math.abs(x.lost));
@@ -115,20 +141,28 @@ function drawCompare() {
   const { before, after, verdict } = selected, { lines, gone, added } = compared(before, after);
   const some = lines.filter((line) => !verdict || line.verdict === verdict), shown = some.slice(0, 500);
   const names = sources.map(({ name, run }, i) => [i, `${name} · ${dated(run.time, 16)} · ${run.id}`]);
-  const side = (label, name) => dropdown(label, "compare-" + name, names, sources.indexOf(selected[name]), (i) => { selected[name] = sources[i]; drawCompare(); });
-  const counter = ([name, word]) => tile("", lines.filter((line) => line.verdict === name).length, word, { "data-verdict": name,
-    "aria-pressed": String(verdict === name), click: () => { selected.verdict = verdict === name ? "" : name; drawCompare(); } });
+  const side = (label, name) => dropdown(label, "compare-" + name, names, sources.indexOf(selected[name]),
+    (i) => { selected[name] = sources[i]; drawCompare(); });
+  const counter = ([name, word]) => tile("", lines.filter((line) => line.verdict === name).length, word,
+    { "data-verdict": name,
+    "aria-pressed": String(verdict === name),
+      click: () => { selected.verdict = verdict === name ? "" : name; drawCompare(); } });
   put("compare-result", h("div", { class: "controls inline wide" }, side("Before", "before"), side("After", "after")),
-    h("div", { class: "tiles", role: "group", "aria-label": "Show one verdict" }, Object.entries(WORDS.verdict).map(counter)),
-    h("p", { class: "lead" }, lines.length ? `${plural(lines.length, "cell")} in both, those that changed by the most milliseconds first.` : "No cell is in both runs.",
-      gone + added > 0 && ` ${plural(gone, "cell")} only before, ${commas(added)} only after.`, shown.length < some.length && ` The first ${shown.length} are shown.`),
+    h("div", { class: "tiles", role: "group", "aria-label": "Show one verdict" },
+      Object.entries(WORDS.verdict).map(counter)),
+    h("p", { class: "lead" }, lines.length > 0 && plural(lines.length, "cell"), lines.length
+      ? " in both, those that changed by the most milliseconds first." : "No cell is in both runs.",
+      gone + added > 0 && ` ${plural(gone, "cell")} only before, ${commas(added)} only after.`,
+        shown.length < some.length && ` The first ${shown.length} are shown.`),
     lines.length > 0 && tableOf("cells diff", [
       ["Verdict", (line) => badge(WORDS.verdict[line.verdict])],
-      ["Implementation", ({ a, b }) => { const row = [b, a].find((one) => "id" in one); return row ? link(a.competitor, row) : a.competitor; }, "key"],
+      ["Implementation", ({ a, b }) => { const row = [b, a].find((one) => "id" in one); return row
+        ? link(a.competitor, row) : a.competitor; }, "key"],
       ["Case", ({ a, b }) => ("id" in b ? b : a).label], ["N", ({ a }) => plain(a.case.N), "number"],
       ["Pass", ({ a }) => a.pass + (a.cache === "hot" ? ", hot" : "")],
       ["Before ms", ({ a }) => digits(a.median), "number"], ["After ms", ({ b }) => digits(b.median), "number"],
-      ["Difference ms", ({ a, b, lost }) => a.timed && b.timed && (lost >= 0 ? "+" : "−") + digits(Math.abs(lost), 3), "number"],
+      ["Difference ms", ({ a, b, lost }) => a.timed && b.timed && (lost >= 0 ? "+" : "−") + digits(Math.abs(lost), 3),
+        "number"],
       ["Change, 95 % interval", ({ why }) => why, "why"]], shown, "Comparison"));
 }
 
@@ -145,8 +179,10 @@ function setupCompare() {
   });
   for (const [type, change] of [["dragenter", 1], ["dragleave", -1], ["dragover", 0], ["drop", 0]]) on(type, change);
   // Of several runs in this report, the latest two that measured the same.
-  const late = [...sources].sort((a, b) => (a.run.time < b.run.time ? 1 : -1)), known = late.map(({ rows }) => new Set(rows.map((row) => row.hash)));
-  const common = late.flatMap((after, i) => late.slice(i + 1).map((before, j) => ({ before, after, alike: !known[i].isDisjointFrom(known[i + 1 + j]) })))
+  const late = [...sources].sort((a, b) => (a.run.time < b.run.time ? 1 : -1));
+  const known = late.map(({ rows }) => new Set(rows.map((row) => row.hash)));
+  const common = late.flatMap((after, i) => late.slice(i + 1).map((before,
+    j) => ({ before, after, alike: !known[i].isDisjointFrom(known[i + 1 + j]) })))
     .find(({ alike }) => alike);
   if (!common) return;
   Object.assign(selected, { before: common.before, after: common.after });

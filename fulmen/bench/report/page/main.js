@@ -22,13 +22,20 @@ function openLinked() {
   const hash = location.hash.split("#row=")[1], row = [...LIVE, ...ROWS].find((one) => one.hash === hash);
   if (row && row !== openRow) openDrawer(row);
 }
-for (const draw of [drawResult, drawTiles, drawEnvironment, drawCorrectness, drawGlossary, drawFilters, setupCompare, setupTheme, redraw]) draw();
-$("more").addEventListener("click", () => { shownRows = Infinity; drawTable(); $("table").focus({ preventScroll: true }); });
+for (const draw of [drawResult, drawTiles, drawEnvironment, drawCorrectness, drawGlossary, drawFilters, setupCompare,
+  setupTheme, redraw]) draw();
+$("more").addEventListener("click", () => {
+  shownRows = Infinity;
+  drawTable();
+  $("table").focus({ preventScroll: true });
+});
 addEventListener("hashchange", openLinked);
-addEventListener("beforeprint", () => { for (const folded of document.querySelectorAll("details")) folded.open = true; });
-for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip, { passive: true }); // not "scroll": focus scrolls, too
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((box) => { box.open = true; }));
+for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip,
+  { passive: true }); // not "scroll": focus scrolls, too
 addEventListener("keydown", (event) => {
-  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select") || drawer.open) return;
+  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")
+    || drawer.open) return;
   event.preventDefault();
   $("filter-search").focus();
 });
@@ -44,6 +51,6 @@ document.documentElement.dataset.ready = "yes";
 } catch (problem) { // of the try that html.py opens before the first script
   const trouble = document.getElementById("trouble");
   trouble.hidden = false;
-  trouble.textContent = `This report could not be drawn completely: ${problem.message}. report.md beside it holds the same numbers.`;
+  trouble.textContent = `This report could not be drawn: ${problem.message}. report.md holds the same numbers.`;
   console.error(problem);
 }
