@@ -58,7 +58,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"click", "rich", "numpy", "scipy", "matplotlib", "jinja2", "tomli", "pynvml"}:
+        if name.partition(".")[0] in {"click", "rich", "numpy", "scipy", "matplotlib", "tomli", "pynvml"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 

@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fulmen.bench import floors, schema
 
@@ -79,8 +79,14 @@ def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[
     return found
 
 
+def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """95 %, by order statistics: no assumption about the distribution."""
+    n, reach = len(ordered), 0.98 * math.sqrt(len(ordered))
+    low, high = math.floor((n - 1) / 2 - reach), math.ceil((n - 1) / 2 + reach)
+    return float(ordered[max(low, 0)]), float(ordered[min(high, n - 1)])
+
+
 def flag(cell: schema.Cell, name: str, why: str) -> None:
-    """Adds a flag, or a reason to one that is there."""
     flags = cell.audit.setdefault("flags", [])
     if {"flag": name, "why": why} not in flags:
         flags.append({"flag": name, "why": why})
@@ -96,17 +102,16 @@ def _forget(cell: schema.Cell, names: Sequence[str]) -> None:
 # ----------------------------------------------------------------------------------------------- one cell
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The ceilings that hold for one cell. None: not known."""
+class Limits(NamedTuple):
+    """The ceilings that hold for one cell, in FLOP/s and B/s. None: not known."""
 
     flops_hard: float | None
     bytes_hard: float | None
     flops_reached: float | None  # by a matrix product on this machine, or else the data sheet's
     bytes_reached: float | None  # by a copy
-    l2_bytes: float
-    measured: bool
-    gpu: bool
+    l2_bytes: float = 0.0
+    measured: bool = False
+    gpu: bool = True
 
     def floor_ms(self, flops: float, size: float, reached: bool = False) -> float | None:
         """Milliseconds for so much work at the hard ceilings, or at those reached; None where neither is known."""
@@ -122,26 +127,21 @@ def limits(run: schema.Run, dtype: object) -> Limits:
     """
     environment, name = run.environment, floors.dtype_name(dtype) or ""
     arch, sms = number(environment.get("arch")) or 0.0, number(environment.get("sm_count"))
-    gpu = arch > 0
-    plain = name in ("bf16", "fp16") if gpu else name == "fp32"
+    plain = name in (("bf16", "fp16") if arch > 0 else ("fp32",))
 
-    def ceiling(key: str, of_dtype: bool = True) -> float | None:
-        value = number(run.ceilings.get(f"{key}_{name}"))
-        if value is None and (plain or not of_dtype):
-            value = number(run.ceilings.get(key))
-        return value if value is not None and value > 0 else None
+    def ceiling(key: str) -> float | None:
+        values = [number(run.ceilings.get(f"{key}_{name}")), number(run.ceilings.get(key))]
+        own = values if plain or key.startswith("bytes") else values[:1]
+        return next((value for value in own if value is not None and value > 0), None)
 
     hard, clock = ceiling("flops_hard"), number(run.ceilings.get("clock_max_mhz"))
-    if gpu and clock and sms:  # also beside its own: fp16 sums may be faster than those of bf16
+    if arch > 0 and clock and sms:  # also beside its own: fp16 sums may be faster than those of bf16
         known = floors.of_device(int(arch), int(sms), clock, str(environment.get("device", "")), name)
         hard = max(hard or 0.0, known or 0.0) or None
-    measured = ceiling("flops_measured")
-    reached = measured or ceiling("flops_nominal") or (hard if gpu else None)
-    W_measured, W_hard = ceiling("bytes_measured", False), ceiling("bytes_hard", False)
-    return Limits(
-        hard, W_hard, reached, W_measured or W_hard, number(environment.get("l2_bytes")) or 0.0,
-        bool(measured or W_measured), gpu,
-    )  # fmt: skip
+    F, W, W_hard = ceiling("flops_measured"), ceiling("bytes_measured"), ceiling("bytes_hard")
+    reached = F or ceiling("flops_nominal") or (hard if arch > 0 else None)
+    l2 = number(environment.get("l2_bytes")) or 0.0
+    return Limits(hard, W_hard, reached, W or W_hard, l2, measured=bool(F or W), gpu=arch > 0)
 
 
 def judge(cell: schema.Cell, run: schema.Run) -> None:
@@ -178,8 +178,7 @@ def _floor_flags(cell: schema.Cell, work: floors.Work, median: float, bounds: Li
     usual = bounds.floor_ms(work.usual_flops, work.usual_bytes, reached=True)
     cell.audit["arithmetic"] = arithmetic(work, median, bounds)
     if usual is not None:
-        cell.audit["efficiency"] = usual / median
-        cell.audit["ceiling"] = "measured" if bounds.measured else "data sheet"
+        cell.audit |= {"efficiency": usual / median, "ceiling": "measured" if bounds.measured else "data sheet"}
     if floor is not None:
         cell.audit["floor_ms"] = floor
         name, why = check_time(work, median, bounds, cold=cell.cache != "hot")
@@ -189,9 +188,9 @@ def _floor_flags(cell: schema.Cell, work: floors.Work, median: float, bounds: Li
             flag(cell, name, why)
         return
     flag(cell, "UNAUDITED", "no hard ceiling of this machine is known, so the time was not checked against one")
-    products = 1e3 * work.usual_flops / bounds.flops_reached if bounds.flops_reached else 0.0
-    if products / median > CPU_SHARE:
-        flag(cell, "SUSPECT", f"{products / median:.2f} times the FLOP/s of a matrix product on this machine")
+    share = 1e3 * work.usual_flops / bounds.flops_reached / median if bounds.flops_reached else 0.0
+    if share > CPU_SHARE:
+        flag(cell, "SUSPECT", f"{share:.2f} times the FLOP/s of a matrix product on this machine")
 
 
 def check_time(work: floors.Work, t: float, bounds: Limits, cold: bool, said: float | None = None) -> tuple[str, str]:
@@ -323,15 +322,14 @@ def _memory_floors(cell: schema.Cell) -> None:
 # ------------------------------------------------------------------------------------------ cells together
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """b of y ~ x^b, its 95 % interval, and the exponents between neighbours."""
 
     exponent: float
     low: float
     high: float
     r2: float
-    local: list[tuple[float, float, float]]  # (from N, to N, exponent)
+    local: list[float]
 
     def words(self) -> str:
         return f"N^{self.exponent:.3f} (95 %: {self.low:.3f} to {self.high:.3f}, R2 {self.r2:.4f})"
@@ -346,8 +344,7 @@ class Fit:
         return "O(n)" if LINEAR_RANGE[0] <= self.low and self.high <= LINEAR_RANGE[1] else "open"
 
 
-@dataclass(frozen=True)
-class Scaling:
+class Scaling(NamedTuple):
     """How one competitor's time and memory grow with N."""
 
     cell: schema.Cell  # any of the curve
@@ -364,8 +361,7 @@ class Scaling:
         return None if self.growth == "open" else self.growth == "O(n)"
 
 
-@dataclass(frozen=True)
-class Crossover:
+class Crossover(NamedTuple):
     """The N from which one competitor is faster than another; None: not among the lengths measured."""
 
     cell: schema.Cell  # any of the faster one's
@@ -386,35 +382,31 @@ def judge_group(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run] | N
 
     `runs` tells the size of the cache and the ceilings; without it nothing is allowed for them.
     """
+    runs, found = runs or {}, Relations()
     for cell in cells:
         _forget(cell, GROUPS)
     _mark_other_functions(cells)
     timed = [cell for cell in cells if cell.status == "ok" and time_ms(cell.stats.get("median"))]
-    _check_sums(timed, runs or {})
-    found = Relations()
-    curves = grouped((cell for cell in timed if number(cell.case.get("N"))), _curve_key)
-    for curve in curves.values():
+    for same in grouped(timed, lambda c: (*_key(c), c.function, c.competitor, c.cache)).values():
+        _check_sums({cell.pass_: cell for cell in same}, runs.get(same[0].run_id))
+    sized = [cell for cell in timed if number(cell.case.get("N"))]
+    for curve in grouped(sized, lambda c: (*_key(c, "N", "N_Q", "N_KV"), c.pass_, c.cache)).values():
         series = grouped(sorted(curve, key=lambda c: c.case["N"]), lambda c: c.competitor)
-        run = (runs or {}).get(curve[0].run_id)
-        found.scaling += [s for line in series.values() if (s := scaling(line, run)) is not None]
+        found.scaling += [s for line in series.values() if (s := scaling(line, runs.get(curve[0].run_id))) is not None]
         ours = [name for name in series if name.startswith("fulmen")] or list(series)[:1]
         pairs = [(series[a], series[b]) for a in ours for b in series if b not in ours]
         found.crossovers += [c for a, b in pairs if (c := crossover(a, b)) is not None]
     return found
 
 
-def _key(case: Mapping[str, Any]) -> str:
-    return repr(sorted((str(k), repr(v)) for k, v in case.items()))
-
-
-def _curve_key(cell: schema.Cell) -> Hashable:
-    rest = {k: v for k, v in cell.case.items() if k not in ("N", "N_Q", "N_KV")}
-    return cell.run_id, cell.suite, _key(rest), cell.pass_, cell.cache
+def _key(cell: schema.Cell, *without: str) -> tuple[Hashable, ...]:
+    case = sorted((str(k), repr(v)) for k, v in cell.case.items() if k not in without)
+    return cell.run_id, cell.suite, tuple(case)
 
 
 def _mark_other_functions(cells: Sequence[schema.Cell]) -> None:
     """Beside our own cell (or the first one), those that compute something else."""
-    for group in grouped(cells, lambda c: (c.run_id, c.suite, _key(c.case))).values():
+    for group in grouped(cells, _key).values():
         first = next((c for c in group if c.competitor.startswith("fulmen")), group[0])
         for cell in group:
             if cell.function != first.function:
@@ -422,35 +414,25 @@ def _mark_other_functions(cells: Sequence[schema.Cell]) -> None:
                 flag(cell, "ANOTHER-FUNCTION", why)
 
 
-def _sigma(cell: schema.Cell) -> float:
-    """Of the median, from its 95 % interval."""
-    low, high = number(cell.stats.get("low")), number(cell.stats.get("high"))
-    return (high - low) / 3.92 if low is not None and high is not None else 0.0
-
-
-def _check_sums(timed: Sequence[schema.Cell], runs: Mapping[str, schema.Run]) -> None:
+def _check_sums(passes: Mapping[str, schema.Cell], run: schema.Run | None) -> None:
     """Forward and backward against both in one go; the backward may find in the cache what the forward left there."""
-    for group in grouped(
-        timed, lambda c: (c.run_id, c.suite, c.function, _key(c.case), c.competitor, c.cache)
-    ).values():
-        passes = {cell.pass_: cell for cell in group}
-        if len(passes) < 3:
-            continue
-        forward, backward, total = (float(passes[p].stats["median"]) for p in schema.PASSES)
-        parts, first = forward + backward, passes["total"]
-        work, run = floors.of_case(first.op, first.function, first.case, "forward"), runs.get(first.run_id)
-        cached = 0.0
-        if run is not None and work is not None and total < parts:
-            bounds = limits(run, first.case.get("dtype"))
-            if bounds.bytes_reached:
-                cached = 1e3 * min(bounds.l2_bytes, work.bytes) / bounds.bytes_reached
-        gap = abs(total - parts) - cached
-        sigma = math.hypot(*map(_sigma, passes.values()))
-        if gap > DISAGREE_SHARE * max(total, parts) and gap > DISAGREE_SIGMAS * sigma:
-            sums = f"forward {ms(forward)} + backward {ms(backward)} = {ms(parts)}"
+    if len(passes) < 3:
+        return
+    forward, backward, total = (float(passes[p].stats["median"]) for p in schema.PASSES)
+    parts, first, cached = forward + backward, passes["total"], 0.0
+    work = floors.of_case(first.op, first.function, first.case, "forward")
+    if run is not None and work is not None and total < parts:
+        bounds = limits(run, first.case.get("dtype"))
+        if bounds.bytes_reached:
+            cached = 1e3 * min(bounds.l2_bytes, work.bytes) / bounds.bytes_reached
+    ends = [[number(cell.stats.get(end)) for end in ("low", "high")] for cell in passes.values()]
+    sigma = math.hypot(*((high - low) / 3.92 for low, high in ends if low is not None and high is not None))
+    gap = abs(total - parts) - cached
+    if gap > DISAGREE_SHARE * max(total, parts) and gap > DISAGREE_SIGMAS * sigma:
+        sums = f"forward {ms(forward)} + backward {ms(backward)} = {ms(parts)}"
+        for cell in passes.values():
             why = f"{sums}, but both in one go take {ms(total)}: {100 * (total / parts - 1):+.0f} %"
-            for cell in passes.values():
-                flag(cell, "INCONSISTENT", why)
+            flag(cell, "INCONSISTENT", why)
 
 
 # -------------------------------------------------------------------------------------- growth with the length
@@ -464,7 +446,7 @@ def fit(points: Iterable[Point]) -> Fit | None:
     from scipy import stats  # here: reading a cell's audit does not need scipy
 
     xs, ys = ([math.log(p[i]) for p in xy] for i in (0, 1))
-    local = [(a[0], b[0], _exponent(a, b)) for a, b in itertools.pairwise(xy) if b[0] > a[0]]
+    local = [_exponent(a, b) for a, b in itertools.pairwise(xy) if b[0] > a[0]]
     if max(ys) - min(ys) < 1e-12:
         return Fit(0.0, 0.0, 0.0, 1.0, local)
     line = stats.linregress(xs, ys)
@@ -518,10 +500,8 @@ def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[Point]) -> t
             words += f", and at the end as n^{last:.2f}: beside a linear part there is a constant one"
         return "O(n)", f"O(n){'' if memory is not None or time.growth != 'O(n)' else ' in time'}: {words}"
     for growth in ("above O(n)", "sublinear"):
-        if in_time == growth:
-            return growth, f"{growth}: {words}"
-        if in_memory == growth:
-            return growth, f"{growth} in memory: {words}"
+        if growth in (in_time, in_memory):
+            return growth, f"{growth}{'' if in_time == growth else ' in memory'}: {words}"
     return "open", f"O(n) neither shown nor excluded: {words}"
 
 
@@ -539,9 +519,9 @@ def _crossing(a: Mapping[float, float], b: Mapping[float, float]) -> float | Non
 def crossover(ours: Sequence[schema.Cell], other: Sequence[schema.Cell]) -> Crossover | None:
     """From which N `ours` is the faster one; the interval is where the intervals of the medians would cross."""
 
-    def line(series: Sequence[schema.Cell], which: str, pick: Callable[[float, float], float]) -> dict[float, float]:
-        times = {float(c.case["N"]): (float(c.stats["median"]), time_ms(c.stats.get(which))) for c in series}
-        return {n: pick(t, bound or t) for n, (t, bound) in times.items()}
+    def line(series: Sequence[schema.Cell], which: str, pick: Callable[..., float]) -> dict[float, float]:
+        times = ((c.case["N"], float(c.stats["median"]), time_ms(c.stats.get(which))) for c in series)
+        return {float(n): pick(t, bound or t) for n, t, bound in times}
 
     (a, a_low, a_high), (b, b_low, b_high) = (
         (line(series, "median", min), line(series, "low", min), line(series, "high", max)) for series in (ours, other)

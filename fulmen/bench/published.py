@@ -18,14 +18,14 @@ facts are filled in on the safe side (causal, 16 bit), and told.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -49,116 +49,92 @@ MISLABEL_NUMBERS = 4
 MAX_SHAPES = 60  # compared pairwise
 TRAINING = ("backward", "total")
 SHAPE = ("B", "H", "H_KV", "D", "E")
+OPS = {  # by a kernel's name
+    "linear": r"lightning|linear|\bla\d|\bg?la\b|retention|retnet|recurrent",
+    "softmax": r"flash|sdpa|softmax|torch|triton|xformers|cudnn|attention|\bfa\d",
+}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     flag: str
     where: str  # file:line, or the file
     what: str  # whose number
     why: str
 
 
+def _at(flag: str, row: Row, why: str) -> Finding:
+    shape = " ".join(f"{k}={row.facts[k]}" for k in ("B", "H", "H_KV", "N", "D") if k in row.facts)
+    kind = row.pass_ or "" if row.kind in ("time", "speedup") else row.kind.replace("_", " ")
+    return Finding(flag, row.where, ", ".join(x for x in (row.competitor, kind, shape) if x), why)
+
+
 # ------------------------------------------------------------------------------------------------- one number
-
-
-def guess_op(name: str) -> str | None:
-    """ "linear" or "softmax", from a kernel's name."""
-    if re.search(r"lightning|linear|\bla\d|\bg?la\b|retention|retnet|recurrent", name.lower()):
-        return "linear"
-    if re.search(r"flash|sdpa|softmax|torch|triton|xformers|cudnn|attention|\bfa\d", name.lower()):
-        return "softmax"
-    return None
 
 
 def complete(row: Row, page: Published) -> dict[str, Any]:
     """The row's facts with what had to be assumed."""
-    facts = dict(row.facts)
-    if "op" not in facts and (op := guess_op(row.competitor)) is not None:
-        facts["op"] = op
-        page.tell(f"{row.competitor} is taken for {op} attention")
-    if "causal" not in facts:
-        facts["causal"] = True
-        page.tell("nothing is said of a mask: taken for causal, which is the least work")
-    if "dtype" not in facts:
-        facts["dtype"] = "bf16"
-        page.tell("nothing is said of the dtype: taken for bf16")
+    op, facts = next((op for op, words in OPS.items() if re.search(words, row.competitor.lower())), None), row.facts
+    for name, value, why in (
+        ("op", op, f"{row.competitor} is taken for {op} attention"),
+        ("causal", True, "nothing is said of a mask: taken for causal, which is the least work"),
+        ("dtype", "bf16", "nothing is said of the dtype: taken for bf16"),
+    ):
+        if name not in facts and value is not None:
+            facts = {**facts, name: value}
+            page.tell(why)
     return facts
 
 
 def work_of(facts: dict[str, Any], pass_: str | None) -> floors.Work | None:
     op = str(facts.get("op", ""))
-    if pass_ is None or not op:
-        return None
-    return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_)
+    return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_) if pass_ and op else None
 
 
 def limits_of(facts: dict[str, Any]) -> audit.Limits | None:
     """The data sheet's ceilings, or the bandwidth that the page tells of an unknown GPU."""
     sheet, bandwidth = floors.gpu(facts.get("gpu", "")), audit.number(facts.get("bandwidth"))
     if sheet is None:
-        return audit.Limits(None, bandwidth, None, bandwidth, math.inf, False, True) if bandwidth else None
+        return audit.Limits(None, bandwidth, None, bandwidth, math.inf) if bandwidth else None
     top = floors.of_gpu(sheet, str(facts["dtype"]))
-    return audit.Limits(
-        top.flops_hard, top.bytes_hard, top.flops_rated, top.bytes_hard, top.l2_bytes or 0.0, measured=False, gpu=True
-    )
-
-
-def describe(row: Row) -> str:
-    shape = " ".join(f"{k}={row.facts[k]}" for k in ("B", "H", "H_KV", "N", "D") if k in row.facts)
-    kind = row.pass_ or "" if row.kind in ("time", "speedup") else row.kind.replace("_", " ")
-    return ", ".join(x for x in (row.competitor, kind, shape) if x)
+    return audit.Limits(top.flops_hard, top.bytes_hard, top.flops_rated, top.bytes_hard, top.l2_bytes or 0.0)
 
 
 def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
-    """A time against the floors of its work."""
-    if row.number.value <= 0:
-        yield Finding("IMPOSSIBLE", row.where, describe(row), f"{row.number.value:g} ms: a time is above 0")
-        return
-    work, limits = work_of(facts, row.pass_), limits_of(facts)
-    if work is None or limits is None:
+    """A time, or the time that TFLOP/s stand for, against the floors of its work."""
+    work, limits, number = work_of(facts, row.pass_), limits_of(facts), row.number
+    if row.kind == "tflops" and work is not None and number.low > 0:
+        t = work.usual_flops / number.value / 1e9
+        row, number = replace(row, kind="time"), Number(t, t * number.half / number.low)
+    if number.value <= 0:
+        yield _at("IMPOSSIBLE", row, f"{number.value:g} ms: a time is above 0")
+    elif work is None or limits is None:
         lacking = [n for n in ("gpu", "op", "pass", "B", "H", "D") if facts.get(n) is None]
-        if not any(n in facts for n in ("N", "N_Q")):
-            lacking.append("N")
+        lacking += [] if "N" in facts or "N_Q" in facts else ["N"]
         why = f"not said: {', '.join(lacking)}" if lacking else f"no data sheet of {facts.get('gpu')!r} here"
-        yield Finding("UNAUDITED", row.where, describe(row), why)
-        return
-    name, why = audit.check_time(work, row.number.high, limits, cold=False, said=row.number.value)
-    if name:
-        yield Finding(name, row.where, describe(row), why)
-
-
-def _as_time(row: Row, facts: dict[str, Any]) -> Row:
-    """A row of TFLOP/s as the time it stands for, counting the work as usual."""
-    work = work_of(facts, row.pass_)
-    if work is None or row.number.low <= 0:
-        return row
-    t = work.usual_flops / row.number.value / 1e9
-    return Row(row.where, row.table, row.line, "time", Number(t, t * row.number.half / row.number.low), row.facts)
+        yield _at("UNAUDITED", row, why)
+    else:
+        flag, why = audit.check_time(work, number.high, limits, cold=False, said=number.value)
+        if flag:
+            yield _at(flag, row, why)
 
 
 def _bytes(row: Row, facts: dict[str, Any], trained: bool) -> Iterator[Finding]:
     """Memory against the tensors themselves. `trained`: the numbers around it say that there was a backward pass."""
-    op = str(facts.get("op", ""))
-    if facts.get("layer") or row.kind == "memory_saved":
+    least = floors.memory(str(facts.get("op", "")), facts)
+    if facts.get("layer") or row.kind == "memory_saved" or least is None:
         return
-    least = floors.memory(op, facts)
-    if least is None:
-        return
+    inputs, output, gradients = (least[part] for part in ("inputs", "output", "gradients"))
     if row.kind == "memory_backward":
-        needed, parts = least["gradients"], "the gradients of q, k and v alone take"
+        needed, parts = gradients, "the gradients of q, k and v alone take"
     elif row.kind == "memory_forward":
-        needed, parts = least["output"], "the output alone takes"
+        needed, parts = output, "the output alone takes"
     elif trained and row.pass_ != "forward":
-        needed = least["inputs"] + least["gradients"]
-        parts = (
-            f"with the output {si(needed + least['output'], 'B')} are needed; q, k, v and their gradients alone take"
-        )
+        needed, whole = inputs + gradients, si(inputs + gradients + output, "B")
+        parts = f"with the output {whole} are needed; q, k, v and their gradients alone take"
     else:
-        needed, parts = least["inputs"] + least["output"], "q, k, v and the output alone take"
+        needed, parts = inputs + output, "q, k, v and the output alone take"
     if row.number.high < needed:
-        why = f"{si(row.number.value, 'B')} published, but {parts} {si(needed, 'B')}"
-        yield Finding("IMPOSSIBLE", row.where, describe(row), why)
+        yield _at("IMPOSSIBLE", row, f"{si(row.number.value, 'B')} published, but {parts} {si(needed, 'B')}")
 
 
 # ------------------------------------------------------------------------------------------ numbers together
@@ -166,17 +142,17 @@ def _bytes(row: Row, facts: dict[str, Any], trained: bool) -> Iterator[Finding]:
 
 def apart(a: Number, b: Number) -> float:
     """By which share two printed numbers differ at the least, whatever was rounded away: 0 if they may be equal."""
-    low, high = (a, b) if a.value <= b.value else (b, a)
+    low, high = sorted((a, b))
     return max(0.0, high.low / low.high - 1) if low.high > 0 else math.inf
 
 
-def shape_key(facts: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(facts.get(k) for k in (*SHAPE, "dtype", "gpu", "causal", "layer", "label"))
+def shape_of(facts: dict[str, Any], *more: str) -> tuple[Any, ...]:
+    return tuple(facts.get(k) for k in (*SHAPE, *more))
 
 
 def case_key(row: Row) -> tuple[Any, ...]:
     """Pass, N and shape: equal for numbers that may be compared."""
-    return row.pass_, row.facts.get("N"), shape_key(row.facts)
+    return row.pass_, row.facts.get("N"), *shape_of(row.facts, "dtype", "gpu", "causal", "layer", "label")
 
 
 def _times(page: Published) -> list[Row]:
@@ -195,47 +171,40 @@ def _sums(page: Published) -> Iterator[Finding]:
         if gap / (1 + gap) > SUM_SHARE:  # of the larger one
             sums = f"forward {ms(forward.value)} + backward {ms(backward.value)} = {ms(parts.value)}"
             why = f"{sums}, total {ms(total.value)}: {100 * (total.value / parts.value - 1):+.0f} %"
-            yield Finding("INCONSISTENT", passes["total"].where, describe(passes["total"]), why)
+            yield _at("INCONSISTENT", passes["total"], why)
 
 
 def _rates(page: Published) -> Iterator[Finding]:
     """Iterations per second against the time in the same line."""
     totals = {(r.table, r.line): r for r in _times(page) if r.pass_ in ("total", None)}
     for row in page.rows:
-        time = totals.get((row.table, row.line))
-        if row.kind == "per_second" and time is not None and row.number.low > 0:
-            period = Number(1e3 / row.number.value, 1e3 / row.number.low - 1e3 / row.number.value)
+        time, rate = totals.get((row.table, row.line)), row.number
+        if row.kind == "per_second" and time is not None and rate.low > 0:
+            period = Number(1e3 / rate.value, 1e3 / rate.low - 1e3 / rate.value)
             if apart(period, time.number) > SPEEDUP_SHARE:
-                why = (
-                    f"{row.number.value:g} per second is one in {ms(period.value)}, the time is {ms(time.number.value)}"
-                )
-                yield Finding("INCONSISTENT", row.where, describe(time), why)
-
-
-def _baseline(page: Published) -> str | None:
-    if (said := page.options.get("baseline")) is not None:
-        return str(said)
-    found = next((n for n in competitors(_times(page)) if re.search("sdpa|pytorch|torch|baseline", n.lower())), None)
-    if found is not None and any(r.kind == "speedup" for r in page.rows):
-        page.tell(f"speedups are taken to be over {found}")
-    return found
+                why = f"{rate.value:g} per second is one in {ms(period.value)}, the time is {ms(time.number.value)}"
+                yield _at("INCONSISTENT", time, why)
 
 
 def _speedups(page: Published) -> Iterator[Finding]:
     """A speedup against the quotient of its times, in any one table that has both."""
-    base = _baseline(page)
+    rows = [row for row in page.rows if row.kind == "speedup" and row.number.value > 0]
+    usual = (n for n in competitors(_times(page)) if re.search("sdpa|pytorch|torch|baseline", n.lower()))
+    base = str(page.options.get("baseline") or next(usual, ""))
+    if not rows or not base:
+        return
+    if "baseline" not in page.options:
+        page.tell(f"speedups are taken to be over {base}")
     by_case = grouped(_times(page), case_key)
-    for row in page.rows:
-        if row.kind != "speedup" or base is None or row.number.value <= 0:
-            continue
+    for row in rows:
         passes = [row.pass_] if row.pass_ is not None else ["total", None]
         known = [r for p in passes for r in by_case.get((p, *case_key(row)[1:]), [])]
         tables = grouped(sorted(known, key=lambda r: r.table != row.table), lambda r: (r.pass_, r.table))
-        times = [{r.competitor: r.number for r in rows} for rows in tables.values()]
+        times = [{r.competitor: r.number for r in some} for some in tables.values()]
         quotients = [q for one in times if base in one and (q := _quotient(row, one, base)) is not None]
         if quotients and min(apart(row.number, q) for q in quotients) > SPEEDUP_SHARE:
             why = f"{row.number.value:g}x published, but the times say {quotients[0].value:.3g}x"
-            yield Finding("INCONSISTENT", row.where, describe(row), why)
+            yield _at("INCONSISTENT", row, why)
 
 
 def _quotient(row: Row, times: dict[str, Number], base: str) -> Number | None:
@@ -256,65 +225,57 @@ def _printed_twice(page: Published) -> Iterator[Finding]:
     for a, *others in grouped(rows, lambda r: (r.kind, r.competitor, case_key(r))).values():
         for b in others:
             if a.table != b.table and apart(a.number, b.number) > TWICE_SHARE:
-                unit = units[a.kind]
-                why = f"{a.number.value:g}{unit} at {a.where}, {b.number.value:g}{unit} here"
-                yield Finding("INCONSISTENT", b.where, describe(b), why)
+                here, there = (f"{r.number.value:g}{units[r.kind]}" for r in (b, a))
+                yield _at("INCONSISTENT", b, f"{there} at {a.where}, {here} here")
 
 
 def _mislabelled(page: Published, others: Sequence[Published]) -> Iterator[Finding]:
     """Equal times, number for number, though the shapes differ."""
-    Label = tuple[Path, tuple[Any, ...]]
-    equal: dict[tuple[str | None, Label, Label], list[bool]] = {}
+    equal: dict[Any, list[bool]] = {}  # (pass, one shape, (file, other shape)): whether they agree, for each N and name
     rows = [(source.path, row) for source in (page, *others) for row in _times(source)]
     for (_, pass_, _), same in grouped(rows, lambda x: (x[1].competitor, x[1].pass_, x[1].facts.get("N"))).items():
-        shapes = grouped(same, lambda x: (x[0], tuple(x[1].facts.get(k) for k in SHAPE)))
+        shapes = grouped(same, lambda x: (x[0], shape_of(x[1].facts)))
         for (one, a), (two, b) in itertools.combinations(list(shapes.items())[:MAX_SHAPES], 2):
             known = [(x, y) for x, y in zip(one[1], two[1], strict=True) if None not in (x, y)]
             if one[0] == page.path and any(x != y for x, y in known):
                 numbers = [row.number for _, row in b]
-                equal.setdefault((pass_, one, two), []).append(any(row.number in numbers for _, row in a))
-    for (pass_, (_, mine), (path, other)), agree in equal.items():
+                equal.setdefault((pass_, one[1], two), []).append(any(row.number in numbers for _, row in a))
+    for (pass_, mine, (path, other)), agree in equal.items():
         if len(agree) >= MISLABEL_NUMBERS and all(agree):
-            names = [
-                " ".join(f"{k}={v}" for k, v in zip(SHAPE, s, strict=True) if v is not None) for s in (mine, other)
-            ]
-            why = f"all {len(agree)} times equal those for {names[1]} in {path.name}: one of the two labels is wrong"
-            yield Finding("MISLABELLED", page.path.name, f"{pass_ or 'times'}, {names[0]}", why)
+            pairs = ([f"{k}={v}" for k, v in zip(SHAPE, s, strict=True) if v is not None] for s in (mine, other))
+            here, there = map(" ".join, pairs)
+            why = f"all {len(agree)} times equal those for {there} in {path.name}: one of the two labels is wrong"
+            yield Finding("MISLABELLED", page.path.name, f"{pass_ or 'times'}, {here}", why)
 
 
 def _other_reports(page: Published, others: Sequence[Published]) -> Iterator[Finding]:
-    """The same name, shape, pass and GPU, and another time by far."""
-    known = {_report_key(row): row for other in others for row in _times(other) if row.competitor}
+    """The same name, shape, pass and GPU, and another time by far; fp16 and bf16 take the same time."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        size, sheet = floors.ITEMSIZE.get(str(row.facts.get("dtype", "bf16"))), floors.gpu(row.facts.get("gpu", ""))
+        return row.competitor, row.pass_, size, sheet and sheet.name, *shape_of(row.facts, "N", "layer")
+
+    known = {key(row): row for other in others for row in _times(other) if row.competitor}
     for row in _times(page):
-        twin = known.get(_report_key(row)) if row.competitor else None
+        twin = known.get(key(row))
         if twin is not None and apart(row.number, twin.number) > OTHER_REPORT - 1:
             why = f"{ms(row.number.value)} here, {ms(twin.number.value)} at {twin.where} for the same name and shape"
-            yield Finding("INCONSISTENT", row.where, describe(row), why)
-
-
-def _report_key(row: Row) -> tuple[Any, ...]:
-    """fp16 and bf16 take the same time."""
-    size = floors.ITEMSIZE.get(str(row.facts.get("dtype", "bf16")))
-    sheet = floors.gpu(row.facts.get("gpu", ""))
-    shape = tuple(row.facts.get(k) for k in SHAPE)
-    return (row.competitor, row.pass_, row.facts.get("N"), shape, size, sheet and sheet.name, row.facts.get("layer"))
+            yield _at("INCONSISTENT", row, why)
 
 
 def _same_kernel(page: Published) -> Iterator[Finding]:
     """Two names, all numbers within a few percent, and neither of them the faster one throughout."""
-    series: dict[str, dict[tuple[Any, ...], Number]] = {}
-    for row in page.rows:
-        if row.competitor and row.kind in ("time", "memory_peak"):
-            series.setdefault(row.competitor, {}).setdefault((row.kind, *case_key(row)), row.number)
+    rows = [row for row in page.rows if row.competitor and row.kind in ("time", "memory_peak")]
+    series = {
+        name: {(row.kind, *case_key(row)): row.number for row in reversed(some)}  # of several the first
+        for name, some in grouped(rows, lambda row: row.competitor).items()
+    }
     for (one, a), (two, b) in itertools.combinations(list(series.items())[:MAX_SHAPES], 2):
-        common = [k for k in a if k in b]
-        times = [(a[k], b[k]) for k in common if k[0] == "time"]
-        if len(times) < SAME_NUMBERS or any(apart(a[k], b[k]) > 0.01 for k in common if k[0] != "time"):
-            continue
-        if max(apart(x, y) for x, y in times) > SAME_SHARE:
-            continue
+        times = [(a[k], b[k]) for k in a if k in b and k[0] == "time"]
+        sizes = [apart(a[k], b[k]) for k in a if k in b and k[0] != "time"]
         signs = {x.value > y.value for x, y in times if apart(x, y) > 0}
-        if len(signs) != 1:
+        alike = max(sizes, default=0.0) <= 0.01 and max((apart(*pair) for pair in times), default=1.0) <= SAME_SHARE
+        if alike and len(times) >= SAME_NUMBERS and len(signs) != 1:
             why = f"{len(times)} times agree within {100 * SAME_SHARE:.0f} % and neither name is always the faster one"
             yield Finding("SAME-KERNEL", page.path.name, f"{one} and {two}", f"{why}: probably one kernel")
 
@@ -334,7 +295,7 @@ def _plateaus(known: Sequence[tuple[Row, dict[str, Any]]]) -> Iterator[Finding]:
             times = [row.number.value for _, row, _ in flat]
             span = f"{ms(min(times))} to {ms(max(times))} over {flat[-1][0] / least:.0f} times the work"
             why = f"{span}: launches were measured, so rates made from these times mean nothing"
-            yield Finding("HOST-BOUND", first.where, describe(first), why)
+            yield _at("HOST-BOUND", first, why)
 
 
 def _ceilings(page: Published) -> Iterator[Finding]:
@@ -350,33 +311,26 @@ def _ceilings(page: Published) -> Iterator[Finding]:
 def _growth(page: Published) -> Iterator[Finding]:
     """How times grow with N, for whoever claims O(n)."""
     rows = [row for row in _times(page) if row.competitor and row.facts.get("N")]
-    for same in grouped(rows, lambda r: (r.table, r.competitor, r.pass_, shape_key(r.facts))).values():
+    for same in grouped(rows, lambda r: (r.table, r.competitor, r.pass_, case_key(r)[2:])).values():
         times = {row.facts["N"]: row.number.value for row in same}
         fit = audit.fit(times.items())
         if fit is not None and max(times) >= 4 * min(times):
-            local = ", ".join(f"{e:.2f}" for *_, e in fit.local)
-            whose = f"{same[0].competitor}, {same[0].pass_ or 'time'}"
+            whose, local = f"{same[0].competitor}, {same[0].pass_ or 'time'}", ", ".join(f"{e:.2f}" for e in fit.local)
             yield Finding("NOTE", same[0].where, whose, f"grows as {fit.words()}; local: {local}")
 
 
 # ------------------------------------------------------------------------------------------------- the audit
 
 
-def audit_file(
-    path: Path | str, map_path: Path | str | None = None, against: Sequence[Path | str] = ()
-) -> list[Finding]:
-    """Everything found in a file, the worst first. `against`: other reports on the same machine; a map can name some.
-
-    Raises BadResults, with the place and the reason, for a file or map that cannot be read.
-    """
-    path = Path(path)
+def audit_file(path: Path, map_path: Path | None = None, against: Sequence[Path] = ()) -> list[Finding]:
+    """Everything found in a file, the worst first; raises BadResults. `against`: other reports on the same machine."""
     if _is_ours(path):
         return _own_results(path)
-    page = read(path, None if map_path is None else Path(map_path))
+    page = read(path, map_path)
     said = page.options.get("against", [])
     if not isinstance(said, list):
         raise schema.BadResults(f"{path}: against must be a list of files")
-    others = [Path(p) for p in (*against, *(path.parent / str(p) for p in said))]
+    others = [*against, *(path.parent / str(p) for p in said)]
     return audit_page(page, [read(other) for other in others if not _is_ours(other)])
 
 
@@ -388,7 +342,7 @@ def audit_page(page: Published, others: Sequence[Published] = ()) -> list[Findin
     numbers = audited = 0
     for row, facts in known:
         if row.kind in ("time", "tflops"):
-            said = list(_speed(row if row.kind == "time" else _as_time(row, facts), facts))
+            said = list(_speed(row, facts))
             audited += not any(f.flag == "UNAUDITED" for f in said)
         elif row.kind.startswith("memory"):
             said = list(_bytes(row, facts, row.competitor in trained or any_trained or row.pass_ in TRAINING))
@@ -400,70 +354,60 @@ def audit_page(page: Published, others: Sequence[Published] = ()) -> list[Findin
     for rule in (_sums, _rates, _speedups, _printed_twice, _same_kernel, _ceilings, _growth):
         found += rule(page)
     found += [*_mislabelled(page, others), *_other_reports(page, others), *_plateaus(known)]
+    told = []
     if page.blank:
-        shown = ", ".join(page.blank[:5]) + (", ..." if len(page.blank) > 5 else "")
-        why = f"{len(page.blank)} cells of columns of times hold no number: {shown}"
-        found.append(Finding("UNAUDITED", page.path.name, "", why))
-    for table in page.unread:
-        found.append(Finding("UNAUDITED", page.path.name, table, "not read: no column is known to hold times or bytes"))
+        shown = ", ".join([*page.blank[:5], *(["..."] if len(page.blank) > 5 else [])])
+        told.append(("UNAUDITED", "", f"{len(page.blank)} cells of columns of times hold no number: {shown}"))
+    told += [("UNAUDITED", table, "not read: no column is known to hold times or bytes") for table in page.unread]
     if audited:
-        why = f"{audited} of {numbers} times and sizes were compared with the hardware"
-        found.append(Finding("AUDITED", page.path.name, "", why))
-    found += [Finding("NOTE", page.path.name, "", text) for text in page.notes()]
+        told.append(("AUDITED", "", f"{audited} of {numbers} times and sizes were compared with the hardware"))
+    told += [("NOTE", "", text) for text in page.notes()]
+    found += [Finding(flag, page.path.name, what, why) for flag, what, why in told]
     return sorted(found, key=lambda f: FLAGS.index(f.flag))
 
 
 def _is_ours(path: Path) -> bool:
     """Whether it looks like results of this tool, of whatever version: `schema` says then what is wrong with it."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            return "fulmen-bench/" in file.readline(1 << 20) and path.suffix.lower() not in (".md", ".csv")
-    except (OSError, UnicodeDecodeError):
-        return False
+    first, _, _ = schema.text_of(path).partition("\n")
+    return "fulmen-bench/" in first and path.suffix.lower() not in (".md", ".csv")
 
 
 def _own_results(path: Path) -> list[Finding]:
     """Results of this tool are judged again, from their samples and ceilings."""
     results = schema.read([path])
-    cells = copy.deepcopy(results.cells)
-    for cell in cells:
+    for cell in results.cells:
         audit.judge(cell, results.runs[cell.run_id])
-    relations = audit.judge_group(cells, results.runs)
-    found = [Finding("UNAUDITED", path.name, "", note) for note in results.notes]
-    audited = sum(cell.status in ("ok", "withheld") and "UNAUDITED" not in cell.flags() for cell in cells)
+    relations = audit.judge_group(results.cells, results.runs)
+    told = [("UNAUDITED", "", note) for note in results.notes]
+    audited = sum(cell.status in ("ok", "withheld") and "UNAUDITED" not in cell.flags() for cell in results.cells)
     if audited:
-        found.append(
-            Finding("AUDITED", path.name, "", f"{audited} of {len(cells)} cells were compared with the hardware")
-        )
-    for cell in cells:
-        shape = " ".join(f"{k}={v}" for k, v in cell.case.items())
-        for mark in cell.audit.get("flags", []):
-            name = str(mark.get("flag"))
-            what = f"{cell.competitor}, {cell.pass_}, {shape}"
-            found.append(Finding(name if name in FLAGS else "NOTE", path.name, what, f"{mark.get('why')}"))
-    found += [Finding("NOTE", path.name, f"{s.cell.competitor}, {s.cell.pass_}", s.verdict) for s in relations.scaling]
+        told.append(("AUDITED", "", f"{audited} of {len(results.cells)} cells were compared with the hardware"))
+    for cell in results.cells:
+        what = f"{cell.competitor}, {cell.pass_}, {' '.join(f'{k}={v}' for k, v in cell.case.items())}"
+        told += [(str(mark.get("flag")), what, str(mark.get("why"))) for mark in cell.audit.get("flags", [])]
+    told += [("NOTE", f"{s.cell.competitor}, {s.cell.pass_}", s.verdict) for s in relations.scaling]
+    found = [Finding(flag if flag in FLAGS else "NOTE", path.name, what, why) for flag, what, why in told]
     return sorted(found, key=lambda f: FLAGS.index(f.flag))
 
 
-def render(findings: Sequence[Finding], console: Console, notes: bool = True) -> None:
+def render(findings: Sequence[Finding], console: Console) -> None:
     """Prints a table of what is wrong or doubtful, then the notes and a summary. Names are text, never markup."""
-    bad, doubtful, unaudited, audited = (
-        [f for f in findings if f.flag in flags] for flags in (BAD, DOUBTFUL, ("UNAUDITED",), ("AUDITED",))
-    )
-    if bad or doubtful:
-        table = Table(box=None, pad_edge=False)
-        for title in ("verdict", "where", "what", "why"):
-            table.add_column(title, overflow="fold")
-        for f in (*bad, *doubtful):
+    count = Counter("bad" if f.flag in BAD else "doubtful" if f.flag in DOUBTFUL else f.flag for f in findings)
+    table = Table(box=None, pad_edge=False)
+    for title in ("verdict", "where", "what", "why"):
+        table.add_column(title, overflow="fold")
+    for f in findings:  # sorted: the bad ones come first
+        if f.flag in (*BAD, *DOUBTFUL):
             colour = "red" if f.flag in BAD else "yellow"
-            table.add_row(Text(f.flag, style=colour), *(Text(schema.printable(x)) for x in (f.where, f.what, f.why)))
+            table.add_row(Text(f.flag, style=colour), *(Text(schema.printable(x)) for x in f[1:]))
+    if table.rows:
         console.print(table)
-    for f in findings if notes else ():
+    for f in findings:
         if f.flag not in (*BAD, *DOUBTFUL):
-            text = ", ".join(x for x in (f.where, f.what, f.why) if x)
-            console.print(Text(schema.printable(f"{f.flag.lower()}: {text}"), style="dim"))
-    said = f"{len(bad)} wrong, {len(doubtful)} doubtful" if bad or doubtful else "nothing wrong found"
-    if findings and not (audited or bad or doubtful):
+            text = f"{f.flag.lower()}: {', '.join(filter(None, f[1:]))}"
+            console.print(Text(schema.printable(text), style="dim"))
+    said = f"{count['bad']} wrong, {count['doubtful']} doubtful" if table.rows else "nothing wrong found"
+    if findings and not table.rows and not count["AUDITED"]:
         said = "nothing audited"
-    open_ = f"; {len(unaudited)} could not be audited: see above, and --map" if unaudited else ""
+    open_ = f"; {count['UNAUDITED']} could not be audited: see above, and --map" if count["UNAUDITED"] else ""
     console.print(Text(said + open_))

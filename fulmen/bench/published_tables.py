@@ -16,21 +16,20 @@ that names a unit ("Backward time (ms)") makes unknown columns of numbers those 
 from __future__ import annotations
 
 import csv
-import fnmatch
 import importlib
-import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fulmen.bench import floors
-from fulmen.bench.schema import BadResults
+from fulmen.bench.schema import BadResults, text_of
 
-MAX_BYTES = 50 << 20
 SIZES = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "hidden")
+PAIRS = (*SIZES, "dtype", "causal", "pass")
 TIMES = ("forward", "backward", "total", "time")
 MEMORY = ("memory", "memory_forward", "memory_backward", "memory_saved", "memory_peak")
 NUMBERS = (*TIMES, *MEMORY, "speedup", "per_second", "tflops", "any")
@@ -75,6 +74,7 @@ PASS_WORDS = (
     (r"fwd|forward|inference", "forward"),
 )
 BOOLEANS = {"true": True, "yes": True, "1": True, "causal": True, "false": False, "no": False, "0": False}
+SECTIONS: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
 
 
 class Number(NamedTuple):
@@ -120,75 +120,66 @@ class Published:
     """All numbers of one file, what was assumed, and what the page says of the machine."""
 
     path: Path
+    facts: dict[str, Any]
+    options: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, None] = field(default_factory=dict)  # what was assumed, each once
     guessed: dict[str, str] = field(default_factory=dict)  # columns nobody explained
     blank: list[str] = field(default_factory=list)  # where a time should be and no number is
     unread: list[str] = field(default_factory=list)  # tables without a column of numbers that we know
 
     def notes(self) -> list[str]:
-        columns = [
-            f"these columns are taken for: {', '.join(f'{k} = {v}' for k, v in self.guessed.items() if v != 'ignore')}",
-            f"these columns are not used: {', '.join(k for k, v in self.guessed.items() if v == 'ignore')}",
-        ]
-        return [c for c in columns if not c.endswith(": ")] + self.told
+        taken = ", ".join(f"{k} = {v}" for k, v in self.guessed.items() if v != "ignore")
+        unused = ", ".join(k for k, v in self.guessed.items() if v == "ignore")
+        columns = {"these columns are taken for": taken, "these columns are not used": unused}
+        return [*(f"{k}: {v}" for k, v in columns.items() if v), *self.told]
 
     def tell(self, text: str) -> None:
-        if text not in self.told:
-            self.told.append(text)
+        self.told[text] = None
 
 
 # -------------------------------------------------------------------------------------------------- the map
 
 
-@dataclass
-class Map:
-    options: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, Any] = field(default_factory=dict)
-    where: list[dict[str, Any]] = field(default_factory=list)
-
-    def under(self, heading: str, what: str, competitor: str = "") -> dict[str, Any]:
-        """`what`, "facts" or "columns", of all rules for a heading; one that names a competitor holds for it alone."""
-        found: dict[str, Any] = {}
-        for rule in self.where:
-            whose = rule.get("competitor", "").lower()
-            if whose and not (competitor and fnmatch.fnmatchcase(competitor.lower(), whose)):
-                continue
-            if fnmatch.fnmatchcase(heading, rule.get("heading", "*")):
-                found.update(rule.get(what, {}))
+def read_map(path: Path | None) -> dict[str, Any]:
+    """The sections of a TOML map, all there and all sound; raises BadResults."""
+    found: dict[str, Any] = {name: kind() for name, kind in SECTIONS.items()}
+    if path is None:
         return found
-
-
-def read_map(path: Path) -> Map:
     try:
         toml = importlib.import_module("tomllib")  # since Python 3.11
     except ImportError:
         toml = importlib.import_module("tomli")
     try:
-        values = toml.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
+        found |= toml.loads(text_of(path))
+    except toml.TOMLDecodeError as error:
         raise BadResults(f"{path}: cannot be read: {error}") from None
 
     def demand(right: bool, what: str) -> None:
         if not right:
             raise BadResults(f"{path}: {what}")
 
-    sections: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
-    for name, value in values.items():
-        demand(name in sections, f"unknown section {name}; there are {', '.join(sections)}")
-        wanted = "table" if sections[name] is dict else "list of tables"
-        right = isinstance(value, sections[name]) and (name != "where" or all(isinstance(x, dict) for x in value))
-        demand(right, f"[{name}] must be a {wanted}")
-    found = Map(**values)
-    for option in found.options:
+    for name, value in found.items():
+        demand(name in SECTIONS, f"unknown section {name}; there are {', '.join(SECTIONS)}")
+        right = isinstance(value, SECTIONS[name]) and (name != "where" or all(isinstance(x, dict) for x in value))
+        demand(right, f"[{name}] must be a {'list of tables' if name == 'where' else 'table'}")
+    for option in found["options"]:
         demand(option in OPTIONS, f"unknown option {option}; there are {', '.join(OPTIONS)}")
-    for columns in (found.columns, *(rule.get("columns", {}) for rule in found.where)):
+    for columns in (found["columns"], *(rule.get("columns", {}) for rule in found["where"])):
         for column, role in columns.items():
             known = isinstance(role, str) and role.split(" ")[0] in ROLES
             demand(known, f"column {column!r} is {role!r}, must be one of {', '.join(ROLES)}")
+    return found
+
+
+def under(mapping: dict[str, Any], heading: str, what: str, competitor: str = "") -> dict[str, Any]:
+    """`what`, "facts" or "columns", of all rules for a heading; one that names a competitor holds for it alone."""
+    found: dict[str, Any] = {}
+    for rule in mapping["where"]:
+        whose = rule.get("competitor", "").lower()
+        named = not whose or (competitor and fnmatchcase(competitor.lower(), whose))
+        if named and fnmatchcase(heading, rule.get("heading", "*")):
+            found |= rule.get(what, {})
     return found
 
 
@@ -213,12 +204,10 @@ def parse_number(text: object) -> tuple[Number, str] | None:
 
 def unit_of(text: str, kind: str) -> float | None:
     """The factor of a unit in brackets, or of the last word: "Fwd (ms)", "latency_ms", "Backward, ms"."""
-    units, words = UNITS[kind], plain(text).lower()
-    for word in re.findall(r"[(\[]\s*([^)\]]+?)\s*[)\]]", words):
-        if word in units:
-            return units[word]
+    words = plain(text).lower()
     last = re.split(r"[\s_]", words.rstrip(".:"))[-1]
-    return units.get(last) if last not in ("s", "b") else None
+    candidates = [*re.findall(r"[(\[]\s*([^)\]]+?)\s*[)\]]", words), *([last] if last not in ("s", "b") else [])]
+    return next((UNITS[kind][word] for word in candidates if word in UNITS[kind]), None)
 
 
 def guess(header: str) -> str | None:
@@ -256,23 +245,19 @@ def fact(role: str, text: object) -> Any:
 
 def facts_in(text: str) -> dict[str, Any]:
     """From "Batch=2, SeqLen=2048" and the like."""
-    found = {}
-    for name, value in re.findall(r"([A-Za-z_][\w ]*?)\s*=\s*([\w.]+)", plain(text)):
-        role = guess(name.strip()) or ""
-        if role in (*SIZES, "dtype", "causal", "pass") and (got := fact(role, value)) is not None:
-            found[role] = got
-    return found
+    pairs = re.findall(r"([A-Za-z_][\w ]*?)\s*=\s*([\w.]+)", plain(text))
+    found = {role: fact(role, value) for name, value in pairs if (role := guess(name.strip()) or "") in PAIRS}
+    return {role: value for role, value in found.items() if value is not None}
 
 
 def page_fact(name: str, value: str) -> dict[str, Any]:
     """From a line "GPU | NVIDIA L4" of a page's own description."""
-    key, parsed = plain(name).lower(), parse_number(value)
+    key, parsed, role = plain(name).lower(), parse_number(value), guess(name) or ""
     if parsed and "peak" in key and "tflop" in parsed[1].lower():
         return {"peak_tflops": parsed[0].value}
     if parsed and "bandwidth" in key:
         scale = {"gb/s": 1e9, "tb/s": 1e12}.get(parsed[1].lower().split(" ")[0])
         return {"bandwidth": parsed[0].value * scale} if scale else {}
-    role = guess(name) or ""
     known = role in ("B", "H", "H_KV", "D", "E", "dtype", "gpu", "causal", "hidden")
     return {role: got} if known and (got := fact(role, value)) is not None else {}
 
@@ -284,7 +269,7 @@ def page_fact(name: str, value: str) -> dict[str, Any]:
 class Table:
     name: str
     headers: list[str]
-    lines: list[tuple[int, list[object]]]
+    lines: list[tuple[int, list[Any]]]
     headings: tuple[str, ...] = ()  # from the page's title to the line just above the table
     heading: str = ""  # the headings proper, which rules of a map match
 
@@ -298,52 +283,38 @@ class Table:
         return None
 
 
-def _text(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise BadResults(f"{path}: larger than {MAX_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadResults(f"{path}: cannot be read: {error}") from None
-    if "\0" in text:
-        raise BadResults(f"{path}: holds binary data, not text")
-    return text
-
-
 def _csv_table(path: Path, text: str) -> Iterator[Table]:
     delimiter = max(",;\t|", key=text.split("\n", 1)[0].count)
     try:
-        lines = list(csv.reader(io.StringIO(text), delimiter=delimiter))
+        lines = list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))
     except csv.Error as error:
         raise BadResults(f"{path}: not CSV: {error}") from None
     if lines:
         yield Table("table", lines[0], [(i, list(line)) for i, line in enumerate(lines[1:], 2) if any(line)])
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            found.update(_flat(value, f"{prefix}{key}."))
+            yield from _flat(value, f"{prefix}{key}.")
         elif not isinstance(value, list):
-            found[f"{prefix}{key}"] = value
-    return found
+            yield f"{prefix}{key}", value
 
 
 def _json_table(path: Path, text: str) -> Iterator[Table]:
-    records = []
+    records = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
         try:
-            values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            values = json.loads(line or "{}")
+        except (ValueError, RecursionError) as error:
             raise BadResults(f"{path}:{number}: not JSON ({error}); was the file cut off?") from None
         if not isinstance(values, dict):
             raise BadResults(f"{path}:{number}: a line must be an object, this is a {type(values).__name__}")
-        records.append((number, _flat(values)))
-    headers = list(dict.fromkeys(key for _, record in records for key in record))
-    yield Table("lines", headers, [(number, [record.get(key, "") for key in headers]) for number, record in records])
+        records[number] = dict(_flat(values))
+    headers = list(dict.fromkeys(key for record in records.values() for key in record))
+    yield Table(
+        "lines", headers, [(number, [record.get(k, "") for k in headers]) for number, record in records.items()]
+    )
 
 
 def _cells(line: str) -> list[str]:
@@ -366,12 +337,11 @@ def _markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
             headers, body = _cells(line), [(n + 1, _cells(lines[n])) for n in range(i + 2, end)]
             if len(headers) == 2 and guess(headers[1]) is None:
                 for _, cells in body:
-                    page |= page_fact(cells[0], cells[1]) if len(cells) == 2 else {}
+                    page |= page_fact(*cells) if len(cells) == 2 else {}
             else:
                 count += 1
-                titles = tuple(headings[k] for k in sorted(headings))
-                rows = [(n, list[object](cells)) for n, cells in body]
-                yield Table(f"table {count}", headers, rows, (*titles, plain(above)), " / ".join(titles))
+                titles = tuple(headings.values())
+                yield Table(f"table {count}", headers, body, (*titles, plain(above)), " / ".join(titles))
             i, above = end - 1, ""
         elif line.strip():
             above = line
@@ -384,27 +354,28 @@ def _markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
 def read(path: Path, map_path: Path | None = None) -> Published:
     """All numbers of a file; `map_path` defaults to the TOML file of the same name beside it, where there is one."""
     beside = path.with_suffix(".toml")
-    chosen = map_path or (beside if beside.exists() and beside != path else None)
-    mapping = read_map(chosen) if chosen is not None else Map()
-    text, page = _text(path), dict[str, Any]()
-    if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
+    mapping = read_map(map_path or (beside if beside.exists() and beside != path else None))
+    text, suffix, page = text_of(path), path.suffix.lower(), dict[str, Any]()
+    if "\0" in text:
+        raise BadResults(f"{path}: holds binary data, not text")
+    if suffix in (".jsonl", ".ndjson", ".json"):
         tables = list(_json_table(path, text))
-    elif path.suffix.lower() in (".md", ".markdown") or re.search(r"^\s*\|?[\s:|-]*-{3,}[\s:|-]*\|", text, re.M):
+    elif suffix in (".md", ".markdown") or re.search(r"^\s*\|?[\s:|-]*-{3,}[\s:|-]*\|", text, re.M):
         tables = list(_markdown_tables(text, page))
     else:
         tables = list(_csv_table(path, text))
-    found = Published(path, facts=page | mapping.facts, options=mapping.options)
+    found = Published(path, page | mapping["facts"], mapping["options"])
     for table in tables:
-        if not any(fnmatch.fnmatchcase(table.heading, pattern) for pattern in mapping.options.get("skip", [])):
+        if not any(fnmatchcase(table.heading, pattern) for pattern in found.options.get("skip", [])):
             _read_table(found, table, mapping)
     if not found.rows:
         raise BadResults(f"{path}: no times or bytes found; say in a TOML map which column is what")
     return found
 
 
-def _roles(found: Published, table: Table, mapping: Map) -> Iterator[tuple[str, dict[str, Any]]]:
+def _roles(found: Published, table: Table, mapping: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each column its role and the facts that hold for it."""
-    said, context = mapping.columns | mapping.under(table.heading, "columns"), table.context()
+    said, context = mapping["columns"] | under(mapping, table.heading, "columns"), table.context()
     for i, header in enumerate(table.headers):
         role = said.get(plain(header)) or said.get(header)
         if role is None:
@@ -417,10 +388,10 @@ def _roles(found: Published, table: Table, mapping: Map) -> Iterator[tuple[str, 
         yield word, {name: fact(name, value) if name in ROLES else value for name, value in pairs}
 
 
-def _read_table(found: Published, table: Table, mapping: Map) -> None:
+def _read_table(found: Published, table: Table, mapping: dict[str, Any]) -> None:
     columns, context, before = list(_roles(found, table, mapping)), table.context(), len(found.rows)
     of_table: dict[str, Any] = {"pass": context[2]} if context and context[2] else {}
-    of_table |= found.facts | facts_in(table.heading) | mapping.under(table.heading, "facts")
+    of_table |= found.facts | facts_in(table.heading) | under(mapping, table.heading, "facts")
     for number, cells in table.lines:
         where, of_line = f"{found.path.name}:{number}", dict(of_table)
         for (role, _), cell in zip(columns, cells, strict=False):
@@ -434,8 +405,8 @@ def _read_table(found: Published, table: Table, mapping: Map) -> None:
             if (parsed := parse_number(cell)) is None:
                 found.blank += [where] if role in TIMES else []
                 continue
-            of_cell = of_line | facts
-            of_cell |= mapping.under(table.heading, "facts", str(of_cell.get("competitor") or "")) | facts
+            competitor = str((of_line | facts).get("competitor") or "")
+            of_cell = of_line | under(mapping, table.heading, "facts", competitor) | facts
             row = Row(where, table.name, number, role, parsed[0], of_cell)
             _add(found, row, header, parsed[1], context[:2] if context else None)
     if len(found.rows) == before and table.lines:
@@ -447,9 +418,9 @@ def _add(found: Published, row: Row, header: str, rest: str, context: tuple[str,
     word = rest.lower().split(" ")[0].strip("(),")
 
     def unit(kind: str, usual: str) -> float:
-        known = UNITS[kind].get(word) or unit_of(header, kind)
-        if known is None and context is not None and context[0] == kind:
-            known = context[1]
+        known = (
+            UNITS[kind].get(word) or unit_of(header, kind) or (context[1] if context and context[0] == kind else None)
+        )
         if known is None and kind == "time" and "time_unit" not in found.options:
             found.tell(f"column {plain(header)!r} has no unit: taken for ms")
         return known or UNITS[kind].get(str(found.options.get(f"{kind}_unit", usual)).lower(), UNITS[kind][usual])
@@ -457,8 +428,7 @@ def _add(found: Published, row: Row, header: str, rest: str, context: tuple[str,
     if row.kind == "any":
         row.kind = "speedup" if word in ("x", "×") else "time"
     if row.kind in TIMES:
-        if row.kind != "time":
-            row.facts["pass"] = row.kind
+        row.facts |= {"pass": row.kind} if row.kind != "time" else {}
         row.kind, row.number = "time", row.number.times(unit("time", "ms"))
     elif row.kind in MEMORY:
         row.kind = "memory_peak" if row.kind == "memory" else row.kind

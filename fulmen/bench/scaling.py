@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -55,17 +56,17 @@ class Scaling:
     dtype: str = "float32"
 
     def check(self) -> None:
-        unknown = [way for way in self.ways if way not in WAYS]
-        if unknown or not self.ways:
-            raise BadScaling(f"--way {', '.join(unknown)}: must be of {', '.join(WAYS)}")
+        wrong = [way for way in self.ways if way not in WAYS]
+        most, gpus = max(self.ranks), torch.cuda.device_count() if self.device == "cuda" else 2**30
+        if wrong or not self.ways:
+            raise BadScaling(f"--way {', '.join(wrong)}: must be of {', '.join(WAYS)}")
         if 1 not in self.ranks or min(self.ranks) < 1:
             raise BadScaling(f"--ranks {self.ranks}: one rank must be among them, to compare with")
-        if self.device == "cuda" and max(self.ranks) > torch.cuda.device_count():
-            raise BadScaling(f"--ranks {max(self.ranks)}: here are {torch.cuda.device_count()} GPUs, and each has one")
-        for N in self.tokens:
-            for P in self.ranks:
-                if N % (2 * P):
-                    raise BadScaling(f"--tokens {N} cannot be cut for {P} ranks: it must be a multiple of {2 * P}")
+        if most > gpus:
+            raise BadScaling(f"--ranks {most}: here are {gpus} GPUs, and each has one")
+        for N, P in itertools.product(self.tokens, self.ranks):
+            if N % (2 * P):
+                raise BadScaling(f"--tokens {N} cannot be cut for {P} ranks: it must be a multiple of {2 * P}")
         if "ulysses" in self.ways and any(self.H % P for P in self.ranks):
             raise BadScaling(f"--way ulysses: {self.H} heads cannot be shared out to {self.ranks} ranks")
 
@@ -111,12 +112,11 @@ def render(rows: list[dict[str, Any]], console: Any) -> None:
 
 
 def _rank(rank: int, scaling: Scaling, folder: str) -> None:
-    size, cuda = max(scaling.ranks), scaling.device == "cuda"
-    if cuda:
+    if scaling.device == "cuda":
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
-    backend = "nccl" if cuda else "gloo"
+    backend, size = "nccl" if scaling.device == "cuda" else "gloo", max(scaling.ranks)
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     # every process takes part in making each group, also of those it is not in
     parts = {P: dist.new_group(list(range(P))) for P in scaling.ranks}
@@ -130,6 +130,10 @@ def _rank(rank: int, scaling: Scaling, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def _device(scaling: Scaling) -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if scaling.device == "cuda" else torch.device("cpu")
 
 
 def _call(way: str, P: int, group: Any, H: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -148,8 +152,7 @@ def _call(way: str, P: int, group: Any, H: int, device: torch.device) -> Callabl
 
 def _prove(way: str, P: int, group: Any, scaling: Scaling) -> None:
     """Outputs and gradients of the ranks are, up to rounding, those of one, on a small case; both in fp64 on a CPU."""
-    device = _device(scaling)
-    dtype = torch.float64 if scaling.device == "cpu" else torch.float32
+    device, dtype = _device(scaling), torch.float64 if scaling.device == "cpu" else torch.float32
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, scaling.H, 64 * P, 16, generator=generator).to(device, dtype) for _ in range(4)]
     cut: dict[str, Any] = {"dim": 2, "shards": "zigzag" if way == "zigzag" else "contiguous"}
@@ -160,70 +163,58 @@ def _prove(way: str, P: int, group: Any, scaling: Scaling) -> None:
         o = _call(way, ranks, group, scaling.H, device)(*leaves)
         grads = torch.autograd.grad(o, leaves, do)
         found.append([x if ranks == 1 else parallel.unshard(x, group, **cut) for x in (o.detach(), *grads)])
-    limit = 1e4 * torch.finfo(dtype).eps
     for name, one, many in zip(("o", "dq", "dk", "dv"), *found, strict=True):
         error = float((many - one).norm() / one.norm())
-        if not error < limit:
+        if not error < 1e4 * torch.finfo(dtype).eps:
             raise BadScaling(f"{way} on {P} ranks: {name} is off by {error:.1e}, nothing is timed")
-
-
-def _device(scaling: Scaling) -> torch.device:
-    return torch.device("cuda", dist.get_rank()) if scaling.device == "cuda" else torch.device("cpu")
 
 
 def _case(way: str, N: int, parts: dict[int, Any], scaling: Scaling) -> list[dict[str, Any]]:
     rank, device, dtype = dist.get_rank(), _device(scaling), getattr(torch, scaling.dtype)
-    times: dict[int, list[float]] = {P: [] for P in parts}
-    busy: dict[int, list[float]] = {P: [] for P in parts}  # CPU time of this process
-    moved: dict[int, tuple[int, int]] = {}
+    found: dict[int, list[tuple[float, ...]]] = {P: [] for P in parts}  # ms, CPU ms, bytes forward and backward
     for sample in range(-2, scaling.samples):  # the first two warm up
         for P, group in parts.items():
             if rank < P:
                 shape = (scaling.B, scaling.H, N // P, scaling.D)
-                q, k, v, do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-                leaves = [x.requires_grad_() for x in (q, k, v)]
-                call = _call(way, P, group, scaling.H, device)
-                begin = time.process_time()
-                with _counted() as count:
-                    seconds, moved[P] = _timed(call, leaves, do, group, count)
-                if sample >= 0:
-                    times[P].append(1e3 * seconds)
-                    busy[P].append(1e3 * (time.process_time() - begin))
+                *qkv, do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+                leaves = [x.requires_grad_() for x in qkv]
+                measured = _timed(_call(way, P, group, scaling.H, device), leaves, do, group)
+                found[P] += [measured] if sample >= 0 else []
             dist.barrier()  # the others wait, idle
+    rows = []
     for P, group in parts.items():
-        if rank < P:
-            most = torch.tensor([*moved[P], statistics.median(busy[P])], dtype=torch.float64, device=device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            moved[P], busy[P] = (int(most[0]), int(most[1])), [float(most[2])]
-    alone = statistics.median(times[1]) if rank == 0 else 0.0
+        if rank >= P:
+            continue
+        times, busy, forward, backward = zip(*found[P], strict=True)
+        most = torch.tensor([statistics.median(busy), forward[-1], backward[-1]], dtype=torch.float64, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        rows.append({
+            "record": "row", "way": way, "tokens": N, "ranks": P, "median_ms": statistics.median(times),
+            "best_ms": min(times), "cpu_ms": float(most[0]), "bytes_forward": int(most[1]),
+            "bytes_backward": int(most[2]), "samples_ms": times,
+        })  # fmt: skip
     if rank:
         return []
-    return [
-        {
-            "record": "row", "way": way, "tokens": N, "ranks": P, "median_ms": statistics.median(t), "best_ms": min(t),
-            "speedup": alone / statistics.median(t), "efficiency": alone / statistics.median(t) / P,
-            "bytes_forward": moved[P][0], "bytes_backward": moved[P][1], "cpu_ms": busy[P][0],
-            "samples_ms": t,
-        }
-        for P, t in times.items()
-    ]  # fmt: skip
+    alone = next(row["median_ms"] for row in rows if row["ranks"] == 1)
+    return [row | {"speedup": (gain := alone / row["median_ms"]), "efficiency": gain / row["ranks"]} for row in rows]
 
 
-def _timed(call: Any, leaves: list[Tensor], do: Tensor, group: Any, count: list[int]) -> tuple[float, tuple[int, int]]:
-    """Seconds of a forward and a backward until the last rank is done, and bytes of both."""
+def _timed(call: Any, leaves: list[Tensor], do: Tensor, group: Any) -> tuple[float, ...]:
+    """Of a forward and a backward until the last rank is done: ms, CPU ms, and the bytes of either."""
 
-    def ready() -> None:
+    def clocks() -> tuple[float, float]:
         if do.is_cuda:
             torch.cuda.synchronize()
         dist.barrier(group=group)
+        return time.perf_counter(), time.process_time()
 
-    ready()
-    begin = time.perf_counter()
-    o = call(*leaves)
-    forward = sum(count)
-    o.backward(do)
-    ready()
-    return time.perf_counter() - begin, (forward, sum(count) - forward)
+    with _counted() as count:
+        begin = clocks()
+        o = call(*leaves)
+        forward = sum(count)
+        o.backward(do)
+        wall, busy = (1e3 * (b - a) for a, b in zip(begin, clocks(), strict=True))
+    return wall, busy, forward, sum(count) - forward
 
 
 @contextlib.contextmanager

@@ -16,9 +16,11 @@ Nothing here needs more than the standard library, so that results can be read, 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,12 +179,18 @@ class Results:
     notes: list[str] = field(default_factory=list)  # what was skipped while reading
 
 
+def text_of(path: str | Path) -> str:
+    """The text of a file, also of one compressed by gzip (`*.gz`); raises BadResults."""
+    try:
+        data = Path(path).read_bytes()
+        return (gzip.decompress(data) if str(path).endswith(".gz") else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise BadResults(f"{path}: cannot be read: {error}") from None
+
+
 def records(path: str | Path, notes: list[str]) -> Iterator[Run | Cell]:
     """The records of a file; a last line that was cut off is skipped, and a note says so."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadResults(f"{path}: cannot be read: {error}") from None
+    text = text_of(path)
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fulmen.bench import comparing, schema
+from fulmen.bench import audit, comparing, schema
 from fulmen.bench.comparing import Rule
 
 CASE = {"B": 4, "H": 32, "N": 8192, "D": 64, "dtype": "bf16"}
@@ -85,7 +85,7 @@ def test_interval_of_the_median_covers_the_truth() -> None:
     for n in (10, 31, 100):
         hits = 0
         for i in range(400):
-            low, high = comparing.median_interval(np.sort(np.random.default_rng(i).standard_normal(n)))
+            low, high = audit.median_interval(np.sort(np.random.default_rng(i).standard_normal(n)))
             hits += low <= 0 <= high
         assert hits / 400 >= 0.92
 
@@ -166,16 +166,16 @@ def test_missing_cells_are_listed() -> None:
     assert verdicts[1].verdict == "SAME"
     assert (verdicts[2].missing, verdicts[3].missing) == ("b", "a")
     assert verdicts[2].why == "only in the first file"
-    assert comparing.exit_code(verdicts.values(), Rule(missing=True)) == 1
-    assert comparing.exit_code(comparing.compare(results(common), results(common, new)), Rule(missing=True)) == 0
+    assert comparing.failures(verdicts.values(), Rule(missing=True))
+    assert not comparing.failures(comparing.compare(results(common), results(common, new)), Rule(missing=True))
 
 
 def test_a_cell_that_broke() -> None:
     verdict = one(make_cell(noise(1)), make_cell([], status="failed", reason="dq is wrong"))
     assert verdict.verdict == "INCOMPARABLE"
     assert "dq is wrong" in verdict.why
-    assert comparing.exit_code([verdict], Rule(broken=True)) == 1
-    assert comparing.exit_code([verdict], Rule(slower=0.05)) == 0
+    assert comparing.failures([verdict], Rule(broken=True))
+    assert not comparing.failures([verdict], Rule(slower=0.05))
 
 
 @pytest.mark.parametrize("samples", [[], [0.1, 0.2], [0.1] * 9 + [0.0], [0.1] * 9 + [math.nan], [-1.0] * 9])
@@ -215,10 +215,10 @@ def test_bad_rules(text: str) -> None:
 def test_exit_codes() -> None:
     verdict = one(make_cell(noise(1)), make_cell(noise(2) * 1.1))
     assert verdict.verdict == "SLOWER"
-    assert comparing.exit_code([verdict], None) == 0
-    assert comparing.exit_code([verdict], comparing.parse_fail_on("slower:5%")) == 1
-    assert comparing.exit_code([verdict], comparing.parse_fail_on("slower:20%")) == 0
-    assert comparing.exit_code([], comparing.parse_fail_on("slower:5%")) == 0
+    assert not comparing.failures([verdict], None)
+    assert comparing.failures([verdict], comparing.parse_fail_on("slower:5%"))
+    assert not comparing.failures([verdict], comparing.parse_fail_on("slower:20%"))
+    assert not comparing.failures([], comparing.parse_fail_on("slower:5%"))
 
 
 def test_render_prints_names_as_they_are() -> None:

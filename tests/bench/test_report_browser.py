@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import shutil
@@ -347,6 +348,27 @@ def test_a_second_file_that_was_cut_off_is_compared_without_its_last_line(page, 
     page.wait_for_selector("#compare-result table")
     assert page.locator('[data-verdict="SAME"] .count').text_content() == "3"
     assert "cut.jsonl:5" in page.locator("#compare-error").text_content()
+
+
+def test_a_compressed_second_file_is_compared(page, results, tmp_path):
+    path = tmp_path / "run.jsonl.gz"
+    text = "".join(sample_results.lines(schema.Results(results.runs, results.cells[:4])))
+    path.write_bytes(gzip.compress(text.encode()))
+    page.set_input_files("#file", path)
+    page.wait_for_selector("#compare-result table")
+    assert page.locator('[data-verdict="SAME"] .count').text_content() == "4"
+
+
+def test_a_browser_that_cannot_inflate_is_told(browser, folder):
+    context = browser.new_context(offline=True)
+    context.add_init_script("delete globalThis.DecompressionStream")
+    page = context.new_page()
+    page.goto((folder / "report.html").as_uri())
+    page.wait_for_selector("#trouble:not([hidden])")
+    said = page.locator("#trouble").text_content()
+    assert "no DecompressionStream" in said
+    assert "report.md" in said
+    context.close()
 
 
 @pytest.mark.parametrize(

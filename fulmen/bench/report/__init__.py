@@ -19,14 +19,8 @@ def write(results: schema.Results, out: Path) -> list[Path]:
         raise schema.BadResults("there is no cell in these results: nothing was measured, so nothing can be shown")
     report = model.read(results)
     out.mkdir(parents=True, exist_ok=True)
-    texts = {
-        "report.html": html.render(report),
-        "report.md": markdown.render(report),
-        "results.csv": table.render(report),
-    }
     written = []
-    for name, text in texts.items():
-        path = out / name
-        path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
-        written.append(path)
+    for name, render in (("report.html", html.render), ("report.md", markdown.render), ("results.csv", table.render)):
+        written.append(out / name)
+        written[-1].write_text(render(report), encoding="utf-8", errors="replace", newline="\n")
     return [*written, *plots.draw(report, out / "plots")]

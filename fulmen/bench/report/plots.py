@@ -23,10 +23,10 @@ PARTS = {"inputs": "#9da2a8", "output": "#bcc0c5", "gradients": "#d6d8db", "save
 HEAT = ("#8a3c00", "#d55e00", "#f4c9a8", "#f1f1ee", "#a9cfe8", "#0072b2", "#00507d")  # slower to faster
 INK, SOFT = "#1a1c1f", "#5a6068"
 STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titley": 1.0,
+    "font.size": 8, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#c4c5c1", "axes.grid": True,
-    "grid.color": "#e8e8e5", "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 110,
-    "text.parse_math": False, "font.family": "DejaVu Sans", "svg.hashsalt": "fulmen",
+    "grid.color": "#e8e8e5", "legend.frameon": False, "savefig.dpi": 110, "text.parse_math": False,
+    "font.family": "DejaVu Sans", "svg.hashsalt": "fulmen",
 }  # fmt: skip
 MAX_PANELS = 3  # families that one figure shows
 MAX_LINES = 24  # cases that one heatmap shows
@@ -44,14 +44,13 @@ def draw(report: model.Report, folder: Path) -> list[Path]:
         for suite in report.suites:
             name = re.sub(r"[^a-z0-9]+", "-", suite.lower())[:40].strip("-") or "suite"
             rows = [row for row in report.of(suite) if row.cell.cache == "cold"] or report.of(suite)
-            for kind, paint in (("speedup", speedup), ("scaling", scaling), ("roofline", roofline), ("memory", memory)):
+            for paint in (speedup, scaling, roofline, memory):
                 figure = Figure()
                 FigureCanvasAgg(figure)
                 if paint(report, rows, figure):
-                    names = (folder / f"{kind}-{name}{f'-{n}' if n > 1 else ''}.png" for n in range(1, 1000))
-                    path = next(path for path in names if path not in written)
-                    figure.savefig(path, metadata={"Software": None})
-                    written.append(path)
+                    names = (folder / f"{paint.__name__}-{name}{f'-{n}' if n > 1 else ''}.png" for n in range(1, 1000))
+                    written.append(next(path for path in names if path not in written))
+                    figure.savefig(written[-1], metadata={"Software": None})
     return written
 
 
@@ -61,49 +60,38 @@ def plain(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def look(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def look(rows: Iterable[model.Row]) -> dict[str, dict[str, Any]]:
+    """The competitors in their order, with colour, marker and label."""
     return {
-        name: {"color": COLOURS[i % 8], "marker": MARKERS[(i + i // 8) % 8], "label": plain(name)}
-        for i, name in enumerate(names)
+        name: {"color": COLOURS[i % 8], "marker": MARKERS[(i + i // 8) % 8], "label": plain(name), "markersize": 4}
+        for i, name in enumerate(dict.fromkeys(row.cell.competitor for row in rows))
     }
 
 
-def names_of(rows: Iterable[model.Row]) -> list[str]:
-    return list(dict.fromkeys(row.cell.competitor for row in rows))
-
-
 def panels(
-    figure: Figure, rows: int, columns: int, size: tuple[float, float], left: float = 0.75, bottom: float = 0.6,
-    down: float = 0.55, across: float = 0.55,
-) -> list[list[Axes]]:  # fmt: skip
-    """Axes of `size` inches each, with room for labels around them: the same whatever is drawn."""
-    wide, tall = columns * size[0] + (columns - 1) * across, rows * size[1] + (rows - 1) * down
-    full = (left + wide + 0.3, bottom + tall + 0.45)
+    figure: Figure, rows: int, columns: int, wide: float, tall: float, left: float, legend: int = 0
+) -> list[Axes]:
+    """Axes of so many inches, row by row; room `left` of each for labels, and below all for a legend of such length."""
+    down, below = 0.75, 0.75 + 0.2 * math.ceil(legend / 4)
+    full = (columns * (wide + left) + 0.3, rows * (tall + down) - down + below + 0.45)
     figure.set_size_inches(*full)
-    figure.subplots_adjust(
-        left / full[0], bottom / full[1], 1 - 0.3 / full[0], 1 - 0.45 / full[1], across / size[0], down / size[1]
-    )
-    return [list(line) for line in figure.subplots(rows, columns, squeeze=False)]
+    edges = (left / full[0], below / full[1], 1 - 0.3 / full[0], 1 - 0.45 / full[1])
+    figure.subplots_adjust(*edges, wspace=left / wide, hspace=down / tall)
+    return list(figure.subplots(rows, columns, squeeze=False).ravel())
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4)
-
-
-def below_for(entries: int) -> float:
-    return 0.75 + 0.2 * math.ceil(entries / 4)
+    labelled = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(labelled.values(), labelled.keys(), loc="lower center", ncols=4)
 
 
 def logarithmic(axes: Axes, which: str) -> None:
     """Logarithmic axes, "x", "y" or "xy", with plain numbers."""
-    from matplotlib.ticker import FuncFormatter
-
     for name in which:
         axes.set(**{f"{name}scale": "log"})
         axis = getattr(axes, f"{name}axis")
-        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
-        axis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:,g}" if f"{x:e}"[0] in "25" else ""))
+        axis.set_major_formatter(lambda x, _: f"{x:,g}")
+        axis.set_minor_formatter(lambda x, _: f"{x:,g}" if f"{x:e}"[0] in "25" else "")
 
 
 def pass_of(rows: list[model.Row], *order: str) -> str:
@@ -116,18 +104,16 @@ def pass_of(rows: list[model.Row], *order: str) -> str:
 def speedup(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
     from matplotlib.colors import LinearSegmentedColormap
 
-    base, names, pass_ = model.baseline(rows), names_of(rows), pass_of(rows, "total", "forward", "backward")
+    base, names, pass_ = model.baseline(rows), list(look(rows)), pass_of(rows, "total", "forward", "backward")
     if not base or len(names) < 2:
         return False
     lines = list(grouped((r for r in rows if r.cell.pass_ == pass_), lambda r: (r.family, r.n)).values())[:MAX_LINES]
     labels = [plain(line[0].label, 48) for line in lines]
-    left = 0.3 + 0.068 * max(map(len, labels))
-    axes = panels(figure, 1, 1, (0.95 * len(names), 0.3 * len(lines)), left=left)[0][0]
+    (axes,) = panels(figure, 1, 1, 0.95 * len(names), 0.3 * len(lines), 0.3 + 0.068 * max(map(len, labels)))
     grid = [[math.nan] * len(names) for _ in lines]
     for i, line in enumerate(lines):
         here = {row.cell.competitor: row for row in line}
-        for j, name in enumerate(names):
-            row = here.get(name)
+        for j, row in enumerate(map(here.get, names)):
             if row is None:
                 continue
             gain = model.speedup(row, here.get(base))
@@ -139,9 +125,8 @@ def speedup(report: model.Report, rows: list[model.Row], figure: Figure) -> bool
             axes.text(j, i, label, ha="center", va="center", fontsize=7.5, color=colour)
     colours = LinearSegmentedColormap.from_list("slower-faster", HEAT)
     axes.imshow(grid, cmap=colours, vmin=-math.log2(10), vmax=math.log2(10), aspect="auto")
-    titles = ["\n".join(textwrap.wrap(plain(name, 36), 13)) or "?" for name in names]
-    axes.set_xticks(range(len(names)), titles, fontsize=8)
-    axes.set_yticks(range(len(lines)), labels, fontsize=7.5)
+    axes.set_xticks(range(len(names)), ["\n".join(textwrap.wrap(plain(name, 36), 13)) or "?" for name in names])
+    axes.set_yticks(range(len(lines)), labels)
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)
@@ -155,28 +140,26 @@ def scaling(report: model.Report, rows: list[model.Row], figure: Figure) -> bool
     passes = [p for p in ("forward", "backward", "total") if any(row.cell.pass_ == p for row in rows)]
     if not families:
         return False
-    looks = look(names_of(rows))
-    grid = panels(figure, len(families), len(passes), (3.3, 2.4), bottom=below_for(len(looks)))
-    for family, line in zip(families, grid, strict=True):
-        line[0].set_ylabel("ms")
-        for pass_, axes in zip(passes, line, strict=True):
-            curves(axes, [row for row in rows if row.family == family and row.cell.pass_ == pass_], looks)
-            axes.set_title(plain(f"{family.label}, {pass_}", 50), fontsize=8.5)
-    legend(figure, grid[0][0])
+    looks, wanted = look(rows), [(family, pass_) for family in families for pass_ in passes]
+    grid = panels(figure, len(families), len(passes), 3.3, 2.4, 0.55, len(looks) + 1)
+    for (family, pass_), axes in zip(wanted, grid, strict=True):
+        curves(axes, [row for row in rows if row.family == family and row.cell.pass_ == pass_], looks)
+        axes.set_title(plain(f"{family.label}, {pass_}, ms", 50))
+    legend(figure, grid[0])
     return True
 
 
 def curves(axes: Axes, rows: list[model.Row], looks: dict[str, dict[str, Any]]) -> None:
     for name, some in grouped(rows, lambda row: row.cell.competitor).items():
         line = sorted((row.n or 0, row.median or 0.0) for row in some)
-        axes.plot(*zip(*line, strict=True), markersize=4, linewidth=1.4, **looks[name])
+        axes.plot(*zip(*line, strict=True), linewidth=1.4, **looks[name])
     for some in grouped(rows, lambda row: row.cell.function).values():
         floor = sorted({row.n or 0: x for row in some if (x := number(row.cell.audit.get("floor_ms")))}.items())
         if floor:
             axes.plot(*zip(*floor, strict=True), "--", color=SOFT, linewidth=1, label="floor")
     axes.set_xscale("log", base=2)
     lengths = sorted({row.n or 0 for row in rows})
-    axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths], fontsize=7.5)
+    axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths])
     logarithmic(axes, "y")
     axes.minorticks_off()
 
@@ -184,22 +167,22 @@ def curves(axes: Axes, rows: list[model.Row], looks: dict[str, dict[str, Any]]) 
 def roofline(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
     rows = [row for row in rows if row.rate("flops") and row.rate("bytes")]
     run = report.results.runs[rows[0].cell.run_id] if rows else None
-    ceilings = {} if run is None else {k: x for k, v in run.ceilings.items() if (x := number(v))}
+    ceilings = {k: x for k, v in run.ceilings.items() if (x := number(v))} if run else {}
     flops, size = ceilings.get("flops_measured"), ceilings.get("bytes_measured")
     if run is None or not flops or not size:
         return False
     scale, unit = report.flops_unit()
-    axes = panels(figure, 1, 1, (7.6, 3.6), bottom=0.2 + below_for(len(names_of(rows)) + 2))[0][0]
-    low = high = flops / size
-    for name, style in look(names_of(rows)).items():
+    (axes,) = panels(figure, 1, 1, 7.6, 3.6, 0.75, len(look(rows)) + 3)
+    works = {row: float(row.cell.audit["flops"]) / float(row.cell.audit["bytes"]) for row in rows}
+    for name, style in look(rows).items():
         some = [row for row in rows if row.cell.competitor == name]
-        xs = [float(row.cell.audit["flops"]) / float(row.cell.audit["bytes"]) for row in some]
-        axes.plot(xs, [(row.rate("flops") or 0.0) / scale for row in some], linestyle="", markersize=4.5, **style)
-        low, high = min(low, *xs), max(high, *xs)
+        rates = [(row.rate("flops") or 0.0) / scale for row in some]
+        axes.plot([works[row] for row in some], rates, linestyle="", **style)
+    ends = [*works.values(), flops / size]
     hard = (ceilings.get("flops_hard"), ceilings.get("bytes_hard", size))
     for name, top, rate, dashes in (("limit", *hard, "-"), ("measured", flops, size, "--")):
         if top and rate:
-            xs = [low / 3, top / rate, high * 3]
+            xs = [min(ends) / 3, top / rate, max(ends) * 3]
             label = f"{name}: {model.digits(top / scale, 3)} {unit}, {model.digits(rate / 1e9, 3)} GB/s"
             axes.plot(xs, [min(top, x * rate) / scale for x in xs], dashes, color=INK, linewidth=1.2, label=label)
     logarithmic(axes, "xy")
@@ -215,28 +198,23 @@ def memory(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
     families = list(grouped(rows, lambda row: row.family).values())[:MAX_PANELS]
     if not families:
         return False
-    columns = min(2, len(families))
-    shape = (math.ceil(len(families) / columns), columns)
-    grid = panels(figure, *shape, (3.6, 0.4 + 0.24 * len(names_of(rows))), left=1.8, across=1.9, bottom=1.05, down=0.9)
-    flat = [axes for line in grid for axes in line]
-    for axes in flat[len(families) :]:
-        axes.set_visible(False)
-    for some, axes in zip(families, flat, strict=False):
+    grid = panels(figure, len(families), 1, 5.0, 0.4 + 0.24 * len(look(rows)), 1.8, len(PARTS))
+    for some, axes in zip(families, grid, strict=True):
         longest = max(row.n or 0 for row in some)
         stacks(axes, [row for row in some if (row.n or 0) == longest and row.cell.pass_ == pass_])
-        axes.set_title(plain(f"{some[0].family.label} · N {longest:,}, {pass_}", 60), fontsize=8.5)
-    legend(figure, flat[0])
+        axes.set_title(plain(f"{some[0].family.label} · N {longest:,}, {pass_}", 60))
+    legend(figure, grid[0])
     return True
 
 
 def stacks(axes: Axes, rows: list[model.Row]) -> None:
-    left = [0.0] * len(rows)
+    left, places = [0.0] * len(rows), range(len(rows))
     for part, colour in PARTS.items():
         sizes = [(row.size(part) or 0.0) / 2**30 for row in rows]
-        axes.barh(range(len(rows)), sizes, left=left, color=colour, label=part.replace("_", " "), height=0.62)
+        axes.barh(places, sizes, left=left, color=colour, label=part.replace("_", " "), height=0.62)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     floors = [(row.size("peak", "floor") or 0.0) / 2**30 for row in rows]
-    axes.vlines(floors, [i - 0.42 for i in range(len(rows))], [i + 0.42 for i in range(len(rows))], color=INK)
-    axes.set_yticks(range(len(rows)), [plain(row.cell.competitor, 24) for row in rows], fontsize=8)
+    axes.vlines(floors, [i - 0.42 for i in places], [i + 0.42 for i in places], color=INK)
+    axes.set_yticks(places, [plain(row.cell.competitor, 24) for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("GiB; the line is the floor", fontsize=8)
+    axes.set_xlabel("GiB; the line is the floor")

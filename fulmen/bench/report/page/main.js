@@ -1,11 +1,6 @@
 // Draws the page, and draws again when a control, the width or the theme changes.
 
-function drawCharts() {
-  drawSpeed();
-  drawScaling();
-  drawRoofline();
-  drawMemory();
-}
+const drawCharts = () => [drawSpeed, drawScaling, drawRoofline, drawMemory].forEach((draw) => draw());
 function redraw() {
   const { id, name } = document.activeElement || {};
   hideTip();
@@ -16,44 +11,46 @@ function redraw() {
   if (again) again.focus({ preventScroll: true });
 }
 function setupTheme() {
-  const names = ["as the system", "light", "dark"];
-  let at = 0;
+  const themes = ["", "light", "dark"];
   $("theme").addEventListener("click", () => {
-    at = (at + 1) % 3;
-    document.documentElement.dataset.theme = ["", "light", "dark"][at];
-    put($("theme"), `Theme: ${names[at]}`);
+    const { dataset } = document.documentElement, next = themes[(themes.indexOf(dataset.theme || "") + 1) % 3];
+    dataset.theme = next;
+    put("theme", `Theme: ${next || "as the system"}`);
   });
 }
 function openLinked() {
-  const match = /^#row=([0-9a-f]+)$/.exec(location.hash);
-  const row = match && [...LIVE, ...ROWS].find((one) => one.hash === match[1]);
+  const hash = location.hash.split("#row=")[1], row = [...LIVE, ...ROWS].find((one) => one.hash === hash);
   if (row && row !== openRow) openDrawer(row);
 }
-function start() {
-  for (const draw of [drawResult, drawTiles, drawEnvironment, drawCorrectness, drawGlossary, drawFilters, setupCompare, setupTheme, redraw]) draw();
-  $("more").addEventListener("click", () => { shownRows = Infinity; drawTable(); $("table").focus({ preventScroll: true }); });
-  addEventListener("hashchange", openLinked);
-  addEventListener("beforeprint", () => { for (const folded of document.querySelectorAll("details")) folded.open = true; });
-  for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip, { passive: true }); // not "scroll": focus scrolls, too
-  addEventListener("keydown", (event) => {
-    if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || drawer.open) return;
-    event.preventDefault();
-    $("filter-search").focus();
-  });
-  let width = innerWidth, timer = 0;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return;
-    width = innerWidth;
-    clearTimeout(timer);
-    timer = setTimeout(drawCharts, 120);
-  });
-  openLinked();
-  document.documentElement.dataset.ready = "yes";
-}
-start();
+for (const draw of [drawResult, drawTiles, drawEnvironment, drawCorrectness, drawGlossary, drawFilters, setupCompare,
+  setupTheme, redraw]) draw();
+$("more").addEventListener("click", () => {
+  shownRows = Infinity;
+  drawTable();
+  $("table").focus({ preventScroll: true });
+});
+addEventListener("hashchange", openLinked);
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((box) => { box.open = true; }));
+for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip,
+  { passive: true }); // not "scroll": focus scrolls, too
+addEventListener("keydown", (event) => {
+  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")
+    || drawer.open) return;
+  event.preventDefault();
+  $("filter-search").focus();
+});
+let width = innerWidth, timer = 0;
+addEventListener("resize", () => {
+  if (innerWidth === width) return;
+  width = innerWidth;
+  clearTimeout(timer);
+  timer = setTimeout(drawCharts, 120);
+});
+openLinked();
+document.documentElement.dataset.ready = "yes";
 } catch (problem) { // of the try that html.py opens before the first script
   const trouble = document.getElementById("trouble");
   trouble.hidden = false;
-  trouble.textContent = `This report could not be drawn completely: ${problem.message}. report.md beside it holds the same numbers.`;
+  trouble.textContent = `This report could not be drawn: ${problem.message}. report.md holds the same numbers.`;
   console.error(problem);
 }
