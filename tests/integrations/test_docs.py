@@ -1,20 +1,24 @@
-"""The snippets of docs/integrations.md run."""
+"""The code blocks of README.md and docs/integrations.md run as printed."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from fulmen.integrations import transformers as ours
 
+ROOT = Path(__file__).parents[2]
 
-def test_snippets():
-    page = Path(__file__).parents[2] / "docs" / "integrations.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+
+@pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/integrations.md", 3)])
+def test_snippets(page, count):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    assert len(blocks) == count
     try:
         for block in blocks:
-            exec(compile(block, str(page), "exec"), {})
+            exec(compile(block, page, "exec"), {})
     finally:
         if "fulmen" in ours._registered:
             ours.unregister()
