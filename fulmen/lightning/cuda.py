@@ -116,7 +116,7 @@ def run(
     """One launch, kept in `launches`; see `SweepLaunch`."""
     if names not in launches:
         launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last)
-    launches[names](addresses(x, tensors, states, not_cut, cut.pieces))
+    launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets))
 
 
 def gather(
@@ -160,7 +160,7 @@ def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None)
     cut = segments(spec, tiles.forward_split, x)
     states = not_cut = States(initial=x.initial_state, final=final)
     if cut.number > 1:
-        fused.run(split.find_pieces(spec, x, cut), spec.device)
+        fused.run(split.find_segment_offsets(spec, x, cut), spec.device)
         states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, launches, entering))
     tile = tiles.forward if slots is None else tiles.training
     run(spec, tile, ("o",), x, tensors, states, cut, launches, not_cut)
@@ -215,7 +215,7 @@ def backward(
     states = not_cut = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
-        fused.run(split.find_pieces(spec, x, cut), spec.device)
+        fused.run(split.find_segment_offsets(spec, x, cut), spec.device)
         if slots is None and entering is None:
             entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, launches)
         leaving = gather(spec, "dstate", x, tensors, cut, dstate, dinitial, launches)

@@ -42,10 +42,12 @@ class Chunks(NamedTuple):
             return cls((first[:, None] + r).clamp(max=spec.N - 1), (spec.N - first).clamp(max=C), None, None, None)
         ends = x.cu_seqlens.long().clamp(0, spec.N)
         lengths = ends.diff().clamp(min=0)
-        pieces = torch.cat([ends.new_zeros(1), ((lengths + C - 1) // C).cumsum(0)])  # the first chunk of each sequence
+        chunk_offsets = torch.cat(
+            [ends.new_zeros(1), ((lengths + C - 1) // C).cumsum(0)]
+        )  # the first chunk of each sequence
         number = torch.arange(spec.N // C + spec.states, device=x.q.device)
-        sequence = (torch.searchsorted(pieces, number, right=True) - 1).clamp(max=spec.states - 1)
-        skip = C * (number - pieces[sequence])
+        sequence = (torch.searchsorted(chunk_offsets, number, right=True) - 1).clamp(max=spec.states - 1)
+        skip = C * (number - chunk_offsets[sequence])
         length = (lengths[sequence] - skip).clamp(0, C)
         rows = (ends[sequence] + skip)[:, None] + r
         own = length > 0

@@ -157,9 +157,9 @@ def with_chunk(state, c, b):
 
 
 @triton.jit
-def owned(number, pieces_ptr, num_segments, H):
+def owned(number, segment_offsets_ptr, num_segments, H):
     """(sequence, head, segment) of a program, by its number; see the kernel's arguments."""
-    if pieces_ptr is None:
+    if segment_offsets_ptr is None:
         sequence, h = number // num_segments // H, number // num_segments % H
         segment = number % num_segments
     else:  # the last sequence that begins with this segment or before
@@ -168,10 +168,10 @@ def owned(number, pieces_ptr, num_segments, H):
         beyond = num_segments
         while beyond - sequence > 1:
             middle = (sequence + beyond) // 2
-            before = tl.load(pieces_ptr + middle) <= number // H
+            before = tl.load(segment_offsets_ptr + middle) <= number // H
             sequence = tl.where(before, middle, sequence)
             beyond = tl.where(before, beyond, middle)
-        segment = number // H - tl.load(pieces_ptr + sequence)
+        segment = number // H - tl.load(segment_offsets_ptr + sequence)
     return sequence, h, segment
 
 
@@ -181,11 +181,11 @@ def lightning_sweep_kernel(
     states,  # States
     decay_ptr,  # (H,) fp32, or None
     cu_seqlens_ptr,  # (sequences + 1,) int32, or None
-    pieces_ptr,  # (sequences + 1,) int32: packed sequences split over programs, the first segment of each; or None
+    segment_offsets_ptr,  # (sequences + 1,) int32, the first segment of each packed sequence that is split; or None
     H,
     N,
     segment,  # rows one program walks: N, unless the sequence is split over programs
-    num_segments,  # of each sequence; where pieces_ptr is given, how many sequences there are
+    num_segments,  # of each sequence; where segment_offsets_ptr is given, how many sequences there are
     scale,
     SWEEPS: tl.constexpr,  # tuple of names, all with the same K, V and direction
     ROW_STRIDE: tl.constexpr,  # of all operands, or 0 if they differ; known, it saves 20 registers
@@ -205,7 +205,7 @@ def lightning_sweep_kernel(
     pid_v = pid % TILES_V
     pid_sweep = pid // TILES_V % NUM_SWEEPS
     rest = pid // (TILES_V * NUM_SWEEPS)
-    pid_sequence, pid_h, pid_segment = owned(rest, pieces_ptr, num_segments, H)
+    pid_sequence, pid_h, pid_segment = owned(rest, segment_offsets_ptr, num_segments, H)
     if cu_seqlens_ptr is None:
         pid_b = pid_sequence
         begin = 0
@@ -346,11 +346,11 @@ def run(launches: list[Launch], device: torch.device) -> None:
 
 class Segments(NamedTuple):
     """How the rows of a sequence are split over programs; of packed ones `number` is the most there can be in all, and
-    `pieces` says which is the first of each sequence. The first `whole` of (sequence, head) are not split."""
+    `segment_offsets` says which is the first of each sequence. The first `whole` of (sequence, head) are not split."""
 
     rows: int
     number: int
-    pieces: Tensor | None = None
+    segment_offsets: Tensor | None = None
     whole: int = 0
 
 
@@ -369,12 +369,12 @@ def sweep(
     block_v = min(tile.block_v, block(V))
     strides = {rows.stride_n for rows in tensors if rows is not None}
     row_stride = strides.pop() if len(strides) == 1 and max(strides) < MAX_ROW_STRIDE else 0
-    packed = segments.pieces is not None
+    packed = segments.segment_offsets is not None
     return Launch(
         kernel=lightning_sweep_kernel,
         grid=(1 if packed else spec.states) * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
         args=(
-            *(tensors, states, x.decay, x.cu_seqlens, segments.pieces),
+            *(tensors, states, x.decay, x.cu_seqlens, segments.segment_offsets),
             *(spec.H, spec.N, segments.rows, spec.states if packed else segments.number, spec.scale),
             *(sweeps, row_stride, K, V, tile.chunk, block(K), block_v),
         ),

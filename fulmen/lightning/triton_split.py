@@ -32,12 +32,14 @@ SCAN_BLOCK = 256  # elements of a state that a program carries; of up to AT_ONCE
 
 def segments(spec: LightningSpec, split: Split, x: Residuals) -> Segments:
     """`split`, with room for the first segment of each packed sequence."""
-    pieces = None if spec.sequences is None else x.q.new_empty(spec.sequences + 1, dtype=torch.int32)
-    return Segments(split.rows, split.number, pieces, split.whole)
+    segment_offsets = None if spec.sequences is None else x.q.new_empty(spec.sequences + 1, dtype=torch.int32)
+    return Segments(split.rows, split.number, segment_offsets, split.whole)
 
 
 @triton.jit
-def lightning_pieces_kernel(cu_seqlens_ptr, pieces_ptr, sequences, N, segment, most, BLOCK: tl.constexpr):
+def lightning_segment_offsets_kernel(
+    cu_seqlens_ptr, segment_offsets_ptr, sequences, N, segment, most, BLOCK: tl.constexpr
+):
     """The first segment of each packed sequence, and how many there are; one program."""
     total = 0
     for first in range(0, sequences, BLOCK):
@@ -46,17 +48,19 @@ def lightning_pieces_kernel(cu_seqlens_ptr, pieces_ptr, sequences, N, segment, m
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + i + 1, i < sequences, 0), begin), N)
         count = tl.where(i < sequences, tl.cdiv(end - begin, segment), 0)
         before = total + tl.cumsum(count, axis=0) - count
-        tl.store(pieces_ptr + i, tl.minimum(before, most), i < sequences)  # a wrong cu_seqlens must not pass `most`
+        tl.store(
+            segment_offsets_ptr + i, tl.minimum(before, most), i < sequences
+        )  # a wrong cu_seqlens must not pass `most`
         total += tl.sum(count, axis=0)
-    tl.store(pieces_ptr + sequences, tl.minimum(total, most))
+    tl.store(segment_offsets_ptr + sequences, tl.minimum(total, most))
 
 
-def find_pieces(spec: LightningSpec, x: Residuals, cut: Segments) -> list[Launch]:
-    if cut.pieces is None:
+def find_segment_offsets(spec: LightningSpec, x: Residuals, cut: Segments) -> list[Launch]:
+    if cut.segment_offsets is None:
         return []
     block = min(1024, fused.block(max(spec.states, 1)))
-    args = (x.cu_seqlens, cut.pieces, spec.states, spec.N, cut.rows, cut.number, block)
-    return [Launch(kernel=lightning_pieces_kernel, grid=1, args=args, options={"num_warps": 4})]
+    args = (x.cu_seqlens, cut.segment_offsets, spec.states, spec.N, cut.rows, cut.number, block)
+    return [Launch(kernel=lightning_segment_offsets_kernel, grid=1, args=args, options={"num_warps": 4})]
 
 
 @triton.jit
@@ -65,8 +69,8 @@ def lightning_scan_kernel(
     initial_ptr,  # (sequences * H, D * E), or None
     final_ptr,  # (sequences * H, D * E), or None
     decay_ptr,  # (H,), or None
-    cu_seqlens_ptr,  # with pieces_ptr
-    pieces_ptr,  # of packed sequences the first segment of each, or None
+    cu_seqlens_ptr,  # with segment_offsets_ptr
+    segment_offsets_ptr,  # of packed sequences the first segment of each, or None
     whole,  # (sequence, head) before this one are not split, and have no place in states_ptr
     H,
     N,
@@ -91,14 +95,14 @@ def lightning_scan_kernel(
     ahead = u[:, None] - 1 - u[None, :]  # whole segments between the end of one and the start of another
     weights = tl.where(ahead >= 0, tl.exp2(rate * segment * tl.maximum(ahead, 0)), 0.0)
     since = tl.exp2(rate * segment * u)
-    if pieces_ptr is None:
+    if segment_offsets_ptr is None:
         at = states_ptr + pid_split.to(tl.int64) * num_segments * SIZE
         stride = tl.cast(SIZE, tl.int64)
     else:
         sequence = pid_head // H
-        piece = tl.load(pieces_ptr + sequence)
-        num_segments = tl.load(pieces_ptr + sequence + 1) - piece
-        at = states_ptr + (piece.to(tl.int64) * H + pid_head % H) * SIZE
+        first_segment = tl.load(segment_offsets_ptr + sequence)
+        num_segments = tl.load(segment_offsets_ptr + sequence + 1) - first_segment
+        at = states_ptr + (first_segment.to(tl.int64) * H + pid_head % H) * SIZE
         stride = tl.cast(SIZE, tl.int64) * H
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
         N = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), begin), N) - begin
@@ -135,7 +139,14 @@ def scan(
         kernel=lightning_scan_kernel,
         grid=(spec.states * spec.H - cut.whole) * triton.cdiv(size, block),
         args=(
-            *(states, initial, final, x.decay, None if cut.pieces is None else x.cu_seqlens, cut.pieces),
+            *(
+                states,
+                initial,
+                final,
+                x.decay,
+                None if cut.segment_offsets is None else x.cu_seqlens,
+                cut.segment_offsets,
+            ),
             *(cut.whole, spec.H, spec.N, cut.rows, cut.number, size, block, at_once),
         ),
         options={"num_warps": 4},
@@ -153,7 +164,7 @@ def forward_launches(
     entering = segment_states(spec, x, cut)
     tensors = fused.forward_tensors(spec, x, o)
     return [
-        *find_pieces(spec, x, cut),
+        *find_segment_offsets(spec, x, cut),
         sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut),
         scan(spec, x, cut, entering, x.initial_state, final),
         sweep(spec, tile.sweep, ("o",), x, tensors, States(initial=entering), cut),
@@ -174,7 +185,7 @@ def backward_launches(
     tensors = fused.backward_tensors(spec, x, do, grads)
     states = States(initial=entering, dfinal=leaving)
     return [
-        *find_pieces(spec, x, cut),
+        *find_segment_offsets(spec, x, cut),
         sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut),
         sweep(spec, tile.sweep, ("dstate",), x, tensors, States(dinitial=leaving), cut),
         scan(spec, x, cut, entering, x.initial_state, None),

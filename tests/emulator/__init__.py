@@ -328,7 +328,11 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
 
     def guarded_segments(*args: Any) -> Any:
         found = segments(*args)
-        return found if found.pieces is None else found._replace(pieces=emulator.tensor(found.pieces))
+        return (
+            found
+            if found.segment_offsets is None
+            else found._replace(segment_offsets=emulator.tensor(found.segment_offsets))
+        )
 
     monkeypatch.setattr(lightning_cuda, "segments", guarded_segments)
     workspace = sm90.workspace
@@ -357,27 +361,29 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
 
 def run_launches(launches: Any, device: Any) -> None:
     for launch in launches:
-        {split.lightning_scan_kernel: scan, split.lightning_pieces_kernel: find_pieces}[launch.kernel](*launch.args)
+        {split.lightning_scan_kernel: scan, split.lightning_segment_offsets_kernel: find_segment_offsets}[
+            launch.kernel
+        ](*launch.args)
 
 
-def find_pieces(
-    cu: torch.Tensor, pieces: torch.Tensor, sequences: int, N: int, segment: int, most: int, block: int
+def find_segment_offsets(
+    cu: torch.Tensor, segment_offsets: torch.Tensor, sequences: int, N: int, segment: int, most: int, block: int
 ) -> None:
     count = [-(-n // segment) for n in cu.diff().tolist()]
-    pieces.copy_(torch.tensor([0, *count]).cumsum(0))
+    segment_offsets.copy_(torch.tensor([0, *count]).cumsum(0))
 
 
 def scan(
-    states: Any, initial: Any, final: Any, decay: Any, cu: Any, pieces: Any, whole: int, H: int, N: int, segment: int,
-    count: int, size: int, *tiles: int,
+    states: Any, initial: Any, final: Any, decay: Any, cu: Any, segment_offsets: Any, whole: int, H: int, N: int,
+    segment: int, count: int, size: int, *tiles: int,
 ) -> None:  # fmt: skip
-    heads = whole + states.numel() // (count * size) if pieces is None else (pieces.numel() - 1) * H
+    heads = whole + states.numel() // (count * size) if segment_offsets is None else (segment_offsets.numel() - 1) * H
     for head in range(whole, heads):
         rows, rate = N, 0.0 if decay is None else float(decay[head % H])
-        if pieces is None:
+        if segment_offsets is None:
             here = states.view(-1, count, size)[head - whole]
         else:
-            first, last = pieces[head // H : head // H + 2].tolist()
+            first, last = segment_offsets[head // H : head // H + 2].tolist()
             here, rows = states.view(-1, H, size)[first:last, head % H], int(cu[head // H + 1] - cu[head // H])
         carry = torch.zeros(size) if initial is None else initial.view(-1, size)[head].clone()
         for i in range(len(here)):

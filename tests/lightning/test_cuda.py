@@ -257,7 +257,7 @@ def names_of(launched: list) -> list:
     return [one if isinstance(one, str) else one.names for one in launched]
 
 
-SCAN, PIECES = "lightning_scan_kernel", "lightning_pieces_kernel"
+SCAN, SEGMENT_OFFSETS = "lightning_scan_kernel", "lightning_segment_offsets_kernel"
 
 
 def test_launches_of_one_piece(launched):
@@ -299,7 +299,16 @@ def test_launches_of_packed_segments(launched):
     call, x, given = call_of(1, 2, 0, 64, sequences=[700, 0, 1300], saved=True)
     cuda.forward(call, x)
     cuda.backward(call, x, given.do, None)
-    assert names_of(launched) == [PIECES, ("state",), SCAN, ("o",), PIECES, ("dstate",), SCAN, ("dv", "dk", "dq")]
+    assert names_of(launched) == [
+        SEGMENT_OFFSETS,
+        ("state",),
+        SCAN,
+        ("o",),
+        SEGMENT_OFFSETS,
+        ("dstate",),
+        SCAN,
+        ("dv", "dk", "dq"),
+    ]
 
 
 def strided(shape, strides, offset=0):
@@ -368,7 +377,8 @@ class Args(ctypes.Structure):
     """struct Args, which the compiler pads to a multiple of the 64 bytes tensor maps begin at."""
 
     _fields_ = [
-        ("map", ctypes.c_char * 128 * 8), ("sweep", SweepArgs * 3), ("decay", u64), ("cu", u64), ("pieces", u64),
+        ("map", ctypes.c_char * 128 * 8), ("sweep", SweepArgs * 3), ("decay", u64), ("cu", u64),
+        ("segment_offsets", u64),
         ("h", i32), ("n", i32), ("segment", i32), ("segments", i32), ("sweeps", i32), ("scale", f32),
         ("not_last", i32), ("zero", i32), ("whole", i32), ("start", i32),
     ]  # fmt: skip
@@ -424,7 +434,7 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     assert (dv.leaves, dk.leaves) == (x.initial_state.data_ptr(), 0)  # one of them says it
     assert (dv.enters_times, dv.leaves_times) == (2.0, 0.5)
     assert (args.h, args.n, args.segment, args.segments, args.sweeps, args.scale) == (3, 700, 700, 1, 2, 0.5)
-    assert (args.not_last, args.zero, args.cu, args.pieces) == (1, 0, 0, 0)
+    assert (args.not_last, args.zero, args.cu, args.segment_offsets) == (1, 0, 0, 0)
     assert (args.whole, args.start) == (0, 0)
     assert (dv.first_enters, dv.first_leaves) == (0, 0)
 

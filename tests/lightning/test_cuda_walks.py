@@ -24,8 +24,8 @@ class Walk:
 
     def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False, start=0):
         packed = spec.sequences is not None
-        pieces = None if cut.pieces is None else cut.pieces.tolist()
-        segments = spec.states if pieces is not None else cut.number
+        segment_offsets = None if cut.segment_offsets is None else cut.segment_offsets.tolist()
+        segments = spec.states if segment_offsets is not None else cut.number
         self.tile, pid = block % (spec.D // 64), block // (spec.D // 64)
         self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
         self.reverse = sweep.SWEEPS[self.sweep].reverse
@@ -33,15 +33,15 @@ class Walk:
         self.backwards = self.sweep in ("state", "dstate") and not spec.has_decay  # OUTS = 0
         self.whole = self.number < cut.whole
         segment, begin, end = 0, 0, spec.N
-        if packed and pieces is not None:
+        if packed and segment_offsets is not None:
             self.h, sequence, beyond = self.number % spec.H, 0, segments
             while beyond - sequence > 1:
                 middle = (sequence + beyond) // 2
-                if pieces[middle] <= self.number // spec.H:
+                if segment_offsets[middle] <= self.number // spec.H:
                     sequence = middle
                 else:
                     beyond = middle
-            segment = self.number // spec.H - pieces[sequence]
+            segment = self.number // spec.H - segment_offsets[sequence]
         else:
             unit = self.number
             if not self.whole:
@@ -95,15 +95,15 @@ class Walk:
 
 
 def walks(spec, names, lengths=None, saved=False):
-    """Every block of a launch, with the cut and the pieces that the host makes."""
+    """Every block of a launch, with the cut and the segment_offsets that the host makes."""
     cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, None, None, offsets)
     tiles = cuda.tiles_of(spec)
     cut = cuda.segments(spec, tiles.forward_split if names[0] in ("o", "state") else tiles.backward_split, x)
-    fused.run(triton_split.find_pieces(spec, x, cut), torch.device("cpu"))
+    fused.run(triton_split.find_segment_offsets(spec, x, cut), torch.device("cpu"))
     start = cut.whole if names[0] in ("state", "dstate") else 0
-    blocks = (sweep.pieces(spec, cut) - start) * len(names) * (spec.D // 64)
+    blocks = (sweep.segment_count(spec, cut) - start) * len(names) * (spec.D // 64)
     return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
 
 
@@ -215,7 +215,7 @@ def test_wrong_offsets_stay_in_the_tensor(h200):
         call = spec(1, 2, 2000, sequences=3)
         x = Residuals(torch.empty(0), None, None, None, None, torch.tensor(wrong, dtype=torch.int32))
         cut = cuda.segments(call, cuda.tiles_of(call).forward_split, x)
-        fused.run(triton_split.find_pieces(call, x, cut), torch.device("cpu"))
+        fused.run(triton_split.find_segment_offsets(call, x, cut), torch.device("cpu"))
         _, slots, *_ = cuda.saves(call)
         for block in range(call.H * cut.number):
             w = Walk(block, call, cut, ("o",), cu=wrong)

@@ -61,15 +61,15 @@ struct Walk {
         grouped = SAVE == 2 && sweep.saved;
         whole = number < x.whole;
         int sequence, segment = 0, begin = 0, end = x.n, unit = number;
-        if (PACKED && x.pieces) {   // the last sequence that begins with this segment or before
+        if (PACKED && x.segment_offsets) {   // the last sequence that begins with this segment or before
             h = number % x.h;
             sequence = 0;
             for (int beyond = x.segments; beyond - sequence > 1;) {
                 int middle = (sequence + beyond) / 2;
-                if (__ldg(x.pieces + middle) <= number / x.h) sequence = middle;
+                if (__ldg(x.segment_offsets + middle) <= number / x.h) sequence = middle;
                 else beyond = middle;
             }
-            segment = number / x.h - __ldg(x.pieces + sequence);
+            segment = number / x.h - __ldg(x.segment_offsets + sequence);
         } else {
             if (!whole) {
                 number -= x.whole;

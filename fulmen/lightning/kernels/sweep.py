@@ -52,7 +52,7 @@ ARGUMENTS = cuda.Struct(
     "Args",
     ("map", "TensorMap", 8),  # (D, N, heads, B), boxes of 64 columns and 64 rows; the last: (D, E, slots, heads)
     ("sweep", SWEEP, 3),
-    ("decay", "const float *"), ("cu", "const int *"), ("pieces", "const int *"),
+    ("decay", "const float *"), ("cu", "const int *"), ("segment_offsets", "const int *"),
     ("h", "int"), ("n", "int"), ("segment", "int"), ("segments", "int"), ("sweeps", "int"), ("scale", "float"),
     ("not_last", "int"),  # of the last segment of a sequence, nothing is read
     ("zero", "int"),  # 0, which the compiler does not know
@@ -99,7 +99,7 @@ class States(NamedTuple):
 NO_STATES = States()
 
 # What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
-# nothing is), states of what is not cut, then decay, cu_seqlens and pieces. 0 is none.
+# nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets. 0 is none.
 Addresses = tuple[int, ...]
 INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
 NOT_CUT = 4  # from a state to that of what is not cut
@@ -119,15 +119,19 @@ def address(x: Tensor | None) -> int:
 
 
 def addresses(
-    x: Residuals, tensors: dict[int, Tensor], states: States, not_cut: States = NO_STATES, pieces: Tensor | None = None
+    x: Residuals,
+    tensors: dict[int, Tensor],
+    states: States,
+    not_cut: States = NO_STATES,
+    segment_offsets: Tensor | None = None,
 ) -> Addresses:
     at = [address(tensors.get(i)) for i in range(8)]
-    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, pieces))
+    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, segment_offsets))
 
 
-def pieces(spec: LightningSpec, cut: Segments) -> int:
+def segment_count(spec: LightningSpec, cut: Segments) -> int:
     """Of packed sequences as many as there can be."""
-    heads = (1 if cut.pieces is not None else spec.states) * spec.H
+    heads = (1 if cut.segment_offsets is not None else spec.states) * spec.H
     return cut.whole + (heads - cut.whole) * cut.number
 
 
@@ -165,9 +169,9 @@ class SweepLaunch:
         values += (3 - len(names)) * [0] * len(SWEEP.fields)
         self.pointers += [(len(values) + i, DECAY + i) for i in range(3)]
         skipped = cut.whole if only_cut else 0
-        segments = spec.states if cut.pieces is not None else cut.number
+        segments = spec.states if cut.segment_offsets is not None else cut.number
         values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, len(names), spec.scale, not_last, 0, cut.whole, skipped]
-        blocks = (pieces(spec, cut) - skipped) * len(names) * (spec.D // 64)
+        blocks = (segment_count(spec, cut) - skipped) * len(names) * (spec.D // 64)
         self.values = values
         self.launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
 
