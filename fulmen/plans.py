@@ -63,7 +63,7 @@ class Plan:
     """What is known about calls with the same shapes, strides and options.
 
     forward     from the op's tensors to its outputs
-    backward    makes the other direction, from saved tensors and gradients; `backward_of` keeps what it made
+    backward    builds a `Repeated` for the backward, from saved tensors and gradients; `backward_of` keeps them
     arguments   what the registered operators take after the tensors
     needs_grad  whether a backward will follow
     """
@@ -103,7 +103,7 @@ class Plan:
 
 
 def given(tensors: tuple[Tensor | None, ...]) -> tuple[int, tuple[Tensor, ...]]:
-    """A number that says which tensors are not None, and these."""
+    """A bit mask of the tensors that are not None, and those tensors."""
     which, bit, there = 0, 1, []
     for t in tensors:
         if t is not None:
@@ -116,7 +116,8 @@ def given(tensors: tuple[Tensor | None, ...]) -> tuple[int, tuple[Tensor, ...]]:
 def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
     """The plan of a call with these options and tensors, if an equal call came before.
 
-    options  all that is no tensor, and which tensors are given; hashable, of types for which equal means the same
+    options  all that is no tensor, and which tensors are given; equal options must mean the same call, so that 1 and
+             True must not both occur
     """
     if _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
         return None
@@ -141,6 +142,8 @@ def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
 
 def keep(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> Plan:
     """Keeps the plan of a checked call that `find` did not know, if it is a plain eager call."""
+    if not _aligned(tensors):  # prepared launches take alignment for granted
+        plan.forward = Repeated(plan.forward.general, None)
     if _plannable(tensors):
         if len(_plans) >= MAX_PLANS:
             clear()
@@ -176,7 +179,7 @@ def _key(options: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
     device = tensors[0].device.type
     cast = device != "meta" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     modes = (cast, torch.is_inference_mode_enabled(), needs_grad and (True, deterministic()))
-    return options, facts, modes, _aligned(tensors)
+    return options, facts, modes, tuple(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _remember(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> None:
@@ -202,11 +205,11 @@ def _aligned(tensors: tuple[Tensor, ...]) -> bool:
 def _guard(tensors: tuple[Tensor, ...]) -> Guard | None:
     """A guard of torch.compile's: one C++ call that says whether other tensors are like these.
 
-    It compares type, dtype, device, sizes, strides, requires_grad, the negative bit and active dispatch keys. None
-    where it cannot tell: it knows no tensor twice, and not every torch has guards. It must not see nested tensors.
+    It compares type, dtype, device, sizes, strides, requires_grad, the negative bit and active dispatch keys. Returns
+    None if a tensor appears twice or this torch has no guards. Does not support nested tensors.
     """
     twice = len({id(t) for t in tensors}) < len(tensors)
-    if not GUARDS_TELL or twice or any(type(t) not in GUARDED for t in tensors):
+    if not GUARDS_WORK or twice or any(type(t) not in GUARDED for t in tensors):
         return None
     return _check_of(*tensors)
 
@@ -217,8 +220,8 @@ def _check_of(*tensors: Tensor) -> Guard:
     return check
 
 
-def _guards_tell() -> bool:
-    """Whether this torch's guards tell apart what must be told apart: they are nobody's promise."""
+def _guards_work() -> bool:
+    """Whether this torch's private TensorGuards behave as we need."""
     try:
         x = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         check = _check_of(x)
@@ -229,7 +232,7 @@ def _guards_tell() -> bool:
         return False
 
 
-GUARDS_TELL = _guards_tell()
+GUARDS_WORK = _guards_work()
 
 
 def allocator(like: Tensor) -> Callable[[], Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fulmen
-from fulmen import plans
+from fulmen import dispatch, plans
 
 
 def is_torchs(new) -> bool:
@@ -109,3 +109,32 @@ def test_a_repeated_call_crosses_few_files(op):
     files, frames = path_of(call)
     assert len(files) <= MOST_FILES[op], files
     assert frames <= 8, (frames, files)
+
+
+# ---------------------------------------------------------------------------------------------- alignment
+
+
+@pytest.mark.parametrize("odd", ["q", "k", "v"])
+def test_misaligned_calls_are_never_prepared_and_share_no_plan(monkeypatch, odd):
+    """Prepared launches take addresses at multiples of 16 bytes for granted; Triton compiles for them."""
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_recent", {})
+    prepared = []
+    kernel = dispatch.kernels("flash")["eager"]
+    spy = kernel._replace(prepare=lambda spec, x: prepared.append([t.data_ptr() % 16 for t in x[:3]]))
+    monkeypatch.setitem(dispatch._kernels["flash"], "eager", spy)
+    dispatch.pick.cache_clear()
+
+    def rows(misaligned: bool) -> torch.Tensor:
+        memory = torch.randn(2 * 20 * 16 + 8)
+        begin = next(i for i in range(8) if (memory[i:].data_ptr() % 16 != 0) == misaligned)
+        return memory[begin : begin + 2 * 20 * 16].view(1, 2, 20, 16)
+
+    for name in (odd, None, odd):
+        x = {n: rows(n == name) for n in "qkv"}
+        want = fulmen.flash_attention(**x, backend="reference")
+        for _ in range(3):
+            torch.testing.assert_close(fulmen.flash_attention(**x, backend="eager"), want)
+    dispatch.pick.cache_clear()
+    assert prepared == [[0, 0, 0]]
+    assert len(plans._plans) == 2

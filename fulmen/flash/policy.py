@@ -214,7 +214,7 @@ def is_decoding(spec: FlashSpec) -> bool:
 
 
 def decode(spec: FlashSpec, hw: Hardware) -> str | None:
-    """The fastest where few queries read many keys, as in decoding; None: no such call.
+    """The fastest where few queries read many keys, as in decoding; None if this is no such call.
 
     us between events, cuda, FlashAttention-2 and triton: D 128, H32/8, B1 1 x 8192 21, 31, 99; B4 1 x 16384 78, 87,
     196; B64 1 x 1024 76, 114, 167; H128/4, B64 1 x 8192 264, 403, 3937; D 64, H64/4, B64 1 x 32768 527, 880, 4584;
@@ -537,9 +537,10 @@ def order(spec: FlashSpec, hw: Hardware) -> tuple[str, ...]:
         return CPU_ORDER
     best = fastest(spec, hw)
     names = list(dict.fromkeys((best, *([without_cuda(spec)] if best == "cuda" else []), *ORDER)))
+    # On Hopper sdpa follows triton if it has no fast kernel: cuDNN's, or in decoding FlashAttention-2's.
     kernel = sdpa_kernel(spec, hw)
-    if hw.arch == 90 and (kernel == "cudnn") == is_decoding(spec):
-        # On Hopper FlashAttention-2 is slower than triton except in decoding, where cuDNN is not to be taken.
+    fast = kernel != "cudnn" if is_decoding(spec) else kernel == "cudnn"
+    if hw.arch == 90 and not fast:
         names.remove("sdpa")
         names.insert(names.index("triton") + 1, "sdpa")
     return tuple(names)
