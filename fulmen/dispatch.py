@@ -47,7 +47,8 @@ class Kernel(NamedTuple):
               (dq, dk, dv, dinitial_state or None). None: forward is differentiable as it is, and the kernel is taken
               only when asked for by name.
     prepare   (spec, residuals) -> None, or a function of the tensors alone that repeats the forward of a plain call
-              with the same shapes and strides, each of which begins at a multiple of 16 bytes
+              with the same shapes and strides, each of which begins at a multiple of 16 bytes; for lightning it
+              returns what is saved for the backward, too
     prepare_backward  (spec, residuals, what the backward takes after them) -> the same for the backward
     saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None
     """
