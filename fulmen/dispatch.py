@@ -120,7 +120,7 @@ def candidates(op: str, spec: Any) -> list[Kernel]:
 
 
 def reasons(op: str, spec: Any) -> dict[str, str | None]:
-    """For each backend of `op`: None if it serves `spec`, else why not. Fastest first."""
+    """For each backend of `op`: None if it serves `spec`, else why not; in the order `auto` asks them."""
     return {kernel.name: kernel.supports(spec) for kernel in candidates(op, spec)} | _missing[op]
 
 

@@ -1,6 +1,6 @@
 """Softmax attention: o = softmax(mask(cap(scale q k^T))) v.
 
-This file is the whole story of a call: look for the plan of an equal call (`fulmen.plans`); without one check
+The path of a call: look for the plan of an equal call (`fulmen.plans`); without one check
 arguments, build the spec and let `dispatch.pick` choose a kernel. The backward starts from q, k, v, o and lse, the log
 of the softmax's denominator. Compilers and modes see two `torch.library` operators.
 """
@@ -299,7 +299,7 @@ def _attend(
 
 
 def _plain_options(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
-    """Whether options are of the types that need no checking beyond their value: what equals them is the same."""
+    """Whether every option has an exact built-in type, so that it can be part of a plan's key."""
     return (
         type(causal) in (bool, str)
         and type(backend) is str

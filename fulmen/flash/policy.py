@@ -244,7 +244,7 @@ def decode(spec: FlashSpec, hw: Hardware) -> str | None:
 
 
 def without_cuda(spec: FlashSpec) -> str:
-    """What follows where cuda is the fastest: its compiler is an optional dependency."""
+    """The second choice where cuda is the fastest: its compiler is an optional dependency."""
     decodes = spec.N_Q * spec.group <= 64 and spec.N_KV > 256
     return "sdpa" if spec.plain and (decodes or flops(spec) >= SMALL_FLOPS) else "triton"
 
@@ -311,7 +311,7 @@ def short_tile(spec: FlashSpec, hw: Hardware) -> SmallTile | SingleTile | None:
     tiles = packed = query_tiles(spec, 64)
     if spec.group in PACKABLE_GROUPS:
         packed = math.ceil(spec.N_Q * spec.group / 64) * spec.H_KV * spec.B
-    pack_gqa = packed < tiles and tiles > sms  # else all are there at once, the sooner the fewer share one
+    pack_gqa = packed < tiles and tiles > sms  # if all tiles run in one wave, packing only makes each slower
     if 80 < keys <= 128:
         if query_tiles(spec, 16) <= sms or (spec.N_Q <= 16 and not pack_gqa):
             return SmallTile(1, 4, 128, 1)  # B1 H1 N128: 2.7, 3.1; B64 H32, 1 x 100: 19.4, 20.3

@@ -59,12 +59,12 @@ class FlashSpec(NamedTuple):
 
     @property
     def wants_lse(self) -> bool:
-        """Whether anybody will read lse."""
+        """Whether lse is returned or needed by the backward."""
         return self.with_lse or self.needs_grad
 
     @property
     def plain(self) -> bool:
-        """Causal, up to a distance `right`, or not, and nothing else."""
+        """No left window, softcap, sinks or packed sequences; `right` may be set."""
         return self.left is None and self.softcap is None and self.sequences is None and not self.has_sinks
 
     @property
@@ -158,7 +158,7 @@ def spec_of(
     B, H, N_Q, D = x.q.shape
     _, H_KV, N_KV, E = x.v.shape
     sequences = None if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
-    far = N_Q + N_KV  # no query is so far from any key
+    far = N_Q + N_KV  # a window this wide hides nothing
     left, right = (None if side is None or side >= far else side for side in (left, right))
     limited = left is not None or right is not None
     top_left = top_left and limited and (sequences is not None or N_Q != N_KV)  # else both alignments are one
@@ -200,7 +200,7 @@ def needs_gradient(x: Residuals) -> bool:
     if not torch.is_grad_enabled():
         return False
     hidden = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    return hidden or any(t is not None and t.requires_grad for t in x[:4])  # vmap hides what is asked of the whole
+    return hidden or any(t is not None and t.requires_grad for t in x[:4])  # under vmap requires_grad cannot be seen
 
 
 # ---------------------------------------------------------------------------- allocation, shared by backends
@@ -211,7 +211,7 @@ def empty_lse(q: Tensor) -> Tensor:
 
 
 def empty_outputs(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
-    """o, and lse if anybody will read it."""
+    """o, and lse if it is returned or the backward needs it."""
     lse = empty_lse(x.q) if spec.wants_lse else None
     if lse is not None and spec.has_sinks and spec.sequences is not None:
         lse.fill_(-torch.inf)  # rows of no sequence: they have no part in the sinks' gradients

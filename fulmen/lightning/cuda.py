@@ -7,12 +7,12 @@ bf16, D = E of 64 or 128, as many heads of k and v as of q. Backward, in u (the 
     D = 128   two launches, dv and dk, then dq: in one the blocks of a head do not fit the GPU side by side
 
 Few heads and long sequences are split over blocks as in triton_split.py: a launch gathers the states of segments, a
-scan carries them on, the sweeps start from them. Of the last segment no state is gathered unless it is asked for. At
-D = 128 these states are then what is saved, which spares the backward a launch. Where heads fill the SMs some number of
-times and few are left over, these are split, and the others are not.
+scan carries them on, the sweeps start from them. The last segment's state is computed only if the final state is
+returned. At D = 128 these states are what is saved, which spares the backward a launch. Full waves of heads are not
+split; a small last wave is.
 
-TMA takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not
-are copied; for other inputs `auto` takes triton.
+TMA takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not are copied; for
+other inputs `auto` takes triton.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def segments(spec: LightningSpec, cut: Split, x: Residuals) -> Segments:
 
 def saves(spec: LightningSpec) -> tuple[int, ...] | None:
     """In bf16. D = 64: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed, room for any lengths.
-    D = 128: the states that enter segments, each fp32 number in the place of two."""
+    D = 128: the states that enter segments, fp32 states in a bf16 buffer of twice the width."""
     if spec.D == 128:
         cut = tiles_of(spec).forward_split
         return None if cut.number == 1 else ((spec.B * spec.H - cut.whole) * cut.number, spec.D, 2 * spec.E)

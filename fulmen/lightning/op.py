@@ -3,7 +3,7 @@
     o_t = scale * sum_{j <= t} exp(-s_h (t - j)) (q_t . k_j) v_j        s = 0 without decay
 
 or, token by token, S_t = exp(-s) S_{t-1} + k_t v_t^T and o_t = scale * q_t S_t, which is why cost grows with N and
-not with N^2. This file is the whole story of a call: look for the plan of an equal call (`fulmen.plans`); without one
+not with N^2. The path of a call: look for the plan of an equal call (`fulmen.plans`); without one
 check arguments, build the spec and let `dispatch.pick` choose a kernel. Nothing but the arguments is saved for the
 backward, unless a kernel asks for it. The gradient of the decay is the same for all of them (slopes.py). Compilers
 and modes see two `torch.library` operators.

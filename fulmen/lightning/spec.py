@@ -133,7 +133,7 @@ def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | 
 
 
 def check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
-    """What a look at values costs nothing for: tensors on the CPU."""
+    """Checks values of CPU tensors; reading a GPU's would synchronise."""
     if decay is not None and decay.device.type == "cpu" and not bool(((decay >= 0) & decay.isfinite()).all()):
         raise ValueError(f"decay must be finite and >= 0 (the state decays as exp(-decay)); got {decay.tolist()}")
     check_offset_values("cu_seqlens", cu_seqlens, N)
