@@ -11,8 +11,8 @@ scan carries them on, the sweeps start from them. The last segment's state is co
 returned. At D = 128 these states are what is saved, which spares the backward a launch. Full waves of heads are not
 split; a small last wave is.
 
-TMA takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not are copied; for
-other inputs `auto` takes triton.
+TMA takes rows that begin at multiples of 16 bytes and do not repeat. Gradients of the output that do not are copied;
+for other inputs `auto` takes triton.
 """
 
 from __future__ import annotations
