@@ -179,8 +179,9 @@ TENSORS, FACTS = 6, 7
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     tensors = args[:TENSORS]
     arguments = args[TENSORS:]
-    o, lse = _planned(("flash operator", *arguments), Residuals(*tensors), arguments).forward.run(*tensors)
-    return o, _nothing(o) if lse is None else lse
+    plan = _planned(("flash operator", *arguments), Residuals(*tensors), arguments)
+    o, lse = plan.forward.run(*tensors)
+    return o, lse if plan.spec.wants_lse else _nothing(o)
 
 
 def _nothing(x: Tensor) -> Tensor:
