@@ -193,7 +193,9 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         return False
     for x in tensors:  # a loop: `all` of a generator takes twice the time
         kind = type(x)
-        if not (kind is Tensor or x is None or kind is torch.nn.Parameter):
+        if x is not None and not (kind is Tensor or kind is torch.nn.Parameter):
+            return False
+        if x is not None and not torch._C._has_storage(x):  # legacy vmap, sparse tensors
             return False
     return True
 

@@ -55,6 +55,8 @@ class Repeated:
 
     def _second(self, *tensors: Tensor | None) -> Any:
         assert self.prepare is not None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return self.general(*tensors)  # to prepare may launch the kernel, which a graph would repeat
         self.run = self.prepare(*tensors) or self.general
         return self.run(*tensors)
 
@@ -91,12 +93,16 @@ class Plan:
         if _grad_enabled() or _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
         which, there = given(tensors)
+        if len(set(map(id, there))) < len(there):  # guards know no tensor twice: cu_seqlens of q and k, or one k and v
+            which, there = given(tuple(None if any(t is u for u in tensors[:i]) else t for i, t in enumerate(tensors)))
         for of, guard, known in self.backwards:
             if of == which and guard(*there):
                 return known.run if _aligned(there) else known.general
         if not is_plain_eager(*there):
             return None
         new = self.backward()
+        if any(t.is_neg() for t in there):  # prepared launches read memory, not such bits
+            return new.general
         if (made := _guard(there)) is not None:
             self.backwards = ((which, made, new), *self.backwards)[:MAX_RECENT]
         return new.run if _aligned(there) else new.general
@@ -119,7 +125,7 @@ def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
     options  all that is no tensor, and which tensors are given; equal options must mean the same call, so that 1 and
              True must not both occur
     """
-    if _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
+    if not tensors or _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
         return None
     for t in tensors:
         if t.__class__ not in GUARDED or t.is_nested:  # guards must not be asked about nested tensors
@@ -142,9 +148,9 @@ def find(options: Hashable, tensors: tuple[Tensor, ...]) -> Plan | None:
 
 def keep(options: Hashable, tensors: tuple[Tensor, ...], plan: Plan) -> Plan:
     """Keeps the plan of a checked call that `find` did not know, if it is a plain eager call."""
-    if not _aligned(tensors):  # prepared launches take alignment for granted
-        plan.forward = Repeated(plan.forward.general, None)
     if _plannable(tensors):
+        if not _aligned(tensors):  # prepared launches take alignment for granted
+            plan.forward = Repeated(plan.forward.general, None)
         if len(_plans) >= MAX_PLANS:
             clear()
         _plans[_key(options, tensors)] = plan
@@ -175,10 +181,10 @@ def _plannable(tensors: tuple[Tensor, ...]) -> bool:
 def _key(options: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
     """Everything the checks of a call read."""
     facts = tuple((t.shape, t.stride(), t.dtype, t.device, t.is_inference()) for t in tensors)
-    needs_grad = _grad_enabled() and any(t.requires_grad for t in tensors)
+    needs_grad = _grad_enabled() and any(t.requires_grad for t in tensors)  # an operator's is among its options
     device = tensors[0].device.type
     cast = device != "meta" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    modes = (cast, torch.is_inference_mode_enabled(), needs_grad and (True, deterministic()))
+    modes = (cast, torch.is_inference_mode_enabled(), needs_grad, deterministic())
     return options, facts, modes, tuple(t.data_ptr() % 16 == 0 for t in tensors)
 
 

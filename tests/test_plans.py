@@ -10,6 +10,8 @@ import torch
 
 import fulmen
 from fulmen import dispatch, plans
+from fulmen.flash import op as flash_op
+from fulmen.flash.spec import Residuals
 
 
 def is_torchs(new) -> bool:
@@ -138,3 +140,64 @@ def test_misaligned_calls_are_never_prepared_and_share_no_plan(monkeypatch, odd)
     dispatch.pick.cache_clear()
     assert prepared == [[0, 0, 0]]
     assert len(plans._plans) == 2
+
+
+# ------------------------------------------------------------------------- calls that only look like others
+
+
+@pytest.mark.parametrize("op", ["flash", "lightning"])
+def test_batched_gradients(op):
+    """Legacy vmap hands over tensors without storage."""
+    q, k, v = torch.randn(3, 1, 2, 12, 16).unbind()
+    q.requires_grad_()
+    attend = fulmen.flash_attention if op == "flash" else fulmen.lightning_attention
+    for _ in range(2):
+        o = attend(q, k, v, backend="eager")
+        grads = torch.randn(3, *o.shape)
+        (batched,) = torch.autograd.grad(o, q, grads, is_grads_batched=True, retain_graph=True)
+        for got, g in zip(batched, grads, strict=True):
+            torch.testing.assert_close(got, torch.autograd.grad(o, q, g, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("op", ["flash", "lightning"])
+def test_gradients_with_the_negative_bit_or_a_stride(op):
+    """Prepared backwards read memory as it lies: what lies otherwise must be told apart."""
+    q, k, v = torch.randn(3, 1, 2, 12, 16).unbind()
+    q.requires_grad_()
+    attend = fulmen.flash_attention if op == "flash" else fulmen.lightning_attention
+    g = torch.randn_like(q)
+    strided = torch.stack([g, g], -1)[..., 0]
+    (want,) = torch.autograd.grad(attend(q, k, v, backend="eager"), q, g)
+    for do in (torch._neg_view(-g), strided, g, strided, torch._neg_view(-g)):
+        for _ in range(3):
+            torch.testing.assert_close(torch.autograd.grad(attend(q, k, v, backend="eager"), q, do)[0], want)
+
+
+def test_an_operator_follows_deterministic_mode():
+    q = torch.randn(1, 2, 12, 16)
+    facts = (0.25, None, None, False, None, False, True)
+    given = (q, q.clone(), q.clone(), None, None, None)
+    wanted = []
+    for mode in (False, True, False):
+        torch.use_deterministic_algorithms(mode)
+        torch.ops.fulmen.flash_forward(*given, *facts, "eager")
+        wanted.append(flash_op._planned(("flash operator", *facts, "eager"), Residuals(*given), (*facts, "eager")).spec)
+    assert [spec.deterministic for spec in wanted] == [False, True, False]
+
+
+def test_packed_training_finds_its_backward_again():
+    q, k, v = torch.randn(3, 1, 2, 12, 16).unbind()
+    q.requires_grad_()
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+    plans.clear()
+    for _ in range(4):
+        o = fulmen.flash_attention(q, k, v, cu_seqlens_q=ends, backend="eager")
+        o.backward(torch.randn_like(o))
+    (plan,) = plans._plans.values()
+    assert len(plan.backwards) == plans.GUARDS_WORK
+
+
+@pytest.mark.parametrize("attend", [fulmen.flash_attention, fulmen.lightning_attention])
+def test_nothing_at_all_gets_a_clear_error(attend):
+    with pytest.raises(ValueError, match="q is a NoneType"):
+        attend(None, None, None)

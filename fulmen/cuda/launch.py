@@ -16,7 +16,7 @@ import torch
 from fulmen.cuda.compile import Unavailable, Variant, cubin, cubin_or_reason
 
 INVALID_CONTEXT = 201  # CUDA's number for "this thread has no context yet"
-MAX_PACKED = 256  # calls whose arguments are remembered by address
+MAX_PACKED = 64  # calls whose arguments are remembered by address
 PROGRAMMATIC_LAUNCH = 6  # the launch attribute: may start before the kernel ahead in the stream has finished
 
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing in builds without CUDA
@@ -153,10 +153,16 @@ class Launch:
         )
         return Slot(config, self.arguments)
 
+    def free_slot(self) -> Slot:
+        try:
+            return self.slots.pop()
+        except IndexError:  # the first call, or a call in another thread is under way
+            return self.slot()
+
     def __call__(self, *front: float | bytes) -> None:
         if self.empty:
             return
-        slot = self.slots.pop() if self.slots else self.slot()
+        slot = self.free_slot()
         self.pack(slot.bytes, slot.offset, *front)
         slot.config.stream = raw_stream(self.device)
         if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):
@@ -172,7 +178,7 @@ class Launch:
             if len(self.packed) >= MAX_PACKED:
                 self.packed.clear()
             packed = self.packed[addresses] = self.front.pack(*front(addresses))
-        slot = self.slots.pop() if self.slots else self.slot()
+        slot = self.free_slot()
         ctypes.memmove(slot.start, packed, len(packed))
         slot.config.stream = raw_stream(self.device)
         if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):

@@ -159,7 +159,7 @@ def tidy_gradients(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[T
         do = torch.zeros_like(o)
     elif (do.stride(3) != 1 and do.shape[3] > 1) or do.is_neg():
         do = do.resolve_neg().contiguous()
-    return do, None if dlse is None else dlse.contiguous()
+    return do, None if dlse is None else dlse.resolve_neg().contiguous()
 
 
 # ------------------------------------------------------------------------- the torch.library boundary
@@ -274,6 +274,8 @@ def _attend(
         alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
         which, given = (7, (q, k, v)) if alone else _given(tensors)
         plan = plans.find((which, "flash", causal, window, softcap, scale, backend, with_lse), given)
+        if plan is not None and cu_seqlens_k is None and cu_seqlens_q is not None and q.shape[2] != k.shape[2]:
+            plan = None  # which is wrong, and checked below
     if plan is None:
         left, right, top_left = check_mask(causal, window, softcap)
         tensors = x = check_inputs(*tensors)

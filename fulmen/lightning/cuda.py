@@ -231,7 +231,7 @@ def prepare_backward(
     spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
     """The backward of calls with these shapes and strides at the least cost for the host."""
-    if readable(do) is not do or not (dstate is None or dstate.is_contiguous()):
+    if do.stride(3) != 1 or readable(do) is not do or not (dstate is None or dstate.is_contiguous()):
         return None
     launches: Launches = {}
     *grads, dinitial = backward(spec, x, do, dstate, launches)

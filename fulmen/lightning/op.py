@@ -113,9 +113,11 @@ def _plan(spec: LightningSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ..
     def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         assert kernel.backward is not None, "natively differentiable backends do not come here"
         *given, do, dstate = tensors
+        do = do.resolve_neg()
         if spec.E > 1 and do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
             do = do.contiguous()
-        return kernel.backward(spec, Residuals(*given), do, None if dstate is None else dstate.contiguous())
+        dstate = None if dstate is None else dstate.resolve_neg().contiguous()
+        return kernel.backward(spec, Residuals(*given), do, dstate)
 
     def prepare(*tensors: Any) -> Any:
         assert kernel.prepare is not None
