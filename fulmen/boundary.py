@@ -31,6 +31,8 @@ def require_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
     for name, x in (required | {n: x for n, x in optional.items() if x is not None}).items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}, must be a torch.Tensor")
+        if x.is_nested:
+            raise ValueError(f"{name} is a nested tensor, must be a dense one: pack sequences along N, with cu_seqlens")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool) -> None:

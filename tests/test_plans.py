@@ -201,3 +201,11 @@ def test_packed_training_finds_its_backward_again():
 def test_nothing_at_all_gets_a_clear_error(attend):
     with pytest.raises(ValueError, match="q is a NoneType"):
         attend(None, None, None)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("attend", [fulmen.flash_attention, fulmen.lightning_attention])
+def test_nested_tensors_get_a_clear_error(attend, layout):
+    x = torch.nested.nested_tensor([torch.randn(2, 5, 16), torch.randn(2, 5, 16)], layout=layout)
+    with pytest.raises(ValueError, match="q is a nested tensor"):
+        attend(x, x, x)
