@@ -47,7 +47,9 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
     if x.draft_k is not None and x.draft_v is not None and x.accepted is not None:
         draft_k, draft_v, accepted = x.draft_k[slot], x.draft_v[slot], x.accepted[row]
         for t in range(MAX_TOKENS):  # a draft that is not accepted may hold NaN
-            state = torch.where((t < accepted).view(-1, 1, 1, 1), enter(state, draft_k[:, :, t], draft_v[:, :, t]), state)
+            state = torch.where(
+                (t < accepted).view(-1, 1, 1, 1), enter(state, draft_k[:, :, t], draft_v[:, :, t]), state
+            )
         stored = state
         for pool, new in ((x.draft_k, k), (x.draft_v, v)):
             pool[slot, :, : spec.T] = torch.where(some, new, pool[slot, :, : spec.T])

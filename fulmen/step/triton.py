@@ -237,6 +237,4 @@ def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor] | None:
     return again
 
 
-register(
-    "step", "triton", supports=supports, forward=forward, backward=no_gradient("lightning_step"), prepare=prepare
-)
+register("step", "triton", supports=supports, forward=forward, backward=no_gradient("lightning_step"), prepare=prepare)
