@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fulmen.dispatch import explain
     from fulmen.flash import flash_attention, flash_attention_with_lse
     from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
+    from fulmen.step import lightning_step
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ _HOMES = {
     "lightning_attention": "fulmen.lightning.op",
     "lightning_attention_with_state": "fulmen.lightning.op",
     "lightning_attn_func": "fulmen.lightning.op",
+    "lightning_step": "fulmen.step.op",
 }
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "lightning_attention",
     "lightning_attention_with_state",
     "lightning_attn_func",
+    "lightning_step",
     "parallel",
 ]
 

@@ -219,3 +219,12 @@ def no_second_derivative(op: str) -> Callable[..., Any]:
         raise NotImplementedError(f"{op} has no second derivative; backend='reference' is twice differentiable")
 
     return refuse
+
+
+def no_gradient(op: str) -> Callable[..., Any]:
+    """The backward of operations that have none."""
+
+    def refuse(*args: Any) -> Any:
+        raise NotImplementedError(f"{op} has no gradient")
+
+    return refuse

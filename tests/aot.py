@@ -62,6 +62,27 @@ class FlashCase(NamedTuple):
         return name_of(self)
 
 
+class StepCase(NamedTuple):
+    """A decoding step of lightning attention; a draft adds the kernel that stores it."""
+
+    arch: int
+    T: int = 1
+    D: int = 128
+    E: int | None = None
+    state: str = "float32"
+    draft: bool = False
+    slots: bool = True
+    decay: bool = True
+    dtype: str = "bfloat16"
+    B: int = 64
+    H: int = 64
+    H_KV: int | None = None
+
+    def __str__(self) -> str:
+        named = [f"{n}={v}" for n, v in zip(self._fields, self, strict=True) if v != self._field_defaults.get(n)]
+        return "-".join(named)
+
+
 class RotaryCase(NamedTuple):
     """Latent attention as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
 
@@ -103,7 +124,7 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case | FlashCase | RotaryCase | RanksCase) -> list[Usage]:
+    def __call__(self, case: Case | FlashCase | StepCase | RotaryCase | RanksCase) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -175,6 +196,29 @@ def flash_launches(case: FlashCase) -> list[Any]:
         return [module.forward_launch(spec, tiles, x, o, lse)]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     return module.backward_launches(spec, tiles, x, module.Backward(o, lse, o, None, lse, q, dk, dv))
+
+
+def step_launches(case: StepCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.hardware import TARGETS
+    from fulmen.step import policy
+    from fulmen.step import triton as module
+    from fulmen.step.spec import MAX_TOKENS, Tensors, spec_of
+
+    B, H, H_KV, T, D, E = case.B, case.H, case.H_KV or case.H, case.T, case.D, case.E or case.D
+    make = functools.partial(torch.empty, device="meta")
+    rows, ints = functools.partial(make, dtype=getattr(torch, case.dtype)), make(B, dtype=torch.int32)
+    draft = rows(B, H_KV, MAX_TOKENS, D), rows(B, H_KV, MAX_TOKENS, E), ints
+    x = Tensors(
+        rows(B, H, T, D), rows(B, H_KV, T, D), rows(B, H_KV, T, E), make(H) if case.decay else None,
+        make(B, H, D, E, dtype=getattr(torch, case.state)), ints if case.slots else None,
+        *(draft if case.draft else (None, None, None)),
+    )  # fmt: skip
+    spec = spec_of(x, 1.0)
+    return module.launches(spec, policy.choose(spec, TARGETS[case.arch], "triton").tile, x, rows(B, H, T, E))
 
 
 def rotary_launches(case: RotaryCase) -> list[Any]:
@@ -265,6 +309,7 @@ def serve() -> None:
         made: dict[str, tuple[Any, Any]] = {
             "Case": (Case, launches),
             "FlashCase": (FlashCase, flash_launches),
+            "StepCase": (StepCase, step_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }
