@@ -219,3 +219,12 @@ def no_second_derivative(op: str) -> Callable[..., Any]:
         raise NotImplementedError(f"{op} has no second derivative; backend='reference' is twice differentiable")
 
     return refuse
+
+
+def no_gradients(op: str) -> Callable[..., Any]:
+    """The backward of an operation that has none."""
+
+    def refuse(*args: Any) -> tuple[Any, ...]:
+        raise NotImplementedError(f"{op} has no gradients; backend='reference' is differentiable")
+
+    return refuse

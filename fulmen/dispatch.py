@@ -18,7 +18,7 @@ import torch
 
 from fulmen import hardware
 
-OPS = ("lightning", "flash")
+OPS = ("lightning", "flash", "latent")
 
 
 class Choice(NamedTuple):

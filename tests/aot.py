@@ -62,6 +62,24 @@ class FlashCase(NamedTuple):
         return name_of(self)
 
 
+class LatentCase(NamedTuple):
+    """The same for attention over a latent cache."""
+
+    arch: int
+    pass_: str = "forward"
+    D: int = 576
+    E: int = 512
+    H: int = 128
+    N_Q: int = 1
+    page: int | None = None
+    dtype: str = "bfloat16"
+    B: int = 4
+    N: int = 8192
+
+    def __str__(self) -> str:
+        return name_of(self)
+
+
 class RotaryCase(NamedTuple):
     """Latent attention as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
 
@@ -79,7 +97,7 @@ class RanksCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
-def name_of(case: Case | FlashCase) -> str:
+def name_of(case: Case | FlashCase | LatentCase) -> str:
     named = list(zip(case._fields, case, strict=True))[3:]
     odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
     return "-".join([f"sm_{case.arch}", case.pass_, f"D={case.D}", *odd])
@@ -103,7 +121,7 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case | FlashCase | RotaryCase | RanksCase) -> list[Usage]:
+    def __call__(self, case: Case | FlashCase | LatentCase | RotaryCase | RanksCase) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -175,6 +193,28 @@ def flash_launches(case: FlashCase) -> list[Any]:
         return [module.forward_launch(spec, tiles, x, o, lse)]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     return module.backward_launches(spec, tiles, x, module.Backward(o, lse, o, None, lse, q, dk, dv))
+
+
+def latent_launches(case: LatentCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.hardware import TARGETS
+    from fulmen.latent import policy
+    from fulmen.latent import triton as module
+    from fulmen.latent.spec import LatentSpec, Residuals
+
+    B, H, N_Q, N, D, E, page = case.B, case.H, case.N_Q, case.N, case.D, case.E, case.page
+    dtype = getattr(torch, case.dtype)
+    make = functools.partial(torch.empty, device="meta")
+    table = None if page is None else make(B, N // page, dtype=torch.int32)
+    kv = make(*((B, N) if page is None else (2 * B * N // page, page)), D, dtype=dtype)
+    x = Residuals(make(B, H, N_Q, D, dtype=dtype), kv, make(B, dtype=torch.int32), table)
+    spec = LatentSpec(B, H, N_Q, N, D, E, dtype, kv.device, D**-0.5, N_Q > 1, True, N, page)
+    choice = policy.choose(spec, TARGETS[case.arch], "triton")
+    work = module.workspace(spec, choice.splits)
+    return module.forward_launches(spec, choice, x, make(B, H, N_Q, E, dtype=dtype), work)
 
 
 def rotary_launches(case: RotaryCase) -> list[Any]:
@@ -265,6 +305,7 @@ def serve() -> None:
         made: dict[str, tuple[Any, Any]] = {
             "Case": (Case, launches),
             "FlashCase": (FlashCase, flash_launches),
+            "LatentCase": (LatentCase, latent_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }
