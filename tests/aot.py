@@ -222,7 +222,7 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     import torch
 
-    from fulmen.layers.fused import latent
+    from fulmen.layers.fused import decode, latent
     from fulmen.layers.fused import rotary as module
 
     B, N, H, nope, dim, E, R, R_Q = 2, 2048, 32, 128, 64, 128, 512, 1536
@@ -240,7 +240,12 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         latent.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
-    ]
+        decode.step_launch(
+            q[..., nope:], norm[2], rope, cos, cos, torch.empty(B, dtype=torch.int32, device="meta"),
+            rows(B, 8192, R + dim), rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:],
+            torch.empty(B, dtype=torch.int32, device="meta"), case.interleaved,
+        ),
+    ]  # fmt: skip
     if case.arch == 90:
         flat = k.view(B * N, -1), v.view(B * N, -1), rows(H * (nope + E), R), rows(B * N, R)
         found += [latent.gather_launch(*flat, H, nope, width) for width in latent.WIDTHS]
