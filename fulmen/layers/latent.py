@@ -13,8 +13,8 @@ W_kvb = [W_k | W_v] is applied to the queries and to the outputs instead of to e
 
 so that all heads read the one cached latent: multi-query attention with a head dim of kv_rank + rope_dim = 576 and
 values of 512, which is `latent_attention`. With gradients, a window, a softcap or sinks these products are plain
-PyTorch, the softmax in fp32. A step of a preallocated cache (`_step`) takes positions and lengths from the device alone,
-so that it can be captured in a CUDA graph.
+PyTorch, the softmax in fp32. A step of a preallocated cache (`_step`) takes positions and lengths from the device, so
+that it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def latent_step_kernel(
         i = tl.arange(0, R_P2)
         tl.store(row + i, tl.load(latent_ptr + b * sl_b + n * sl_n + i, i < R), i < R)
         k = tl.load(k_ptr + b * sk_b + n * sk_n + at, there, 0.0).to(tl.float32)[None, :]
-        y = turned(k, cos[None, :], sin[None, :], 1, HALF_P2, INTERLEAVED)
-        tl.store(row + R + at[None, :], y.to(kv_ptr.dtype.element_ty), there[None, :])
+        z = turned(k, cos[None, :], sin[None, :], 1, HALF_P2, INTERLEAVED)
+        tl.store(row + R + at[None, :], z.to(kv_ptr.dtype.element_ty), there[None, :])
         if n == 0:
             tl.store(lengths_ptr + b, end + N)
 
