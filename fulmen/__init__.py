@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fulmen import decay, parallel
     from fulmen.dispatch import explain
     from fulmen.flash import flash_attention, flash_attention_with_lse
+    from fulmen.latent import latent_attention
     from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
     from fulmen.step import lightning_step
 
@@ -19,6 +20,7 @@ _HOMES = {
     "explain": "fulmen.dispatch",
     "flash_attention": "fulmen.flash.op",
     "flash_attention_with_lse": "fulmen.flash.op",
+    "latent_attention": "fulmen.latent.op",
     "lightning_attention": "fulmen.lightning.op",
     "lightning_attention_with_state": "fulmen.lightning.op",
     "lightning_attn_func": "fulmen.lightning.op",
@@ -30,6 +32,7 @@ __all__ = [
     "explain",
     "flash_attention",
     "flash_attention_with_lse",
+    "latent_attention",
     "lightning_attention",
     "lightning_attention_with_state",
     "lightning_attn_func",

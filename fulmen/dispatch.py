@@ -18,7 +18,7 @@ import torch
 
 from fulmen import hardware
 
-OPS = ("lightning", "step", "flash")
+OPS = ("lightning", "step", "flash", "latent")
 
 
 class Choice(NamedTuple):

@@ -83,6 +83,24 @@ class StepCase(NamedTuple):
         return "-".join(named)
 
 
+class LatentCase(NamedTuple):
+    """The same for attention over a latent cache."""
+
+    arch: int
+    pass_: str = "forward"
+    D: int = 576
+    E: int = 512
+    H: int = 128
+    N_Q: int = 1
+    page: int | None = None
+    dtype: str = "bfloat16"
+    B: int = 4
+    N: int = 8192
+
+    def __str__(self) -> str:
+        return name_of(self)
+
+
 class RotaryCase(NamedTuple):
     """Latent attention as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
 
@@ -100,7 +118,7 @@ class RanksCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
-def name_of(case: Case | FlashCase) -> str:
+def name_of(case: Case | FlashCase | LatentCase) -> str:
     named = list(zip(case._fields, case, strict=True))[3:]
     odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
     return "-".join([f"sm_{case.arch}", case.pass_, f"D={case.D}", *odd])
@@ -124,7 +142,7 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case | FlashCase | StepCase | RotaryCase | RanksCase) -> list[Usage]:
+    def __call__(self, case: Case | FlashCase | StepCase | LatentCase | RotaryCase | RanksCase) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -221,12 +239,34 @@ def step_launches(case: StepCase) -> list[Any]:
     return module.launches(spec, policy.choose(spec, TARGETS[case.arch], "triton").tile, x, rows(B, H, T, E))
 
 
+def latent_launches(case: LatentCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.hardware import TARGETS
+    from fulmen.latent import policy
+    from fulmen.latent import triton as module
+    from fulmen.latent.spec import LatentSpec, Residuals
+
+    B, H, N_Q, N, D, E, page = case.B, case.H, case.N_Q, case.N, case.D, case.E, case.page
+    dtype = getattr(torch, case.dtype)
+    make = functools.partial(torch.empty, device="meta")
+    table = None if page is None else make(B, N // page, dtype=torch.int32)
+    kv = make(*((B, N) if page is None else (2 * B * N // page, page)), D, dtype=dtype)
+    x = Residuals(make(B, H, N_Q, D, dtype=dtype), kv, make(B, dtype=torch.int32), table)
+    spec = LatentSpec(B, H, N_Q, N, D, E, dtype, kv.device, D**-0.5, N_Q > 1, True, N, page)
+    choice = policy.choose(spec, TARGETS[case.arch], "triton")
+    work = module.workspace(spec, choice.splits)
+    return module.forward_launches(spec, choice, x, make(B, H, N_Q, E, dtype=dtype), work)
+
+
 def rotary_launches(case: RotaryCase) -> list[Any]:
     import functools
 
     import torch
 
-    from fulmen.layers.fused import latent
+    from fulmen.layers.fused import decode, latent
     from fulmen.layers.fused import rotary as module
 
     B, N, H, nope, dim, E, R, R_Q = 2, 2048, 32, 128, 64, 128, 512, 1536
@@ -244,7 +284,12 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         latent.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
-    ]
+        decode.step_launch(
+            q[..., nope:], norm[2], rope, cos, cos, torch.empty(B, dtype=torch.int32, device="meta"),
+            rows(B, 8192, R + dim), rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:],
+            torch.empty(B, dtype=torch.int32, device="meta"), case.interleaved,
+        ),
+    ]  # fmt: skip
     if case.arch == 90:
         flat = k.view(B * N, -1), v.view(B * N, -1), rows(H * (nope + E), R), rows(B * N, R)
         found += [latent.gather_launch(*flat, H, nope, width) for width in latent.WIDTHS]
@@ -310,6 +355,7 @@ def serve() -> None:
             "Case": (Case, launches),
             "FlashCase": (FlashCase, flash_launches),
             "StepCase": (StepCase, step_launches),
+            "LatentCase": (LatentCase, latent_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }

@@ -226,18 +226,67 @@ class KVCache(TokenCache):
 
 
 class LatentCache(TokenCache):
-    """Latents and rotated keys of one latent-attention layer."""
+    """Latents and rotated keys of one latent-attention layer, side by side in one tensor (B, N, R + P).
+
+    A preallocated cache counts its tokens on the device, too, in `ends`, which never moves: a decoding step reads
+    nothing else, so that it can be captured in a CUDA graph. Replays change `ends` and the memory; `length` and
+    `lengths` stay what they were at the capture.
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        super().__init__(max_length)
+        self.ends: Tensor | None = None  # int32 (B,), of a preallocated cache
 
     def append(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """latent (B, N, R), k_rope (B, N, P): the next tokens. Returns all of both; `counts` as in `KVCache`."""
-        latent, k_rope, end = self.offer(latent, k_rope, counts)
+        kv, end = self.offer(torch.cat([latent, k_rope], 2), counts)
         self.advance(end)
-        return latent, k_rope
+        return kv[..., : latent.shape[2]], kv[..., latent.shape[2] :]
 
-    def offer(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, End]:
-        """As `KVCache.offer`."""
-        (latent, k_rope), end = self._offer((latent, k_rope), counts)
-        return latent, k_rope, end
+    def offer(self, kv: Tensor, counts: Tensor | None = None) -> tuple[Tensor, End]:
+        """As `KVCache.offer`, of [latent | k_rope] (B, N, R + P)."""
+        (kv,), end = self._offer((kv,), counts)
+        return kv, end
+
+    def advance(self, end: End, layer: AttentionLayer | None = None) -> None:
+        super().advance(end, layer)
+        self._count()
+
+    def reset(self) -> None:
+        super().reset()
+        self._count()
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        super().reorder(indices)
+        self._count()
+
+    def room(self, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory (B, max_length, R + P) of a preallocated cache, which has room for tokens like `new`, and `ends`."""
+        (kv,) = self._memory((new,), self.length + new.shape[1])
+        assert self.ends is not None
+        return kv, self.ends
+
+    def extend(self, N: int, counts: Tensor | None, layer: AttentionLayer) -> None:
+        """Counts N tokens more, or counts[b] in row b, which were written to `room`."""
+        assert self.ends is not None
+        self.ends.add_(N if counts is None else counts)
+        if counts is not None or self.lengths is not None:
+            self.lengths = self.ends.long()
+        self.length += N
+        self._note_writer(layer)
+
+    def _count(self) -> None:
+        """Brings `ends` up to `length` and `lengths`."""
+        if self.max_length is None or not self._held:
+            return
+        held = self._held[0]
+        if self.ends is None or self.ends.shape[0] != held.shape[0] or self.ends.device != held.device:
+            with _not_inference():
+                self.ends = torch.empty(held.shape[0], dtype=torch.int32, device=held.device)
+        if self.lengths is None:
+            self.ends.fill_(self.length)
+        else:
+            self.ends.copy_(self.lengths)
 
 
 class StateCache(Written):
