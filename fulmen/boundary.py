@@ -35,8 +35,13 @@ def require_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
             raise ValueError(f"{name} is a nested tensor, must be a dense one: pack sequences along N, with cu_seqlens")
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool) -> None:
-    """One clear error for what is wrong with q (B, H, N, D), k (B, H_KV, N_KV, D) and v (B, H_KV, N_KV, E)."""
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool, kv_rows: int | None = None
+) -> None:
+    """One clear error for what is wrong with q (B, H, N, D), k (B, H_KV, N_KV, D) and v (B, H_KV, N_KV, E).
+
+    kv_rows  what k and v have instead of B: the rows or pages of a cache
+    """
 
     def got() -> str:
         return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -45,10 +50,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: b
         if x.ndim != 4:
             raise ValueError(f"{name} has {x.ndim} dimensions, must have 4: (B, heads, N, head dim); {got()}")
     (B, H, N, D), (B_K, H_KV, N_K, D_K), (B_V, H_V, N_V, E) = q.shape, k.shape, v.shape
-    if B_K != B or (same_length and N_K != N):
+    if kv_rows is not None:
+        if kv_rows != B_K:
+            raise ValueError(f"k must have {kv_rows} rows, one for each of kv_lengths, or a page_table; {got()}")
+    elif B_K != B or (same_length and N_K != N):
         raise ValueError(f"k must share B={B}{f' and N={N}' if same_length else ''} with q; {got()}")
-    if B_V != B or N_V != N_K:
-        raise ValueError(f"v must share B={B} and N={N_K} with k; {got()}")
+    if B_V != B_K or N_V != N_K:
+        raise ValueError(f"v must share B={B_K} and N={N_K} with k; {got()}")
     if D_K != D:
         raise ValueError(f"k has head dim {D_K}, must have q's D={D}; {got()}")
     if H_V != H_KV:

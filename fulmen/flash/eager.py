@@ -10,6 +10,9 @@ windowed call does not compute what its mask hides:
 
 Products are taken in the inputs' dtype, as torch takes them; softmax, lse and the sums over panels in fp32 (fp64 for
 fp64). Query heads that share k and v are rows of one product, so nothing is expanded.
+
+Over a cache, panels are rows of it. Lengths are not read on the host: every key is multiplied, and those beyond a
+row's length are hidden. Pages are gathered first.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
+from fulmen.flash.reference import cache_rows, visible
 from fulmen.flash.spec import FlashSpec, Residuals, empty_lse
 
 PANEL_BYTES = 64 << 20  # of the logits, over all heads
@@ -85,7 +89,7 @@ def grouped(x: Tensor, spec: FlashSpec, panel: Panel) -> Tensor:
     return x[:, :, panel.q0 : panel.q1].unflatten(1, (spec.H_KV, spec.group)).flatten(2, 3)
 
 
-def logits(spec: FlashSpec, q: Tensor, k: Tensor, panel: Panel) -> tuple[Tensor, Tensor | None]:
+def logits(spec: FlashSpec, q: Tensor, k: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """s (B, H_KV, group, queries, keys) in fp32 or fp64, and the slope of the cap where there is one."""
     early = min(spec.scale, 1.0) if spec.scale > 0 else 1.0  # before the product, which in fp16 ends at 65,504
     s = ((q * early) @ k.mT).to(torch.promote_types(spec.dtype, torch.float32))
@@ -96,7 +100,6 @@ def logits(spec: FlashSpec, q: Tensor, k: Tensor, panel: Panel) -> tuple[Tensor,
     if spec.softcap is not None:
         t = torch.tanh(s / spec.softcap)
         s, slope = spec.softcap * t, 1 - t * t
-    hidden = panel.hidden(spec, q.device)
     return s if hidden is None else s.masked_fill(hidden, -torch.inf), slope
 
 
@@ -105,22 +108,52 @@ def weights(s: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
 
 
+def attend(
+    spec: FlashSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, hidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """o (B, H, queries, E) and lse of some queries, grouped by k's heads, and the keys they may see."""
+    s, _ = logits(spec, q, k, hidden)
+    if sinks is None:
+        lse = torch.logsumexp(s, dim=4)  # -inf for a row without keys
+    else:
+        sinks = sinks.to(s.dtype).view(spec.H_KV, spec.group, 1, 1).expand(*s.shape[:4], 1)
+        lse = torch.logsumexp(torch.cat([s, sinks], dim=4), dim=4)
+    p = weights(s, lse).to(spec.dtype)
+    return (p.flatten(2, 3) @ v).unflatten(2, (spec.group, -1)).flatten(1, 2), lse.flatten(1, 2)
+
+
 def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor]:
     o, lse = empty_rows(x.q, spec.H, spec.E), empty_lse(x.q)
     if not lse.numel():
         return o, lse
+    if spec.has_kv_lengths:
+        forward_cache(spec, x, o, lse)
+        return o, lse
     for panel in panels(spec, x):
         k, v = (t[:, :, panel.k0 : panel.k1] for t in (x.k, x.v))
-        s, _ = logits(spec, grouped(x.q, spec, panel), k, panel)
-        if x.sinks is None:
-            rows = torch.logsumexp(s, dim=4)  # -inf for a row without keys
-        else:
-            sinks = x.sinks.to(s.dtype).view(spec.H_KV, spec.group, 1, 1).expand(*s.shape[:4], 1)
-            rows = torch.logsumexp(torch.cat([s, sinks], dim=4), dim=4)
-        p = weights(s, rows).to(spec.dtype)
-        o[:, :, panel.q0 : panel.q1] = (p.flatten(2, 3) @ v).unflatten(2, (spec.group, -1)).flatten(1, 2)
-        lse[:, :, panel.q0 : panel.q1] = rows.flatten(1, 2)
+        rows = attend(spec, grouped(x.q, spec, panel), k, v, x.sinks, panel.hidden(spec, x.q.device))
+        o[:, :, panel.q0 : panel.q1], lse[:, :, panel.q0 : panel.q1] = rows
     return o, lse
+
+
+def forward_cache(spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor) -> None:
+    """Writes o and lse. A panel is some rows of the cache, or some queries of one row."""
+    room = PANEL_BYTES * (1 if spec.device.type == "cpu" else GPU_PANELS)
+    queries = max(1, room // (4 * spec.H * max(spec.N_KV, 1)))
+    if x.cu_seqlens_q is None:
+        step = max(1, queries // spec.N_Q)
+        rows = [(slice(b, b + step), slice(b, b + step), 0, spec.N_Q) for b in range(0, spec.B, step)]
+    else:
+        ends = itertools.pairwise(x.cu_seqlens_q.tolist())
+        rows = [(slice(None), slice(i, i + 1), a, b) for i, (a, b) in enumerate(ends)]
+    for batch, row, begin, end in rows:
+        k, v, lengths = cache_rows(spec, x, row)
+        for q0 in range(begin, end, queries):
+            panel = Panel(q0, min(q0 + queries, end), 0, spec.N_KV, 0)
+            seen = visible(spec, range(panel.q0 - end, panel.q1 - end), spec.N_KV, lengths)
+            q = grouped(x.q[batch], spec, panel)
+            here = batch, slice(None), slice(panel.q0, panel.q1)
+            o[here], lse[here] = attend(spec, q, k, v, x.sinks, ~seen[:, None])
 
 
 def backward(
@@ -139,7 +172,7 @@ def backward(
     for panel in panels(spec, x) if dq.numel() else ():
         keys = slice(panel.k0, panel.k1)
         q, k, v, g = grouped(x.q, spec, panel), x.k[:, :, keys], x.v[:, :, keys], grouped(do, spec, panel)
-        s, slope = logits(spec, q, k, panel)
+        s, slope = logits(spec, q, k, panel.hidden(spec, q.device))
         rows, shift = (grouped(t, spec, panel).unflatten(2, (spec.group, -1)) for t in (lse, delta))
         p = weights(s, rows)
         ds = p * ((g @ v.mT).to(exact).unflatten(2, (spec.group, -1)) - shift[..., None])

@@ -36,6 +36,8 @@ def supports(spec: FlashSpec) -> str | None:
         return f"flash-attn needs a head dim that is a multiple of 8, here D={spec.D}"
     if spec.has_sinks:
         return "flash-attn has no sinks"
+    if spec.has_kv_lengths:
+        return "flash-attn's kernels over a cache (kv_lengths) are not called here: cuda and triton serve it"
     if spec.sequences is not None:
         return "flash-attn needs the longest packed sequence on the host, which would synchronise the GPU"
     if spec.with_lse and spec.needs_grad:

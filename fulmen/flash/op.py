@@ -26,8 +26,10 @@ from fulmen.flash.spec import (
     FlashSpec,
     Residuals,
     Window,
+    check_cache,
     check_inputs,
     check_mask,
+    check_max_kv_length,
     check_values,
     empty_lse,
     needs_gradient,
@@ -48,6 +50,9 @@ def flash_attention(
     scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    max_kv_length: int | None = None,
+    page_table: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Softmax attention, exact: o (B, H, N_Q, E).
@@ -66,12 +71,26 @@ def flash_attention(
     cu_seqlens_*  int32 (sequences + 1,) on the inputs' device, rising from 0 to N_Q (N_KV): B is 1 and N holds packed
                   sequences, which do not see each other. cu_seqlens_k is cu_seqlens_q unless given. Values are
                   checked on the CPU only; on a GPU rows outside every sequence are undefined.
+    kv_lengths    int32 (B,) on the inputs' device, for decoding: k and v are a cache, of which row b uses its first
+                  kv_lengths[b] keys, and queries are aligned to that end. With cu_seqlens_q there is a length and a
+                  row of k and v for each sequence. Lengths stay on the device, are clamped to what there is, and
+                  what lies beyond them may be NaN. No gradients.
+    max_kv_length an upper bound of kv_lengths, by which keys are split over blocks; lengths beyond it count as it.
+                  The cache's capacity unless given.
+    page_table    int32 (B, pages of a row) with k and v (pages, H_KV, page, D): row b has its keys in the pages
+                  page_table[b], which rows may share. A page is 16 to 256 keys, a multiple of 16. Entries are clamped.
     backend       "auto" takes the fastest that supports the call; a name works or raises, it never falls back. Under
                   torch.use_deterministic_algorithms "auto" takes one whose gradients are the same every time.
 
     A row that sees no key is zero, and so are its gradients.
     """
-    o, _ = _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, False)
+    if kv_lengths is None and max_kv_length is None and page_table is None:
+        o, _ = _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, False)
+    else:
+        o, _ = _attend_cache(
+            q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, causal, window, softcap, scale,
+            max_kv_length, backend, False,
+        )  # fmt: skip
     return o
 
 
@@ -87,13 +106,21 @@ def flash_attention_with_lse(
     scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    max_kv_length: int | None = None,
+    page_table: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """As `flash_attention`, and lse (B, H, N_Q), fp32: the natural logarithm of the softmax's denominator.
 
     It counts the sink, is differentiable, and is -inf for a row that sees no key and no sink.
     """
-    return _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, True)
+    if kv_lengths is None and max_kv_length is None and page_table is None:
+        return _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, True)
+    return _attend_cache(
+        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, causal, window, softcap, scale,
+        max_kv_length, backend, True,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- kernels and plans
@@ -131,8 +158,7 @@ def _plan(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...]) 
 
 def _given(tensors: tuple[Any, ...]) -> tuple[int, tuple[Tensor, ...]]:
     """Which tensors are given, and these, for `plans.find`; cu_seqlens that serve q and k count once."""
-    *others, cu_seqlens_q, cu_seqlens_k = tensors
-    return plans.given((*others, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k))
+    return plans.given(tensors if tensors[5] is not tensors[4] else (*tensors[:5], None, *tensors[6:]))
 
 
 def _planned(key: tuple[Any, ...], x: Residuals, arguments: tuple[Any, ...]) -> Plan:
@@ -236,6 +262,75 @@ torch.library.register_autograd("fulmen::flash_forward", _gradients, setup_conte
 torch.library.register_autograd("fulmen::flash_backward", no_second_derivative("flash_attention"), lib=_lib)
 
 
+# ------------------------------------------------------------------------------------- over a cache
+
+
+_lib.define(
+    "flash_cache_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor kv_lengths,"
+    " Tensor? page_table, float scale, int? left, int? right, float? softcap, bool with_lse, int? max_kv_length,"
+    " str backend) -> (Tensor o, Tensor lse)"
+)
+
+
+def _cache_plan(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], most: int | None, backend: str) -> Plan:
+    check_values(x)
+    which, given = plans.given(x)
+    plan = plans.find((which, *key), given)
+    if plan is None:
+        spec = spec_of(x, *facts, max_kv_length=most)
+        plan = plans.keep((which, *key), given, _plan(spec, dispatch.pick("flash", spec, backend), ()))
+    return plan
+
+
+def _cache_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, kv_lengths: Tensor,
+    page_table: Tensor | None, scale: float, left: int | None, right: int | None, softcap: float | None,
+    with_lse: bool, most: int | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x = Residuals(q, k, v, sinks, cu_seqlens_q, None, kv_lengths, page_table)
+    facts = (scale, left, right, False, softcap, with_lse, False)
+    plan = _cache_plan(("flash cache operator", *facts, most, backend), x, facts, most, backend)
+    o, lse = plan.forward.run(*x)
+    return o, lse if with_lse else _nothing(o)
+
+
+def _cache_forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if others[-3] else _nothing(q)
+
+
+_lib.impl("flash_cache_forward", _cache_forward, "CompositeExplicitAutograd")
+torch.library.register_fake("fulmen::flash_cache_forward", _cache_forward_fake, lib=_lib)
+
+
+def _attend_cache(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    kv_lengths: Tensor | None, page_table: Tensor | None, causal: Causal, window: Window, softcap: float | None,
+    scale: float | None, most: int | None, backend: str, with_lse: bool,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    tensors: Any = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
+    key = ("flash cache", causal, window, softcap, scale, most, backend, with_lse)
+    plain, plan = _plain_options(causal, window, softcap, scale, backend) and (most is None or type(most) is int), None
+    if plain:
+        which, given = plans.given(tensors)
+        plan = plans.find((which, *key), given)
+    if plan is None:
+        left, right, top_left = check_mask(causal, window, softcap)
+        tensors = x = check_cache(top_left, *tensors)
+        factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
+        most, cap = check_max_kv_length(most), None if softcap is None else float(softcap)
+        facts = (factor, left, right, False, cap, with_lse, False)
+        refuse_derivatives_we_lack("flash_attention", x)
+        if not is_plain_eager(*x):
+            options = (factor, left, right, cap, with_lse, most, backend)
+            return torch.ops.fulmen.flash_cache_forward(*x[:5], *x[6:], *options)
+        if not isinstance(backend, str):
+            raise dispatch.unknown("flash", backend)
+        plan = _cache_plan(key if plain else ("flash cache facts", *facts, most, backend), x, facts, most, backend)
+    elif cu_seqlens_q is not None:
+        check_values(Residuals(*tensors))
+    return plan.forward.run(*tensors)
+
+
 # ------------------------------------------------------------------------------------------------ the call
 
 
@@ -284,7 +379,8 @@ def _attend(
             plan = None  # which is wrong, and checked below
     if plan is None:
         left, right, top_left = check_mask(causal, window, softcap)
-        tensors = x = check_inputs(*tensors)
+        x = check_inputs(*tensors)
+        tensors = x[:TENSORS]
         factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
         cap = None if softcap is None else float(softcap)
         facts = (factor, left, right, top_left, cap, with_lse, needs_gradient(x))
@@ -294,13 +390,13 @@ def _attend(
             return dispatch.pick("flash", spec, backend).forward(spec, x)
         refuse_derivatives_we_lack("flash_attention", x)
         if not is_plain_eager(*x):
-            return torch.ops.fulmen.flash_forward(*x, *facts, backend)
+            return torch.ops.fulmen.flash_forward(*tensors, *facts, backend)
         key = (causal, window, softcap, scale, backend, with_lse) if plain else (*facts, backend)
         plan = _planned(("flash", *key), x, (*facts, backend))
     elif cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        tensors = x = Residuals(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
-        check_values(x)
+        tensors = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+        check_values(Residuals(*tensors))
     if not plan.needs_grad:
         return plan.forward.run(*tensors)
     outputs = _apply(plan, *tensors)

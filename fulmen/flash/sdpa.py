@@ -73,6 +73,8 @@ def unsupported_options(spec: FlashSpec) -> str | None:
     """Why none of the implementations can serve a call, whatever the hardware."""
     if spec.device.type not in ("cpu", "cuda"):
         return f"torch's SDPA has these operators for CPU and CUDA, and q is on {spec.device.type}"
+    if spec.has_kv_lengths:
+        return "SDPA takes no lengths of a cache (kv_lengths): it would attend to all of the capacity"
     if spec.sequences is not None:
         return "SDPA takes no packed sequences (cu_seqlens)"
     if spec.has_sinks:

@@ -1,6 +1,7 @@
 """A call of softmax attention without its tensors: the spec, and the checks that lead to it.
 
-One clear error for each wrong argument. Values of `cu_seqlens` are read on the CPU only.
+One clear error for each wrong argument. Values of `cu_seqlens` are read on the CPU only, those of `kv_lengths` and
+`page_table` never: kernels clamp them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class FlashSpec(NamedTuple):
 
     Query i stands at position i (top_left) or i + N_KV - N_Q, of its own sequence when packed, and sees the keys from
     `left` before that position to `right` after it; None: without limit. A causal call is one with right = 0.
+
+    Over a cache (`has_kv_lengths`) N_KV is the most keys a row can have, and the row's own length, which is on the
+    device, takes its place above. Packed queries (`sequences`) have B = 1 and a row of the cache for each sequence.
     """
 
     B: int
@@ -56,6 +60,8 @@ class FlashSpec(NamedTuple):
     with_lse: bool = False
     needs_grad: bool = False
     deterministic: bool = False  # torch.use_deterministic_algorithms asks for gradients that repeat bit for bit
+    has_kv_lengths: bool = False
+    page: int | None = None  # rows of a page of k and v; None: a row of the cache is one tensor
 
     @property
     def wants_lse(self) -> bool:
@@ -64,8 +70,9 @@ class FlashSpec(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """No left window, softcap, sinks or packed sequences; `right` may be set."""
-        return self.left is None and self.softcap is None and self.sequences is None and not self.has_sinks
+        """No left window, softcap, sinks, packed sequences or lengths of a cache; `right` may be set."""
+        without = self.left is None and self.softcap is None and self.sequences is None
+        return without and not (self.has_sinks or self.has_kv_lengths)
 
     @property
     def group(self) -> int:
@@ -87,6 +94,8 @@ class Residuals(NamedTuple):
     sinks: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    page_table: Tensor | None = None
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -118,14 +127,7 @@ def check_inputs(
     require_tensors({"q": q, "k": k, "v": v}, optional)
     q, k, v = autocast(*plain_memory(q, k, v))
     check_qkv(q, k, v, MAX_HEAD_DIM, same_length=False)
-    if sinks is not None:
-        if tuple(sinks.shape) != (q.shape[1],):
-            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, must be (H,) with q's H={q.shape[1]}")
-        if sinks.dtype not in (torch.float32, q.dtype):
-            raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
-        if sinks.device != q.device:
-            raise ValueError(f"sinks is on {sinks.device}, must be on q's {q.device}")
-        sinks = sinks.contiguous()
+    sinks = check_sinks(sinks, q)
     if cu_seqlens_q is None:
         if cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_k is given without cu_seqlens_q: packed keys need packed queries")
@@ -146,6 +148,73 @@ def check_inputs(
     return Residuals(q, k, v, sinks, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
 
 
+def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, must be (H,) with q's H={q.shape[1]}")
+    if sinks.dtype not in (torch.float32, q.dtype):
+        raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device}, must be on q's {q.device}")
+    return sinks.contiguous()
+
+
+def check_cache(
+    top_left: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, kv_lengths: Tensor | None, page_table: Tensor | None,
+) -> Residuals:  # fmt: skip
+    """The tensors of a call over a cache: as `check_inputs`."""
+    if kv_lengths is None:
+        raise ValueError("max_kv_length and page_table need kv_lengths: how many keys of its cache each row uses")
+    optional = {"sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "kv_lengths": kv_lengths, "page_table": page_table}
+    require_tensors({"q": q, "k": k, "v": v}, optional)
+    if cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k packs keys, and kv_lengths counts those of a cache: pass one of them")
+    if top_left:
+        raise ValueError("causal='top_left': queries are aligned to the end kv_lengths gives, use 'bottom_right'")
+    q, k, v = autocast(*plain_memory(q, k, v))
+    if cu_seqlens_q is not None:
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q)
+    rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    check_qkv(q, k, v, MAX_HEAD_DIM, False, kv_rows=rows if page_table is None else k.shape[0])
+    if tuple(kv_lengths.shape) != (rows,):
+        raise ValueError(f"kv_lengths has shape {tuple(kv_lengths.shape)}, must be ({rows},): a length for each row")
+    check_int32("kv_lengths", kv_lengths, q)
+    if page_table is not None:
+        if page_table.ndim != 2 or page_table.shape[0] != rows:
+            raise ValueError(f"page_table has shape {tuple(page_table.shape)}, must be ({rows}, pages of a row)")
+        check_int32("page_table", page_table, q)
+        if k.shape[2] % 16 or not 16 <= k.shape[2] <= 256:
+            raise ValueError(f"k has pages of {k.shape[2]} rows, must be a multiple of 16 from 16 to 256")
+        if page_table.numel() and not k.shape[0]:
+            raise ValueError(f"page_table names pages, and k has none: its shape is {tuple(k.shape)}")
+    packed = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
+    table = None if page_table is None else page_table.contiguous()
+    x = Residuals(q, k, v, check_sinks(sinks, q), packed, None, kv_lengths.contiguous(), table)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:4]):
+        raise NotImplementedError(
+            "kv_lengths: attention over a cache has no gradients; call it under torch.no_grad(), or detach its tensors"
+        )
+    return x
+
+
+def check_int32(name: str, x: Tensor, q: Tensor) -> None:
+    if x.dtype != torch.int32:
+        raise ValueError(f"{name} is {x.dtype}, must be int32")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
+
+
+def check_max_kv_length(max_kv_length: int | None) -> int | None:
+    if max_kv_length is None:
+        return None
+    most = as_int(max_kv_length)
+    if most < 0:
+        raise ValueError(f"max_kv_length={max_kv_length!r}: must be None or an int >= 0")
+    return most
+
+
 def check_values(x: Residuals) -> None:
     check_offset_values("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[2])
     check_offset_values("cu_seqlens_k", x.cu_seqlens_k, x.k.shape[2])
@@ -153,10 +222,14 @@ def check_values(x: Residuals) -> None:
 
 def spec_of(
     x: Residuals, scale: float, left: int | None, right: int | None, top_left: bool, softcap: float | None,
-    with_lse: bool, needs_grad: bool,
+    with_lse: bool, needs_grad: bool, max_kv_length: int | None = None,
 ) -> FlashSpec:  # fmt: skip
     B, H, N_Q, D = x.q.shape
     _, H_KV, N_KV, E = x.v.shape
+    page = None if x.page_table is None else N_KV
+    if x.page_table is not None:
+        N_KV *= x.page_table.shape[1]
+    N_KV = N_KV if max_kv_length is None else min(N_KV, max_kv_length)
     sequences = None if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
     far = N_Q + N_KV  # a window this wide hides nothing
     left, right = (None if side is None or side >= far else side for side in (left, right))
@@ -165,7 +238,7 @@ def spec_of(
     return FlashSpec(
         B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left, right, top_left, softcap,
         x.sinks is not None, sequences, with_lse, needs_grad,
-        needs_grad and plans.deterministic(),
+        needs_grad and plans.deterministic(), x.kv_lengths is not None, page,
     )  # fmt: skip
 
 
@@ -181,13 +254,21 @@ def checked_spec(
     scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    max_kv_length: int | None = None,
+    page_table: Tensor | None = None,
     with_lse: bool = False,
 ) -> FlashSpec:
     """The spec `flash_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
     mask = check_mask(causal, window, softcap)
-    x = check_inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+    cached = not (kv_lengths is None and max_kv_length is None and page_table is None)
+    if cached:
+        x = check_cache(mask[2], q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
+    else:
+        x = check_inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+    most = check_max_kv_length(max_kv_length)
     scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
-    return spec_of(x, scale, *mask, softcap, with_lse, needs_gradient(x))
+    return spec_of(x, scale, *mask, softcap, with_lse, not cached and needs_gradient(x), most)
 
 
 def plain_spec(device: torch.device) -> FlashSpec:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_scale, empty_rows
-from fulmen.flash.op import plan_of, tidy_gradients
+from fulmen.flash.op import TENSORS, plan_of, tidy_gradients
 from fulmen.flash.spec import Causal, FlashSpec, Residuals, Window, check_inputs, check_mask
 from fulmen.parallel.blocks import Block, Mask, blocks, reach, shapes
 from fulmen.parallel.groups import Group, Pending, Ranks, Receive, Send, agree, exchange, ranks_of
@@ -233,7 +233,7 @@ class _Ring(torch.autograd.Function):
                 assert held is not None, "a shard travels as far as it is used"
                 spec = _spec(x, block, call, backward=False)
                 part = _residuals(x, held.k, held.v, block)
-                o_i, lse_i = plan_of(spec, part, call.backend).forward.run(*part)
+                o_i, lse_i = plan_of(spec, part, call.backend).forward.run(*part[:TENSORS])
                 if begun:
                     o.copy_(o_i)
                     lse.copy_(lse_i)
@@ -298,7 +298,7 @@ class _Gradients:
             spec = _spec(self.x, block, call, backward=True)
             part = _residuals(self.x, held.k, held.v, block)
             o, lse, do = self.o[:, :, rows], self.lse[:, :, rows].contiguous(), self.do[:, :, rows]
-            dq_i, dk_i, dv_i, dsinks_i = plan_of(spec, part, call.backend).gradients(*part, o, lse, do, None)
+            dq_i, dk_i, dv_i, dsinks_i = plan_of(spec, part, call.backend).gradients(*part[:TENSORS], o, lse, do, None)
             self.dq[:, :, rows] += dq_i
             dk[:, :, keys] += dk_i
             dv[:, :, keys] += dv_i

@@ -52,10 +52,15 @@ class Inputs(NamedTuple):
     scale: float | None
     do: Tensor
     dlse: Tensor
+    kv_lengths: Tensor | None = None
+    max_kv_length: int | None = None
+    page_table: Tensor | None = None
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `flash_attention`."""
-        names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "causal", "window", "softcap", "scale")
+        names = ["sinks", "cu_seqlens_q", "cu_seqlens_k", "causal", "window", "softcap", "scale"]
+        if self.kv_lengths is not None:
+            names += ["kv_lengths", "max_kv_length", "page_table"]
         return {name: getattr(self, name) for name in names}
 
     def spec(self, with_lse: bool = False, needs_grad: bool = False) -> FlashSpec:
@@ -126,6 +131,74 @@ def inputs(
     sink = normal((H,), generator, device).to(exact) if sinks else None
     offsets = (_offsets(lengths_q, device), _offsets(lengths_k, device))
     return Inputs(q, k, v, sink, *offsets, causal, window, softcap, scale, do, dlse)
+
+
+def cache_inputs(
+    kv_lengths: Sequence[int],
+    capacity: int,
+    *,
+    page: int | None = None,
+    lengths_q: Sequence[int] | None = None,
+    max_kv_length: int | None = None,
+    device: str | torch.device = "cpu",
+    **options: Any,
+) -> Inputs:
+    """Random arguments of a call over a cache, NaN wherever nothing may be read.
+
+    With `page` the rows of the cache lie in pages in any order, between pages of NaN; table entries behind a row's
+    last page are out of range.
+    """
+    x = inputs(len(kv_lengths), N_KV=capacity, device=device, **options)
+    if lengths_q is not None:
+        heads, size = x.q.shape[1], x.q.shape[3]
+        packed = inputs(H=heads, D=size, E=x.v.shape[3], lengths_q=lengths_q, dtype=x.q.dtype, device=device, seed=1)
+        x = x._replace(q=packed.q, do=packed.do, dlse=packed.dlse, cu_seqlens_q=packed.cu_seqlens_q)
+    for b, n in enumerate(kv_lengths):
+        for t in (x.k, x.v):
+            t[b, :, max(n, 0) :] = torch.nan
+    table = None
+    if page is not None:
+        count = -(-capacity // page)
+        order = torch.randperm(2 * len(kv_lengths) * count, generator=torch.Generator().manual_seed(3)).int()
+        table = order[: len(kv_lengths) * count].view(-1, count).to(device)
+        used = [-(-min(max(n, 0), capacity) // page) for n in kv_lengths]
+        x = x._replace(k=_paged(x.k, table, page, used), v=_paged(x.v, table, page, used))
+        for b, n in enumerate(used):
+            table[b, n:] = 1_000_000_000 if b % 2 else -7
+    lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=device)
+    return x._replace(kv_lengths=lengths, max_kv_length=max_kv_length, page_table=table)
+
+
+def _paged(x: Tensor, table: Tensor, page: int, used: Sequence[int]) -> Tensor:
+    """Rows (B, heads, capacity, size) in pages (pages, heads, page, size), with the memory order of x."""
+    B, heads, _, size = x.shape
+    pages = x.new_full((2 * table.numel(), page, heads, size), torch.nan).transpose(1, 2)
+    if x.is_contiguous():
+        pages = pages.contiguous()
+    for b in range(B):
+        for i in range(used[b]):
+            rows = x[b, :, i * page : (i + 1) * page]
+            pages[table[b, i], :, : rows.shape[1]] = rows
+    return pages
+
+
+def dense_rows(x: Inputs) -> list[Inputs]:
+    """The calls without a cache that together are a call over one: its definition."""
+    assert x.kv_lengths is not None
+    calls = []
+    for b, n in enumerate(x.kv_lengths.tolist()):
+        k, v = x.k[b : b + 1], x.v[b : b + 1]
+        if x.page_table is not None:
+            which = x.page_table[b].long().clamp(0, x.k.shape[0] - 1)
+            k, v = (t[which].transpose(0, 1).flatten(1, 2)[None] for t in (x.k, x.v))
+        n = max(0, min(n, k.shape[2], *(() if x.max_kv_length is None else (x.max_kv_length,))))
+        at: tuple[slice, ...] = (slice(b, b + 1),)
+        if x.cu_seqlens_q is not None:
+            at = (slice(None), slice(None), slice(*x.cu_seqlens_q[b : b + 2].tolist()))
+        parts = {name: getattr(x, name)[at] for name in ("q", "do", "dlse")}
+        without: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "kv_lengths", "max_kv_length", "page_table"))
+        calls.append(x._replace(**parts, **without, k=k[:, :, :n], v=v[:, :, :n]))
+    return calls
 
 
 def _offsets(lengths: Sequence[int] | None, device: str | torch.device) -> Tensor | None:
@@ -251,7 +324,12 @@ def compare(x: Inputs, actual: Outputs, use: Sequence[str] = ("o", "lse")) -> No
 
 
 def expected(x: Inputs, use: Sequence[str] = ("o", "lse")) -> dict[str, Expected]:
-    """What every result and gradient of this call must be, by name; lse holds -inf where a row sees nothing."""
+    """What every result and gradient of this call must be, by name; lse holds -inf where a row sees nothing.
+
+    Of a call over a cache, which has no gradients, o and lse.
+    """
+    if x.kv_lengths is not None:
+        return _joined([expected(row, ()) for row in dense_rows(x)], 0 if x.cu_seqlens_q is None else 2)
     low, exact = low_precision(x, use), reference(x, use)
     assert exact.lse is not None
     fine = torch.finfo(x.dlse.dtype).eps / torch.finfo(x.q.dtype).eps  # a rounding of fp32, in those of q's dtype
@@ -267,6 +345,15 @@ def expected(x: Inputs, use: Sequence[str] = ("o", "lse")) -> dict[str, Expected
         if name == "dsinks":  # fp32, made of what was rounded in q's dtype
             roundings /= fine
         wanted[name] = Expected(getattr(low, name), value, factor, roundings, terms.get(name))
+    return wanted
+
+
+def _joined(rows_: Sequence[dict[str, Expected]], along: int) -> dict[str, Expected]:
+    """o and lse of several calls as those of one."""
+    wanted = {}
+    for name in ("o", "lse"):
+        low, exact = (torch.cat([getattr(row[name], field) for row in rows_], along) for field in ("low", "exact"))
+        wanted[name] = Expected(low, exact, roundings=max(row[name].roundings for row in rows_))
     return wanted
 
 

@@ -31,6 +31,8 @@ ARGUMENTS = cuda.Struct(
 def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
     if spec.D != spec.E or spec.D not in (64, 128):
         return f"needs D = E of 64 or 128, here D={spec.D}, E={spec.E}"
+    if spec.has_kv_lengths:
+        return "takes no lengths of a cache (kv_lengths)"
     if spec.sequences is not None:
         return "takes no packed sequences (cu_seqlens)"
     if spec.has_sinks:
