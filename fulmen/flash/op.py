@@ -364,13 +364,7 @@ def _attend(
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
-    plan = None
-    plain = (
-        type(causal) in (bool, str)
-        and type(backend) is str
-        and (scale is None or type(scale) is float)
-        and ((window is None and softcap is None) or _plain_mask(window, softcap))
-    )  # every option has an exact built-in type, so that it can be part of a plan's key
+    plain, plan = _plain_options(causal, window, softcap, scale, backend), None
     if plain:
         alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
         which, given = (7, (q, k, v)) if alone else _given(tensors)
@@ -403,7 +397,12 @@ def _attend(
     return outputs if with_lse else (outputs, None)
 
 
-def _plain_mask(window: Window, softcap: float | None) -> bool:
-    return (softcap is None or type(softcap) is float) and (
-        window is None or (type(window) is tuple and all(w is None or type(w) is int for w in window))
+def _plain_options(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
+    """Whether every option has an exact built-in type, so that it can be part of a plan's key."""
+    return (
+        type(causal) in (bool, str)
+        and type(backend) is str
+        and (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+        and (window is None or (type(window) is tuple and all(w is None or type(w) is int for w in window)))
     )

@@ -48,7 +48,9 @@ from fulmen.layers.inputs import (
     number,
     whole,
 )
+from fulmen.layers.pool import LatentPool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, config_size, config_value, rotary_kernels, rotary_of
+from fulmen.layers.sequences import Sequences
 from fulmen.layers.softmax import Options, attend, local_sinks, visible
 from fulmen.layers.softmax import weights as softmax_weights
 from fulmen.layers.tensor_parallel import (
@@ -82,6 +84,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     """
 
     cache_type = LatentCache
+    pool_type = LatentPool
 
     def __init__(
         self,
@@ -192,7 +195,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             latent, k_rope = normed((down, self.kv_a_layernorm))
         if cache is not None and self._steps(latent, call, cache):
             y = self.o_proj(self._step(queries, latent, k_rope, call, cache))
-            cache.extend(x.shape[1], call.counts, self)
+            if isinstance(cache, LatentCache):
+                cache.extend(x.shape[1], call.counts, self)
             return call.back(y)
         cos, sin = call.rotations(self.rope)
         served = cache is None and rotary_kernels(cos, sin, queries, latent, k_rope) is not None
@@ -306,15 +310,17 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         options = self.options
         return options.causal and options.window is None and options.softcap is None and self.sinks is None
 
-    def _attend(self, q: Tensor, kv: Tensor, lengths: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, lengths: Tensor | None, table: Tensor | None = None) -> Tensor:
         return latent_attention(
-            q, kv, value_dim=self.kv_rank, kv_lengths=lengths, causal=True, scale=self.options.scale
+            q, kv, value_dim=self.kv_rank, kv_lengths=lengths, page_table=table, causal=True, scale=self.options.scale
         )
 
     # ------------------------------------------------------------------------------------- a decoding step
 
-    def _steps(self, latent: Tensor, call: Inputs, cache: LatentCache) -> bool:
-        """Whether `_step` serves: a preallocated cache, the absorbed way, no gradients and no option it lacks."""
+    def _steps(self, latent: Tensor, call: Inputs, cache: LatentCache | LatentPool) -> bool:
+        """Whether `_step` serves: a pool, or a preallocated cache, the absorbed way, without gradients."""
+        if isinstance(cache, LatentPool):
+            return True
         N, limit = latent.shape[1], self.rope.max_positions
         return (
             cache.max_length is not None
@@ -328,7 +334,9 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             and not torch.is_autocast_enabled(latent.device.type)
         )
 
-    def _step(self, queries: Tensor, latent: Tensor, k_rope: Tensor, call: Inputs, cache: LatentCache) -> Tensor:
+    def _step(
+        self, queries: Tensor, latent: Tensor, k_rope: Tensor, call: Inputs, cache: LatentCache | LatentPool
+    ) -> Tensor:
         """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows.
 
         queries are before RoPE, (B, N, H * (nope_dim + rope_dim)), as is k_rope (B, N, rope_dim).
@@ -336,30 +344,39 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         (B, N, R), P = latent.shape, self.rope_dim
         queries = queries.unflatten(2, (-1, self.nope_dim + P))
         q_nope, q_rope = queries.split([self.nope_dim, P], dim=3)
-        kv, ends = cache.room(latent[..., :1].expand(B, N, R + P))
+        at = cache.at(latent[..., :1].expand(B, N, R + P))
+        (kv,) = at.memory
         w_k, w_v = self._up_weights()
         H = w_k.shape[0]
         kernels = kernels_for("decode", queries, latent, k_rope, kv)
         if kernels is None or not is_plain_eager(w_k):
-            position = ends.long()[:, None] + torch.arange(N, device=latent.device)
-            cos, sin = self.rope(position, latent.dtype)
+            cos, sin = self.rope(at.positions(N), latent.dtype)
             q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved)
             k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
-            place = position.clamp(max=kv.shape[1] - 1)
-            kv[torch.arange(B, device=latent.device)[:, None], place] = torch.cat([latent, k_rope], 2)
+            at.write(kv, torch.cat([latent, k_rope], 2))
             q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope], 3)
-            o = self._attend(q, kv, ends + N)
-            return torch.einsum("bhnr,her->bnhe", o, w_v).flatten(2)
+            return torch.einsum("bhnr,her->bnhe", self._attend(q, kv, at.end, at.table), w_v).flatten(2)
         q = torch.empty(H, B, N, R + P, dtype=latent.dtype, device=latent.device)  # as the products read and write it
-        lengths = torch.empty_like(ends)
-        cos, sin = self.rope.span(0, kv.shape[1], latent.device, latent.dtype)
+        tables = self.rope.span(0, at.limit, latent.device, latent.dtype)
         turned = q.permute(1, 2, 0, 3)[..., R:]
-        kernels.step(q_rope, latent, k_rope, cos, sin, ends, kv, turned, lengths, self.rope.interleaved)
+        kernels.latent_step(
+            q_rope, latent, k_rope, tables, at.begin, at.end, at.table, kv, turned, self.rope.interleaved
+        )
         torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), w_k, out=q.view(H, B * N, R + P)[..., :R])
-        o = self._attend(q.transpose(0, 1), kv, lengths).transpose(0, 1).reshape(H, B * N, R)
+        o = self._attend(q.transpose(0, 1), kv, at.end, at.table).transpose(0, 1).reshape(H, B * N, R)
         y = torch.empty(B, N, H * self.value_dim, dtype=latent.dtype, device=latent.device)
         torch.bmm(o, w_v.mT, out=y.view(B * N, H, self.value_dim).transpose(0, 1))
         return y
+
+    def new_pool(self, sequences: Sequences) -> LatentPool:
+        """Memory of this layer for `sequences`, on its device and in its dtype; a layer takes it as `cache`."""
+        if not self._plain():
+            raise NotImplementedError(
+                "latent_attention has no window, softcap or sinks, so that this layer has no pool"
+            )
+        check_positions_of(self.rope, sequences)
+        weight = self.o_proj.weight
+        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype)
 
     # ------------------------------------------------------------------------------- weights and ranks
 

@@ -42,8 +42,18 @@ from fulmen.layers.inputs import (
     one_row,
     whole,
 )
+from fulmen.layers.pool import StatePool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value, rotary_of
-from fulmen.layers.tensor_parallel import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm, check_shares
+from fulmen.layers.sequences import Sequences
+from fulmen.layers.tensor_parallel import (
+    Heads,
+    HeadsNorm,
+    HeadwiseNorm,
+    RMSNorm,
+    ShardedHeadsNorm,
+    check_shares,
+    ranks_of,
+)
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM, LightningSpec
 
@@ -95,6 +105,7 @@ class LightningAttention(weights.AttentionLayer):
 
     decay: Tensor | None
     cache_type = StateCache
+    pool_type = StatePool
 
     def __init__(
         self,
@@ -221,14 +232,15 @@ class LightningAttention(weights.AttentionLayer):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        cache: StateCache | None = None,
+        cache: StateCache | StatePool | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """y (B, N, embed_dim).
 
         positions   (N,) or (B, N) for RoPE; counted on from the cache's tokens, without padding, unless given.
-        cache       a `StateCache`: x goes on where it stopped, and it is brought up to x's last token.
+        cache       a `StateCache`: x goes on where it stopped, and it is brought up to x's last token. Or a pool made
+                    by `new_pool`.
         mask        bool (B, N), True for a token: padding is not seen and does not decay the state; its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, each with a state of its own.
         """
@@ -247,7 +259,7 @@ class LightningAttention(weights.AttentionLayer):
         if self.output_gate is not None:
             o = o * torch.sigmoid(self.output_gate(x))
         y = self.out_proj(o)
-        if cache is not None and state is not None:
+        if isinstance(cache, StateCache) and state is not None:
             cache.update(state, x.shape[1], call.counts, self)
         return call.back(y)
 
@@ -270,6 +282,8 @@ class LightningAttention(weights.AttentionLayer):
         """o (B, H, N, E) and, with a cache, the state it is to hold."""
         if self.cp is not None:
             return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, call.cu_seqlens), None
+        if isinstance(call.cache, StatePool):
+            return call.cache.attend(q, k, v, self.decay, self.scale, self.backend), None
         options: dict[str, Any] = {"scale": self.scale, "backend": self.backend}
         state = call.cache.state if isinstance(call.cache, StateCache) else None
         B, N = q.shape[0], q.shape[2]
@@ -293,6 +307,16 @@ class LightningAttention(weights.AttentionLayer):
             options["initial_state"] = torch.stack([state, torch.zeros_like(state)], 1).flatten(0, 1)
         o, states = lightning_attention_with_state(q, k, v, self.decay, **options)
         return many_rows(o, B, N), states.unflatten(0, (B, 2))[:, 0].contiguous()
+
+    def new_pool(self, sequences: Sequences, state_dtype: torch.dtype | None = None) -> StatePool:
+        """States of this layer for `sequences`, on its device, in fp32 or bf16; the layer takes it as `cache`."""
+        choice("state_dtype", state_dtype, None, torch.float32, torch.bfloat16)
+        check_positions_of(self.rope, sequences)
+        ranks, weight = ranks_of(self.mesh), self.out_proj.weight
+        return StatePool(
+            sequences, self.num_heads // ranks, self.num_kv_heads // ranks, self.head_dim, self.value_dim,
+            device=weight.device, dtype=weight.dtype, state_dtype=state_dtype,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------- weights and ranks
 

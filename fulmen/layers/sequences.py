@@ -5,8 +5,7 @@
     served.step([a], 512)                # the next call of the layers appends 512 tokens to `a`, in row 0
     served.step([a, b, None], 1)         # then one token to each of two rows; row 2 is empty
     c = served.fork(a)                   # shares a's pages; the first write to a shared page copies it
-    served.step([a], 4, draft=True)      # four tokens that may be rejected,
-    served.crop(a, a.length - 2)         # as the last two are
+    served.crop(a, a.length - 1)         # takes the last token back
     served.free(a)
 
 All bookkeeping is on the host. A step reads `table`, `lengths`, `ends`, `slots` and `accepted`, tensors on the device
@@ -24,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fulmen.layers.inputs import whole
+from fulmen.layers.inputs import flag, whole
 
 MAX_DRAFT = 8  # tokens
 
@@ -66,6 +65,8 @@ class Sequences:
     pages       how many there are for keys and values or latents; 0: no layer needs them
     page_size   tokens of a page: a multiple of 16 up to 256
     slots       how many there are for states, one for each living sequence; 0: no layer needs them
+    drafts      keeps the tokens of a step of at most 8 out of the states until the next step, so that `crop` can take
+                them back: for speculative decoding
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class Sequences:
         pages: int = 0,
         page_size: int = 64,
         slots: int = 0,
+        drafts: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         self.rows, self.max_length = whole("rows", rows), whole("max_length", max_length)
         self.page_size, self.pages = whole("page_size", page_size, 16, 256), whole("pages", pages, 0)
         if self.page_size % 16:
             raise ValueError(f"page_size={page_size}: must be a multiple of 16 from 16 to 256")
-        self.slot_count = whole("slots", slots, 0)
+        self.slot_count, self.drafts = whole("slots", slots, 0), flag("drafts", drafts)
         self._free_pages = list(range(self.pages))[::-1]
         self._free_slots = list(range(self.slot_count))[::-1]
         self._users = [0] * self.pages  # sequences that hold each page
@@ -94,6 +96,7 @@ class Sequences:
         self.table = self._table.to(device, copy=True)  # (rows, pages of a row)
         self._on_device = facts[:, None].repeat(1, self.rows).to(device)
         self.lengths, self.ends, self.slots, self.accepted = self._on_device.unbind()
+        self.announced = 0, 0  # rows and tokens of the last step
 
     # ------------------------------------------------------------------------------------------ sequences
 
@@ -124,7 +127,7 @@ class Sequences:
         twin.length, twin.drafted, twin.pages = sequence.length, sequence.drafted, list(sequence.pages)
         for page in twin.pages:
             self._users[page] += 1
-        if self.slot_count and twin.length:
+        if self.slot_count:
             for pool in self._pools:
                 pool.copy_slot(sequence.slot, twin.slot)
         return twin
@@ -140,7 +143,7 @@ class Sequences:
         if self.slot_count and dropped > sequence.drafted:
             raise ValueError(
                 f"length={length}: of the sequence's {sequence.length} tokens the last {sequence.drafted} are a draft, "
-                "and a state cannot forget others: use step(..., draft=True) for tokens that may be taken back"
+                "and a state cannot forget others; Sequences(drafts=True) keeps those of a step of up to 8 tokens"
             )
         sequence.length, sequence.drafted = length, max(sequence.drafted - dropped, 0)
         keep = -(-length // self.page_size)
@@ -157,23 +160,23 @@ class Sequences:
 
     # ----------------------------------------------------------------------------------------------- steps
 
-    def step(self, sequences: Several[Sequence | None], tokens: int = 1, draft: bool = False) -> None:
+    def step(self, sequences: Several[Sequence | None], tokens: int = 1) -> None:
         """The next call of every layer appends `tokens` tokens to each of `sequences`, its rows; None: an empty row.
 
         Takes the pages for them and writes what the layers read to the device, without waiting for it.
-
-        draft  the tokens, at most 8, may be taken back by `crop` before the next step
         """
-        tokens = whole("tokens", tokens, 1, MAX_DRAFT if draft else None)
+        tokens = whole("tokens", tokens)
         self._check_rows(sequences, tokens)
         self._reserve([s for s in sequences if s is not None], tokens)
+        self.announced = len(sequences), tokens
+        held = tokens if self.drafts and tokens <= MAX_DRAFT else 0
         facts = [[0] * self.rows, [0] * self.rows, [-1] * self.rows, [0] * self.rows]
         changed = False
         for row, sequence in enumerate(sequences):
             if sequence is None:
                 continue
             facts[0][row], facts[2][row], facts[3][row] = sequence.length, sequence.slot, sequence.drafted
-            sequence.length, sequence.drafted = sequence.length + tokens, tokens * draft
+            sequence.length, sequence.drafted = sequence.length + tokens, held
             facts[1][row] = sequence.length
             if self._shown[row] != sequence.pages:
                 self._shown[row] = list(sequence.pages)
@@ -182,6 +185,15 @@ class Sequences:
         self._send(self._on_device, torch.tensor(facts, dtype=torch.int32, device="cpu"))
         if changed:
             self._send(self.table, self._table)
+
+    def check_call(self, B: int, N: int) -> None:
+        """Raises if x (B, N, ...) is not what `step` announced. Replays of a captured graph are not asked."""
+        rows, tokens = self.announced
+        if not torch.compiler.is_compiling() and not (rows <= B <= self.rows and tokens == N):
+            raise ValueError(
+                f"x has B={B}, N={N}, and step announced {tokens} tokens in {rows} of rows={self.rows}: call step "
+                "before the layers, and give them those rows"
+            )
 
     def _send(self, target: Tensor, source: Tensor) -> None:
         if target.device.type == "cuda":

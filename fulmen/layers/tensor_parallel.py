@@ -30,6 +30,11 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def ranks_of(mesh: DeviceMesh | None) -> int:
+    """How many ranks share a layer's heads."""
+    return 1 if mesh is None else mesh.size()
+
+
 def summed_gradient(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """x, the same on every rank and used for other heads on each: its gradient is summed over ranks."""
     if mesh is None:

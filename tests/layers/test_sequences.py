@@ -53,7 +53,7 @@ def facts(served: Sequences) -> tuple[object, ...]:
 def test_random_schedules(seed: int) -> None:
     """Twenty steps each: arrive, extend, fork, reject, leave. What is read is what was written, and nothing leaks."""
     draw = random.Random(seed)
-    served = Sequences(rows=4, max_length=200, pages=30, page_size=16, slots=6)
+    served = Sequences(rows=4, max_length=200, pages=30, page_size=16, slots=6, drafts=True)
     memory, living, name = Memory(served), {}, 0
     for _ in range(60):
         action = draw.choice(["new", "step", "step", "step", "fork", "crop", "free"])
@@ -75,11 +75,10 @@ def test_random_schedules(seed: int) -> None:
                 del living[sequence][length:]
             elif action == "step" and living:
                 rows = [s if draw.random() < 0.8 else None for s in draw.sample(list(living), min(len(living), 4))]
-                draft = draw.random() < 0.5
-                tokens = draw.randint(1, 8 if draft else 40)
+                tokens = draw.choice([1, 2, 8, 9, 40])
                 if any(s is not None and s.length + tokens > 200 for s in rows):
                     continue
-                served.step(rows, tokens, draft)
+                served.step(rows, tokens)
                 names: list[list[str] | None] = []
                 for s in rows:
                     names.append(None if s is None else [str(name := name + 1) for _ in range(tokens)])
@@ -115,7 +114,6 @@ def test_a_full_pool_says_so_and_loses_nothing() -> None:
     [
         (lambda s, a: s.step([a, a]), "given twice"),
         (lambda s, a: s.step([a], 100), "max_length=64"),
-        (lambda s, a: s.step([a], 9, draft=True), "tokens=9"),
         (lambda s, a: s.step([a, None, None]), "rows=2"),
         (lambda s, a: s.step([3]), "sequence is a int"),
         (lambda s, a: s.crop(a, 0), "the last 0 are a draft"),
@@ -132,12 +130,12 @@ def test_bad_input(act: object, message: str) -> None:
 
 
 def test_tensors_keep_their_addresses() -> None:
-    served = Sequences(rows=2, max_length=64, pages=8, page_size=16, slots=4)
+    served = Sequences(rows=2, max_length=64, pages=8, page_size=16, slots=4, drafts=True)
     kept = (served.table, served.lengths, served.ends, served.slots, served.accepted)
     addresses = [t.data_ptr() for t in kept]
     a = served.new()
     served.step([None, a], 20)
-    served.step([a, None], 2, draft=True)
+    served.step([a, None], 2)
     served.crop(a, 21)
     served.step([a], 1)
     assert [
