@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +172,24 @@ def test_bad_calls(call: Any, message: str) -> None:
     served.step([served.new()])
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         call(layer, pool, torch.zeros(1, 3, DIM).double())
+
+
+def test_the_example_serves_what_generate_gives() -> None:
+    """Rows come and go, pages run out, and every request has the tokens it would have alone."""
+    root = Path(__file__).resolve().parents[2] / "examples"
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.syspath_prepend(str(root))
+        lm, serve = importlib.import_module("hybrid_lm"), importlib.import_module("serve")
+        torch.manual_seed(0)
+        model = lm.HybridLM(lm.Config(64, "LGM", 3, 64, 4)).double().eval()
+        server, draw = serve.Server(model, rows=3, max_length=60, pages=6, page_size=16), random.Random(1)
+        requests = [serve.Request([draw.randrange(64) for _ in range(draw.randint(1, 40))], 12) for _ in range(7)]
+        waiting = list(requests)
+        while waiting or any(server.rows):
+            while waiting and server.admit(waiting[0], chunk=16):
+                waiting.pop(0)
+            waiting = [r for r in server.step() if len(r.tokens) < r.new] + waiting
+        assert server.served.free_pages == 6
+        for request in requests:
+            alone = model.generate([torch.tensor(request.prompt)], 12)[0]
+            assert request.prompt + request.tokens == alone.tolist()
