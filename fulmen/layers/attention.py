@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 MAX_STEP = 16  # tokens of a call that is a decoding step
+NO_LENGTHS = ("sdpa", "flash_attn")  # backends without kv_lengths
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -229,6 +230,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
             cache.max_length is not None
             and cache.length > 0
             and x.shape[1] <= MAX_STEP
+            and self.options.backend not in NO_LENGTHS
             and not torch.is_grad_enabled()
             and call.positions is None
             and not (self.dropout and self.training)
