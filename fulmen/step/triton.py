@@ -53,13 +53,19 @@ def supports(spec: StepSpec) -> str | None:
 
 @triton.jit
 def to_bf16(x, offs_d, offs_e):
-    """x [D, V] in fp32 rounded stochastically; see `fulmen.step.rounding`."""
+    """x [D, V] in fp32 rounded stochastically; see `fulmen.step.rounding`. A hash serves two columns."""
+    D: tl.constexpr = x.shape[0]
+    V: tl.constexpr = x.shape[1]
     bits = x.to(tl.uint32, bitcast=True)
+    seed = tl.sum(tl.sum(bits, axis=0), axis=0)
     place = (offs_d.to(tl.uint32) * ROW)[:, None] ^ (offs_e.to(tl.uint32) * COLUMN)[None, :]
-    seed = tl.sum(tl.sum(bits ^ place, axis=0), axis=0)
-    hashed = ((bits + seed) ^ place) * FIRST
+    place, _ = tl.split(tl.reshape(place, (D, V // 2, 2)))
+    even, odd = tl.split(tl.reshape(bits, (D, V // 2, 2)))
+    hashed = ((even ^ place) + seed) * FIRST + odd
     hashed = (hashed ^ (hashed >> 15)) * SECOND
-    rounded = ((bits + (hashed >> 16)) >> 16).to(tl.uint16)
+    hashed = hashed ^ (hashed >> 15)
+    rounded = tl.join(even + (hashed >> 16), odd + (hashed & 0xFFFF))
+    rounded = (tl.reshape(rounded, (D, V)) >> 16).to(tl.uint16)
     rounded = tl.where(x == x, rounded, NAN)  # whose bits might overflow to a number
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
