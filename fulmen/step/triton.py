@@ -74,7 +74,8 @@ def load_tokens(ptr, stride, count, offs, mask, T: tl.constexpr):
     """Tokens 0 to T - 1, `stride` apart, as a tuple of rows; those from `count` on are zero."""
     rows = ()
     for t in tl.static_range(T):
-        rows = rows + (tl.load(ptr + t * tl.cast(stride, tl.int64) + offs, mask=mask & (t < count), other=0.0),)
+        row = tl.load(ptr + t * tl.cast(stride, tl.int64) + offs, mask=mask & (t < count), other=0.0)
+        rows = rows + (row,)  # type: ignore[assignment]
     return rows
 
 
