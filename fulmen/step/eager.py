@@ -1,8 +1,8 @@
 """A step in plain PyTorch, all rows at once: the default on a CPU, right on any device.
 
-States are gathered by slot, take in the tokens one after the other, and are scattered back. Nothing is read on the host:
-a padding row repeats the first row that has a slot, and writes the same values to the same place. If no row has one,
-each writes back what it read.
+States are gathered by slot, take in the tokens one after the other, and are scattered back. Nothing is read on the
+host: a padding row repeats the first row that has a slot, and writes the same values to the same place. If no row has
+one, each writes back what it read.
 """
 
 from __future__ import annotations

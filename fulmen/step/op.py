@@ -25,6 +25,8 @@ from fulmen.boundary import empty_rows, is_plain_eager, no_gradients, outside_au
 from fulmen.plans import Plan, Repeated
 from fulmen.step.spec import Tensors, check_inputs, check_values, spec_of
 
+_note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier state
+
 
 def lightning_step(
     q: Tensor,
@@ -75,7 +77,7 @@ def lightning_step(
     elif plan.spec.device.type == "cpu":
         check_values(decay, slots)
     o: Tensor = plan.forward.run(*tensors)
-    torch.autograd.graph.increment_version([t for t in (state, *tensors[6:8]) if t is not None])
+    _note_change((state,) if draft is None else (state, *draft))
     return o
 
 

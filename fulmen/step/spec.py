@@ -92,8 +92,8 @@ def check_inputs(
     if (draft_k is None) != (accepted is None):
         raise ValueError("draft and accepted go together: give both, or neither")
     if draft_k is not None and draft_v is not None:
-        for name, pool, x in (("draft[0]", draft_k, k), ("draft[1]", draft_v, v)):
-            _check_draft(name, pool, state.shape[0], x)
+        _check_draft("draft[0]", draft_k, state.shape[0], k)
+        _check_draft("draft[1]", draft_v, state.shape[0], v)
         _check_rows("accepted", accepted, q)
     x = Tensors(
         q, k, v, None if decay is None else decay.reshape(q.shape[1]).contiguous(), state,

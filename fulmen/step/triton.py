@@ -33,7 +33,6 @@ from fulmen.tiles import at_head, padded
 
 ROW, COLUMN = tl.constexpr(rounding.ROW), tl.constexpr(rounding.COLUMN)
 FIRST, SECOND = tl.constexpr(rounding.FIRST), tl.constexpr(rounding.SECOND)
-NAN = tl.constexpr(rounding.NAN)
 DRAFT = tl.constexpr(MAX_TOKENS)
 
 
@@ -53,15 +52,21 @@ def supports(spec: StepSpec) -> str | None:
 
 @triton.jit
 def to_bf16(x, offs_d, offs_e):
-    """x [D, V] in fp32 rounded stochastically; see `fulmen.step.rounding`."""
-    bits = x.to(tl.uint32, bitcast=True)
-    place = (offs_d.to(tl.uint32) * ROW)[:, None] ^ (offs_e.to(tl.uint32) * COLUMN)[None, :]
-    seed = tl.sum(tl.sum(bits ^ place, axis=0), axis=0)
-    hashed = ((bits + seed) ^ place) * FIRST
-    hashed = (hashed ^ (hashed >> 15)) * SECOND
-    rounded = ((bits + (hashed >> 16)) >> 16).to(tl.uint16)
-    rounded = tl.where(x == x, rounded, NAN)  # whose bits might overflow to a number
-    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    """x [D, V] in fp32 rounded stochastically, in pairs of columns: see `fulmen.step.rounding`."""
+    D: tl.constexpr = x.shape[0]
+    V: tl.constexpr = x.shape[1]
+    columns = tl.sum(x, axis=0)
+    seed = tl.sum(columns.to(tl.uint32, bitcast=True), axis=0)
+    place, _ = tl.split(tl.reshape(offs_e.to(tl.uint32) * COLUMN + seed, (V // 2, 2)))
+    left, right = tl.split(tl.reshape(columns, (V // 2, 2)))
+    number = left + right == left + right
+    first = tl.where(number, FIRST, 0).to(tl.uint32)
+    second = tl.where(number, SECOND, 0).to(tl.uint32)
+    even, odd = tl.split(tl.reshape(x.to(tl.uint32, bitcast=True), (D, V // 2, 2)))
+    a = (even ^ (offs_d.to(tl.uint32) * ROW)[:, None] ^ place[None, :]) * first[None, :]
+    b = (a ^ odd) * second[None, :]
+    rounded = tl.reshape(tl.join(even + (a >> 16), odd + (b >> 16)), (D, V))
+    return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -69,7 +74,8 @@ def load_tokens(ptr, stride, count, offs, mask, T: tl.constexpr):
     """Tokens 0 to T - 1, `stride` apart, as a tuple of rows; those from `count` on are zero."""
     rows = ()
     for t in tl.static_range(T):
-        rows = rows + (tl.load(ptr + t * tl.cast(stride, tl.int64) + offs, mask=mask & (t < count), other=0.0),)
+        row = tl.load(ptr + t * tl.cast(stride, tl.int64) + offs, mask=mask & (t < count), other=0.0)
+        rows = rows + (row,)  # type: ignore[assignment]
     return rows
 
 

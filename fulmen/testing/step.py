@@ -3,8 +3,8 @@
     x = inputs(B=3, H=4, T=2, D=64, draft=True, slots=(2, -1, 0))
     check(x, backend="triton")          # o, the states and the draft after the call, against fp64
 
-The yardstick is the recurrence in fp32, whatever the inputs' dtype: a step computes in fp32 and rounds its results once.
-A state in bf16 is rounded stochastically, up to a whole spacing: two roundings.
+The yardstick is the recurrence in fp32, whatever the inputs' dtype: a step computes in fp32 and rounds its results
+once. A state in bf16 is rounded stochastically, up to a whole spacing: two roundings.
 """
 
 from __future__ import annotations
