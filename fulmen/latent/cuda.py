@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import empty_rows, no_gradients
+from fulmen.boundary import empty_rows, no_gradient
 from fulmen.dispatch import Choice, register
 from fulmen.flash.kernels import combine
 from fulmen.latent.kernels import latent
@@ -86,6 +86,6 @@ register(
     "cuda",
     supports=supports,
     forward=forward,
-    backward=no_gradients("latent_attention"),
+    backward=no_gradient("latent_attention"),
     prepare=prepare,
 )

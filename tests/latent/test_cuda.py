@@ -1,4 +1,4 @@
-"""The CUDA source of latent attention compiled, without a GPU: it fits and does not spill; what it refuses, in words."""
+"""The CUDA source of latent attention compiled, without a GPU: it fits and does not spill; its refusals, in words."""
 
 from __future__ import annotations
 
