@@ -229,10 +229,10 @@ def no_second_derivative(op: str) -> Callable[..., Any]:
     return refuse
 
 
-def no_gradients(op: str) -> Callable[..., Any]:
-    """The backward of an operation that has none."""
+def no_gradient(op: str) -> Callable[..., Any]:
+    """The backward of operations that have none."""
 
-    def refuse(*args: Any) -> tuple[Any, ...]:
-        raise NotImplementedError(f"{op} has no gradients")
+    def refuse(*args: Any) -> Any:
+        raise NotImplementedError(f"{op} has no gradient")
 
     return refuse

@@ -10,6 +10,8 @@ import torch
 from fulmen.flash import policy as flash
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
+from fulmen.latent import policy as latent
+from fulmen.latent.spec import LatentSpec
 from fulmen.lightning import policy as lightning
 from fulmen.lightning.kernels import sweep
 from fulmen.lightning.spec import LightningSpec
@@ -19,10 +21,9 @@ HEAD_DIMS = (16, 64, 128, 256)
 INTRODUCTION = """\
 # What each GPU runs
 
-Made by `tools/dispatch_table.py` from `fulmen/lightning/policy.py` and `fulmen/flash/policy.py`; `make check` and the
-tests fail when they differ. A policy picks tiles from the facts a device reports, so a GPU that is not listed gets the
-row whose facts it shares. Measurements stand beside the rows in the code. `fulmen.explain(...)` prints the choice for
-one call.
+Made by `tools/dispatch_table.py` from `policy.py` of each operation; `make check` and the tests fail when they differ.
+A policy picks tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares.
+Measurements stand beside the rows in the code. `fulmen.explain(...)` prints the choice for one call.
 
 ## Lightning attention, backends `triton` and `triton_split`
 
@@ -87,6 +88,26 @@ many queries.
 |---|---|---|---|
 """
 
+LATENT = """
+## Latent attention
+
+`auto` takes `cuda` on compute capability 9.0 where it serves the call, else `triton`. A block of `cuda` owns {rows}
+queries, of any heads, and takes {keys} keys at a time. An entry of `triton` is the same, with warps and stages.
+
+| GPU | shared memory | up to 16 queries and heads | more | fp32 |
+|---|---|---|---|---|
+"""
+
+
+def latent_lines() -> list[str]:
+    lines = [LATENT.format(rows=latent.CUDA_ROWS, keys=latent.CUDA_KEYS)]
+    for hw in TARGETS.values():
+        spec = LatentSpec(16, 16, 1, 8192, 576, 512, torch.bfloat16, torch.device("cuda"), 1.0, max_kv_length=8192)
+        specs = (spec, spec._replace(H=128), spec._replace(dtype=torch.float32))
+        picked = [str(latent.choose(each, hw, "triton").tile) for each in specs]
+        lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {' | '.join(picked)} |\n")
+    return lines
+
 
 def flash_lines() -> list[str]:
     lines = [FLASH]
@@ -132,7 +153,7 @@ def render() -> str:
                 spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"))
                 picked.append(str(lightning.choose(spec, hw, "triton").tile))
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
-    return INTRODUCTION + "".join([*lines, *lightning_cuda_lines(), *flash_lines()])
+    return INTRODUCTION + "".join([*lines, *lightning_cuda_lines(), *flash_lines(), *latent_lines()])
 
 
 def main(arguments: list[str]) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fulmen.testing import flash as softmax
+from fulmen.testing import latent as latents
 from fulmen.testing.lightning import check, inputs
 
 BF16 = torch.bfloat16
@@ -86,7 +87,17 @@ def lightning() -> None:
             check(inputs(B=1, H=135, N=1100, initial_state=True, **x), "cuda")  # three heads beyond a whole wave
 
 
-OPERATIONS = {"flash-cuda": flash_cuda, "flash-triton": flash_triton, "lightning": lightning}
+def latent() -> None:
+    for backend in ("cuda", "triton"):
+        for page, lengths in ((None, [700, 65, 0]), (16, [700, 17, 1 << 30]), (64, [-1, 640, 64])):
+            x = latents.inputs(
+                3, 16, 3, 700, 576, 512, page=page, lengths=lengths, causal=True, dtype=BF16, device="cuda"
+            )
+            latents.check(x._replace(kv=x.kv.nan_to_num()), backend)
+        latents.check(latents.inputs(140, 16, 1, 200, 576, 512, dtype=BF16, device="cuda"), backend)  # not split
+
+
+OPERATIONS = {"flash-cuda": flash_cuda, "flash-triton": flash_triton, "lightning": lightning, "latent": latent}
 
 
 def sanitize(operation: str, tool: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulmen.boundary import empty_rows, no_gradients
+from fulmen.boundary import empty_rows, no_gradient
 from fulmen.dispatch import register
 from fulmen.latent.reference import hidden, keys_of, lengths_of
 from fulmen.latent.spec import LatentSpec, Residuals
@@ -32,4 +32,4 @@ def forward(spec: LatentSpec, x: Residuals) -> Tensor:
     return o.copy_((p.to(spec.dtype).flatten(1, 2) @ kv[..., : spec.E]).unflatten(1, (spec.H, spec.N_Q)))
 
 
-register("latent", "eager", supports=supports, forward=forward, backward=no_gradients("latent_attention"))
+register("latent", "eager", supports=supports, forward=forward, backward=no_gradient("latent_attention"))

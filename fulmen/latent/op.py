@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import empty_rows, is_plain_eager, no_gradients, outside_autocast, refuse_derivatives_we_lack
+from fulmen.boundary import empty_rows, is_plain_eager, no_gradient, outside_autocast, refuse_derivatives_we_lack
 from fulmen.latent.spec import LatentSpec, Residuals, check_inputs, check_options, scale_of, spec_of
 from fulmen.plans import Plan, Repeated
 
@@ -30,7 +30,7 @@ def latent_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of all heads over one latent cache, as in absorbed MLA: o (B, H, N_Q, value_dim). No gradients.
+    """Attention of all heads over one latent cache, as in absorbed MLA: o (B, H, N_Q, value_dim). No gradient.
 
     q              (B, H, N_Q, D), as 576 = 512 + 64; any strides whose last dimension is contiguous.
     kv             (B, N_KV, D): the keys of every head, whose first `value_dim` columns are the values. With a
@@ -72,7 +72,7 @@ def latent_attention(
     refuse_derivatives_we_lack("latent_attention", x)
     if torch.is_grad_enabled() and (x.q.requires_grad or x.kv.requires_grad):
         raise NotImplementedError(
-            "latent_attention has no gradients, and q or kv requires them: call it under torch.no_grad(), or take "
+            "latent_attention has no gradient, and q or kv requires one: call it under torch.no_grad(), or take "
             "backend='reference', which is differentiable"
         )
     if not is_plain_eager(*x):
@@ -99,7 +99,7 @@ def _plan(spec: LatentSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...])
         assert kernel.prepare is not None
         return kernel.prepare(spec, Residuals(*tensors))
 
-    refused = Repeated(no_gradients("latent_attention"), None)
+    refused = Repeated(no_gradient("latent_attention"), None)
     return Plan(spec, Repeated(forward, kernel.prepare and prepare), lambda: refused, arguments, False)
 
 
@@ -125,4 +125,4 @@ def _forward_fake(q: Tensor, kv: Tensor, _lengths: Any, _table: Any, value_dim: 
 
 _lib.impl("latent_forward", _forward, "CompositeExplicitAutograd")
 torch.library.register_fake("fulmen::latent_forward", _forward_fake, lib=_lib)
-torch.library.register_autograd("fulmen::latent_forward", no_gradients("latent_attention"), lib=_lib)
+torch.library.register_autograd("fulmen::latent_forward", no_gradient("latent_attention"), lib=_lib)

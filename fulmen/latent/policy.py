@@ -19,8 +19,16 @@ HOPPER_ORDER = ("cuda", "triton", "eager", "reference")
 CPU_ORDER = ("eager", "reference", "triton", "cuda")  # triton is interpreted there
 
 MAX_SPLITS = 128
+CUDA_ROWS, CUDA_KEYS = 64, 64  # queries of a block of the kernel of `cuda`, and keys at a time
 TRITON_ROOMY = 113_000  # bytes of shared memory: 32 queries, 32 keys of 576 columns, 3 stages
 CUDA_DIMS = (576, 512)
+
+
+class LatentTile(NamedTuple):
+    """The kernel of backend `cuda`: for Hopper."""
+
+    def __str__(self) -> str:
+        return f"{CUDA_ROWS} queries x {CUDA_KEYS} keys"
 
 
 class TritonTile(NamedTuple):
@@ -72,4 +80,6 @@ def choose(spec: LatentSpec, hw: Hardware, backend: str = "auto") -> Choice:
         tile = triton_tile(spec, hw)
         parts = splits(spec, tile.block_m, tile.block_n, tile.per_sm * hw.sm_count)
         return Choice(backend, backend, tile, parts, backend)
+    if backend == "cuda":
+        return Choice(backend, backend, LatentTile(), splits(spec, CUDA_ROWS, CUDA_KEYS, hw.sm_count), backend)
     return Choice(backend, backend, None, 1, backend)

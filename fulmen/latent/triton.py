@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.boundary import empty_rows, no_gradients
+from fulmen.boundary import empty_rows, no_gradient
 from fulmen.dispatch import Choice, register
 from fulmen.latent.policy import TritonTile, query_tiles
 from fulmen.latent.spec import LatentSpec, Residuals
@@ -233,4 +233,4 @@ def forward(spec: LatentSpec, x: Residuals, choice: Choice | None = None) -> Ten
     return o
 
 
-register("latent", "triton", supports=supports, forward=forward, backward=no_gradients("latent_attention"))
+register("latent", "triton", supports=supports, forward=forward, backward=no_gradient("latent_attention"))

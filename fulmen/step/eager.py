@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulmen.boundary import empty_rows, no_gradients
+from fulmen.boundary import empty_rows, no_gradient
 from fulmen.dispatch import register
 from fulmen.step.rounding import to_bf16
 from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors
@@ -63,4 +63,4 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
     return out
 
 
-register("step", "eager", supports=supports, forward=forward, backward=no_gradients("lightning_step"))
+register("step", "eager", supports=supports, forward=forward, backward=no_gradient("lightning_step"))

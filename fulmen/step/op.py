@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import empty_rows, is_plain_eager, no_gradients, outside_autocast, refuse_derivatives_we_lack
+from fulmen.boundary import empty_rows, is_plain_eager, no_gradient, outside_autocast, refuse_derivatives_we_lack
 from fulmen.plans import Plan, Repeated
 from fulmen.step.spec import Tensors, check_inputs, check_values, spec_of
 
@@ -103,7 +103,7 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
         return kernel.prepare(spec, Tensors(*tensors))
 
     def backward() -> Repeated:
-        return Repeated(no_gradients("lightning_step"), None)
+        return Repeated(no_gradient("lightning_step"), None)
 
     return plans.keep(key, given, Plan(spec, Repeated(forward, kernel.prepare and prepare), backward, (), False))
 

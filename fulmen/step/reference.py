@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulmen.boundary import no_gradients
+from fulmen.boundary import no_gradient
 from fulmen.dispatch import register
 from fulmen.step.rounding import to_bf16
 from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors
@@ -53,4 +53,4 @@ def store(to: Tensor, state: Tensor) -> None:
     to.copy_(to_bf16(state) if to.dtype == torch.bfloat16 else state)
 
 
-register("step", "reference", supports=supports, forward=forward, backward=no_gradients("lightning_step"))
+register("step", "reference", supports=supports, forward=forward, backward=no_gradient("lightning_step"))

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.boundary import empty_rows, no_gradients
+from fulmen.boundary import empty_rows, no_gradient
 from fulmen.dispatch import register
 from fulmen.launch import Launch, Ready, run_all
 from fulmen.plans import allocator
@@ -243,4 +243,4 @@ def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor] | None:
     return again
 
 
-register("step", "triton", supports=supports, forward=forward, backward=no_gradients("lightning_step"), prepare=prepare)
+register("step", "triton", supports=supports, forward=forward, backward=no_gradient("lightning_step"), prepare=prepare)

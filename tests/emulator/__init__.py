@@ -30,6 +30,7 @@ from fulmen.cuda import tensor_map as maps
 from fulmen.flash import cuda as flash_cuda
 from fulmen.flash import spec as flash_spec
 from fulmen.flash.kernels import sm90
+from fulmen.latent import cuda as latent_cuda
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
@@ -314,7 +315,7 @@ def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 
 def forget() -> None:
     """What is known of calls: launches belong to an emulator."""
     plans.clear()
-    for module in (flash_cuda, lightning_cuda, dispatch, maps):
+    for module in (flash_cuda, latent_cuda, lightning_cuda, dispatch, maps):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
