@@ -45,8 +45,9 @@ flash_combine_kernel(const __grid_constant__ Args a) {
 
     float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int i = side; i < a.splits; i += SIDE_BY_SIDE) {
-        const float4 x = a.sums[(i * step + row) * LANES + lane];
         const float weight = weights[i];
+        if (weight == 0.0f) continue;   // a split without keys has written no sums
+        const float4 x = a.sums[(i * step + row) * LANES + lane];
         y.x += weight * x.x;
         y.y += weight * x.y;
         y.z += weight * x.z;
