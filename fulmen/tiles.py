@@ -74,20 +74,20 @@ def offset_at(cu_ptr, i, N):
 
 
 @triton.jit
-def find_tile(cu_ptr, slot, sequences, N, BLOCK: tl.constexpr):
-    """(sequence, tile within it) of the `slot`-th tile of packed sequences.
+def find_tile(cu_ptr, slot, sequences, N, BLOCK: tl.constexpr, group=1):
+    """(sequence, tile within it) of the `slot`-th tile of packed sequences, whose tokens have `group` rows each.
 
-    Sequence i gets the slots from begin_i // BLOCK + i on: that is room enough for its tiles whatever the lengths,
-    and known without the sequences before it, so a search takes the place of a sum on the host.
+    Sequence i gets the slots from begin_i * group // BLOCK + i on: that is room enough for its tiles whatever the
+    lengths, and known without the sequences before it, so a search takes the place of a sum on the host.
     """
     low = 0
     high = sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
-        fits = offset_at(cu_ptr, middle, N) // BLOCK + middle <= slot
+        fits = offset_at(cu_ptr, middle, N) * group // BLOCK + middle <= slot
         low = tl.where(fits, middle, low)
         high = tl.where(fits, high, middle - 1)
-    return low, slot - (offset_at(cu_ptr, low, N) // BLOCK + low)
+    return low, slot - (offset_at(cu_ptr, low, N) * group // BLOCK + low)
 
 
 @triton.jit

@@ -101,6 +101,28 @@ class LatentCase(NamedTuple):
         return name_of(self)
 
 
+class CacheCase(NamedTuple):
+    """Softmax attention over a cache, with split keys and without."""
+
+    arch: int
+    pass_: str = "cache"
+    D: int = 128
+    E: int | None = None
+    H_KV: int = 8
+    N_Q: int = 1
+    page: int | None = None
+    packed: bool = False
+    left: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: str = "bfloat16"
+    B: int = 4
+    H: int = 32
+
+    def __str__(self) -> str:
+        return name_of(self)
+
+
 class RotaryCase(NamedTuple):
     """Latent attention as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
 
@@ -118,7 +140,7 @@ class RanksCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
-def name_of(case: Case | FlashCase | LatentCase) -> str:
+def name_of(case: Case | FlashCase | CacheCase | LatentCase) -> str:
     named = list(zip(case._fields, case, strict=True))[3:]
     odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
     return "-".join([f"sm_{case.arch}", case.pass_, f"D={case.D}", *odd])
@@ -142,7 +164,9 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case | FlashCase | StepCase | LatentCase | RotaryCase | RanksCase) -> list[Usage]:
+    def __call__(
+        self, case: Case | FlashCase | CacheCase | StepCase | LatentCase | RotaryCase | RanksCase
+    ) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -261,6 +285,36 @@ def latent_launches(case: LatentCase) -> list[Any]:
     return module.forward_launches(spec, choice, x, make(B, H, N_Q, E, dtype=dtype), work)
 
 
+def cache_launches(case: CacheCase) -> list[Any]:
+    import torch
+
+    from fulmen.flash import policy
+    from fulmen.flash import triton_cache as module
+    from fulmen.flash.spec import Residuals, spec_of
+    from fulmen.hardware import TARGETS
+
+    E, B, N, dtype = case.E or case.D, 1 if case.packed else case.B, 8192, getattr(torch, case.dtype)
+
+    def rows(B: int, heads: int, N: int, size: int) -> Any:
+        return torch.empty(B, heads, N, size, dtype=dtype, device="meta")
+
+    def ints(*shape: int) -> Any:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    cache = (case.B, case.H_KV, N) if case.page is None else (1000, case.H_KV, case.page)
+    table = None if case.page is None else ints(case.B, N // case.page)
+    x = Residuals(
+        rows(B, case.H, case.N_Q, case.D), rows(*cache, case.D), rows(*cache, E),
+        torch.empty(case.H, device="meta") if case.sinks else None, ints(case.B + 1) if case.packed else None, None,
+        ints(case.B), table,
+    )  # fmt: skip
+    spec = spec_of(x, case.D**-0.5, case.left, 0, False, case.softcap, True, False)
+    o, lse = rows(B, case.H, case.N_Q, E), torch.empty(B, case.H, case.N_Q, device="meta")
+    tile = policy.choose(spec, TARGETS[case.arch], "triton").tile
+    split = module.launches(spec, tile, 5, x, o, lse, module.empty_parts(spec, 5, x.q.device))
+    return [*module.launches(spec, tile, 1, x, o, lse, None), *split]
+
+
 def rotary_launches(case: RotaryCase) -> list[Any]:
     import functools
 
@@ -356,6 +410,7 @@ def serve() -> None:
             "FlashCase": (FlashCase, flash_launches),
             "StepCase": (StepCase, step_launches),
             "LatentCase": (LatentCase, latent_launches),
+            "CacheCase": (CacheCase, cache_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }

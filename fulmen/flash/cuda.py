@@ -1,8 +1,8 @@
 """Softmax attention in CUDA C++, forward; the backward, from the same o and lse, is cuDNN's where `sdpa` has it, else
 that of `triton`. policy.py chooses the kernel and its tile; kernels/ has the sources and their launchers.
 
-    sm90          for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option; `combine` follows where keys are
-                  split
+    sm90          for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option, also over a cache; `combine`
+                  follows where keys are split
     small         up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
                   Hopper up to 256 keys of queries that do not fill the GPU
     single_tile   for Hopper: up to 256 keys of any number of queries, else as `small`
@@ -79,7 +79,8 @@ def forward(spec: FlashSpec, x: Residuals, choice: Choice | None = None) -> tupl
     for name in ("q", "k", "v"):
         if not readable(getattr(x, name), repeats=KERNELS[choice.kernel].TAKES_REPEATS):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
-    launcher(spec, choice, x, o)(*map(address, (*x[:3], o, lse, *x[3:])))
+    others = x[3:] if spec.has_kv_lengths else x[3:6]
+    launcher(spec, choice, x, o)(*map(address, (*x[:3], o, lse, *others)))
     return o, lse
 
 
@@ -93,7 +94,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor
     o, lse = empty_outputs(spec, x)
     launch, new_o, new_lse = launcher(spec, choice, x, o), allocator(o), None if lse is None else allocator(lse)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, *_: None) -> tuple[Tensor, None]:
+    def plain(q: Tensor, k: Tensor, v: Tensor, _s: None, _q: None, _k: None) -> tuple[Tensor, None]:
         o = new_o()
         launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), 0, 0, 0, 0)
         return o, None

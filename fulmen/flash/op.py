@@ -272,12 +272,12 @@ _lib.define(
 )
 
 
-def _cache_plan(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], most: int | None, backend: str) -> Plan:
+def _cache_plan(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], backend: str) -> Plan:
     check_values(x)
     which, given = plans.given(x)
     plan = plans.find((which, *key), given)
     if plan is None:
-        spec = spec_of(x, *facts, max_kv_length=most)
+        spec = spec_of(x, *facts)
         plan = plans.keep((which, *key), given, _plan(spec, dispatch.pick("flash", spec, backend), ()))
     return plan
 
@@ -288,8 +288,8 @@ def _cache_forward(
     with_lse: bool, most: int | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = Residuals(q, k, v, sinks, cu_seqlens_q, None, kv_lengths, page_table)
-    facts = (scale, left, right, False, softcap, with_lse, False)
-    plan = _cache_plan(("flash cache operator", *facts, most, backend), x, facts, most, backend)
+    facts = (scale, left, right, False, softcap, with_lse, False, most)
+    plan = _cache_plan(("flash cache operator", *facts, backend), x, facts, backend)
     o, lse = plan.forward.run(*x)
     return o, lse if with_lse else _nothing(o)
 
@@ -318,14 +318,14 @@ def _attend_cache(
         tensors = x = check_cache(top_left, *tensors)
         factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
         most, cap = check_max_kv_length(most), None if softcap is None else float(softcap)
-        facts = (factor, left, right, False, cap, with_lse, False)
+        facts = (factor, left, right, False, cap, with_lse, False, most)
         refuse_derivatives_we_lack("flash_attention", x)
         if not is_plain_eager(*x):
             options = (factor, left, right, cap, with_lse, most, backend)
             return torch.ops.fulmen.flash_cache_forward(*x[:5], *x[6:], *options)
         if not isinstance(backend, str):
             raise dispatch.unknown("flash", backend)
-        plan = _cache_plan(key if plain else ("flash cache facts", *facts, most, backend), x, facts, most, backend)
+        plan = _cache_plan(key if plain else ("flash cache facts", *facts, backend), x, facts, backend)
     elif cu_seqlens_q is not None:
         check_values(Residuals(*tensors))
     return plan.forward.run(*tensors)

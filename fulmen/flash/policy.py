@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from fulmen.dispatch import Choice
-from fulmen.flash import sdpa
+from fulmen.flash import policy_cache, sdpa
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import Hardware
 
@@ -174,6 +174,8 @@ def is_plain(spec: FlashSpec) -> bool:
 
 def fastest(spec: FlashSpec, hw: Hardware) -> str:
     """The backend measured to be the fastest; torch's where nothing was measured."""
+    if spec.has_kv_lengths:  # heads that cannot share a tile each read their keys in `cuda`, in `triton` they share
+        return "cuda" if hw.arch == 90 and (spec.group == 1 or spec.group in PACKABLE_GROUPS) else "triton"
     if hw.arch != 90:
         return "sdpa"
     plain = is_plain(spec)
@@ -276,6 +278,8 @@ def sm90_base_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
 
 def sm90_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
     tile = sm90_base_tile(spec, hw)
+    if spec.page is not None and tile.block_n == 80:  # a page, or its halves or quarters, must make up a block of keys
+        tile = tile._replace(block_n=64, stages=tile.stages + (tile.consumers == 1))
     tile = tile._replace(pack_gqa=spec.group in PACKABLE_GROUPS and should_pack_gqa(spec, tile, hw))
     return tile._replace(swizzle=should_swizzle(spec, tile, hw))
 
@@ -517,7 +521,8 @@ def splits(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
         keys = min(keys, spec.N_Q + spec.left)
     if spec.right is not None and spec.top_left:
         keys = min(keys, spec.N_Q + spec.right)
-    if spec.sequences is not None or not 0 < 2 * count <= hw.sm_count or max(spec.H, spec.B) > sdpa.MAX_GRID:
+    packed = spec.sequences is not None and not spec.has_kv_lengths  # whose keys are not split
+    if packed or not 0 < 2 * count <= hw.sm_count or max(spec.H, spec.B) > sdpa.MAX_GRID:
         return 1
     room = hw.sm_count * (tile.blocks_per_sm if spec.D == 64 else 1)  # B1 H16, 1 x 8192: 20.0, 22.3 with one
     every = math.ceil(keys / tile.block_n)
@@ -553,6 +558,9 @@ def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
     if backend == "sdpa":
         kernel = sdpa_kernel(spec, hw)
         return Choice(backend, kernel, None, 1, kernel)
+    if backend == "triton" and spec.has_kv_lengths:
+        tile = policy_cache.triton_tile(spec, hw)
+        return Choice(backend, "triton_cache", tile, policy_cache.triton_splits(spec, tile, hw), "none")
     if backend == "triton":
         return Choice(backend, backend, triton_tiles(spec, hw), 1, backend)
     if backend == "cuda":

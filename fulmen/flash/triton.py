@@ -17,7 +17,7 @@ The second computes s^T and ds^T, so that both are operands as they come out of 
 Seven products where five would do; the two more cost less than adding dq up in memory would. Where every query of a
 tile sees every key of a block no mask is computed: causal and windowed calls walk the edges in loops of their own.
 On Hopper and Blackwell the copy engine (TMA) loads the tiles of large calls; elsewhere, and for packed sequences,
-whose ends it does not know, pointers do.
+whose ends it does not know, pointers do. Calls over a cache have a kernel of their own: triton_cache.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch import Tensor
 from fulmen import dispatch, hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
+from fulmen.flash import triton_cache
 from fulmen.flash.policy import TritonTile, TritonTiles, tiles_of
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
 from fulmen.launch import Launch, Ready, describable, run_all
@@ -446,7 +447,12 @@ def chosen(spec: FlashSpec) -> TritonTiles:
 
 def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
     o, lse = empty_outputs(spec, x)
-    run_all([forward_launch(spec, chosen(spec), x, o, lse)], spec.device)
+    if spec.has_kv_lengths:
+        choice = dispatch.choose("flash", spec, "triton")
+        parts = triton_cache.empty_parts(spec, choice.splits, x.q.device)
+        run_all(triton_cache.launches(spec, choice.tile, choice.splits, x, o, lse, parts), spec.device)
+    else:
+        run_all([forward_launch(spec, chosen(spec), x, o, lse)], spec.device)
     return o, lse
 
 
@@ -455,8 +461,20 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor
     if not preparable(spec) or (spec.has_sinks and spec.sequences is not None):  # whose lse is filled first
         return None
     o, lse = empty_outputs(spec, x)
-    launch = Ready(forward_launch(spec, chosen(spec), x, o, lse), spec.device)
     new_o, new_lse = allocator(o), (lambda: None) if lse is None else allocator(lse)
+    if spec.has_kv_lengths:
+        choice = dispatch.choose("flash", spec, "triton")
+        repeat = triton_cache.ready(spec, choice.tile, choice.splits, x, o, lse)
+
+        def over_cache(
+            q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, _k: None, lengths: Tensor, table: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            o, lse = new_o(), new_lse()
+            repeat(q, k, v, sinks, cu_q, lengths, table, o, lse)
+            return o, lse
+
+        return over_cache
+    launch = Ready(forward_launch(spec, chosen(spec), x, o, lse), spec.device)
 
     def again(q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any) -> tuple[Tensor, Tensor | None]:
         o, lse = new_o(), new_lse()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fulmen.hardware import TARGETS
-from tests.aot import Compiler, FlashCase
+from tests.aot import CacheCase, Compiler, FlashCase
 
 # The promise of the README: every head size class, both passes, causal or not, everywhere.
 PROMISED = [
@@ -57,3 +57,24 @@ def test_variants_fit_and_spill_at_most_a_few_registers(case, compiler):
     for usage in compiler(case):
         assert usage.shared <= TARGETS[case.arch].smem_bytes, usage
         assert usage.stack <= 256, usage
+
+
+CACHES = [CacheCase(arch, D=D) for arch in TARGETS for D in (64, 128, 256)]
+CACHES += [
+    CacheCase(arch, **options)
+    for arch in (86, 90)
+    for options in (
+        {"page": 16}, {"page": 64}, {"page": 256, "D": 64}, {"packed": True, "page": 16, "N_Q": 40}, {"N_Q": 64},
+        {"softcap": 50.0, "left": 512, "sinks": True}, {"D": 192, "E": 128}, {"D": 80, "dtype": "float16"},
+        {"D": 256, "N_Q": 64, "page": 48}, {"H_KV": 32}, {"H": 24, "page": 16},
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CACHES, ids=str)
+def test_over_a_cache_fits_and_does_not_spill(case, compiler):
+    launches = compiler(case)
+    assert len(launches) == 3
+    for usage in launches:
+        assert usage.shared <= TARGETS[case.arch].smem_bytes, usage
+        assert usage.stack <= (16 if case.arch == 100 else 0), usage

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fulmen
-from fulmen import dispatch
+from fulmen import dispatch, hardware
+from fulmen.flash import policy
 from fulmen.testing import flash as testing
 
 BACKENDS = sorted(dispatch.kernels("flash"))
@@ -61,6 +62,19 @@ def test_against_fp64(backend, dtype, case):
     o, lse = testing.backend(backend)(x)
     testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
     assert torch.equal(testing.backend(backend, with_lse=False)(x)[0], o)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 20])
+@pytest.mark.parametrize("case", ["decoding", "everything", "a chunk", "pages, everything", "pages, packed", "sinks"])
+def test_split_keys_in_triton(case, splits, monkeypatch):
+    """Also in more parts than a row has keys."""
+    x = testing.cache_inputs(**CASES[case], dtype=torch.float16)
+    choice = policy.choose(x.spec(), hardware.TARGETS[90], "triton")
+    monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice._replace(splits=splits))
+    if (why := dispatch.kernels("flash")["triton"].supports(x.spec(with_lse=True))) is not None:
+        pytest.skip(why)
+    o, lse = testing.backend("triton")(x)
+    testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
 
 
 def call(x: testing.Inputs, **changes):
@@ -156,6 +170,17 @@ def test_a_length_changes_and_nothing_else(x):
         x.kv_lengths.fill_(n)
         wanted = fulmen.flash_attention(x.q, k[:, :, :n], v[:, :, :n])
         torch.testing.assert_close(call(x._replace(k=k, v=v)), wanted)
+
+
+@pytest.mark.parametrize("entry", [-1, 1 << 30])
+@pytest.mark.parametrize("backend", ["reference", "eager", "triton"])
+def test_entries_out_of_range_are_clamped(backend, entry):
+    x = testing.cache_inputs([40, 40], 48, page=16, D=16, dtype=torch.float16)
+    k, v = (torch.randn(t.shape).half() for t in (x.k, x.v))
+    x.page_table[:, 1] = entry
+    x = x._replace(k=k, v=v)
+    o, lse = testing.backend(backend)(x)
+    testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
 
 
 def test_rows_may_share_pages():

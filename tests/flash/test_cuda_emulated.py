@@ -92,12 +92,49 @@ SPLIT = {
     "D=192": (G(2, 128, 2, splits=3), 192, {"E": 128, "N_Q": 40, "N_KV": 500, "B": 2}),
     "D=256": (G(2, 80, 2, splits=3), 256, {"N_Q": 20, "N_KV": 400, "causal": True}),
 }  # fmt: skip
+# Over a cache; NaN lies beyond its lengths and in pages that are not used.
+CACHE = {
+    "64x128": (G(1, 128, 2, blocks_per_sm=2), 64, {"kv_lengths": [300, 1, 0, 128], "capacity": 300}),
+    "64x128 grouped": (
+        G(1, 128, 2, blocks_per_sm=2, pack_gqa=True, splits=3), 64,
+        {"kv_lengths": [300, 0, 129, 500], "capacity": 400, "H": 8, "N_Q": 2, "causal": True, "sinks": True},
+    ),
+    "D=128 64x80": (
+        G(1, 80, 2, blocks_per_sm=2, pack_gqa=True, splits=4), 128,
+        {"kv_lengths": [300, 79, 0], "capacity": 320, "H": 4, "H_KV": 1, "max_kv_length": 250},
+    ),
+    "D=128 chunk": (
+        G(2, 128, 2), 128, {"kv_lengths": [200, 30], "capacity": 256, "N_Q": 140, "causal": True, "window": (50, None)},
+    ),
+    "packed": (
+        G(2, 128, 2, pack_gqa=True, splits=2), 64,
+        {"kv_lengths": [300, 9, 0, 40], "capacity": 300, "lengths_q": [70, 1, 3, 0], "causal": True, "H": 4},
+    ),
+    "D=256": (G(2, 80, 2, splits=2), 256, {"kv_lengths": [170, 5], "capacity": 170, "softcap": 3.0, "N_Q": 3}),
+    "pages of 16": (
+        G(1, 64, 3, blocks_per_sm=2, pack_gqa=True, splits=3), 128,
+        {"kv_lengths": [300, 1, 0, 97], "capacity": 304, "page": 16, "H": 4, "H_KV": 1, "N_Q": 2, "causal": True},
+    ),
+    "pages of 48": (G(2, 128, 2), 64, {"kv_lengths": [144, 300], "capacity": 336, "page": 48, "N_Q": 3, "sinks": True}),
+    "pages of 64": (
+        G(1, 128, 2, blocks_per_sm=2, pack_gqa=True), 64,
+        {"kv_lengths": [300, 64, 200], "capacity": 320, "page": 64, "H": 16, "layout": "bnhd"},
+    ),
+    "pages of 256": (G(2, 64, 2, splits=2), 256, {"kv_lengths": [300, 256], "capacity": 512, "page": 256}),
+    "pages, packed": (
+        G(1, 64, 3, blocks_per_sm=2, pack_gqa=True, splits=2), 128,
+        {"kv_lengths": [300, 9, 0, 40], "capacity": 320, "page": 32, "lengths_q": [3, 1, 3, 0], "causal": True, "H": 4},
+    ),
+}  # fmt: skip
 CASES = {f"short {n}": c for n, c in SHORT.items()} | {f"once {n}": c for n, c in ONCE.items()}
 CASES |= {f"hopper {n}": c for n, c in HOPPER.items()} | {f"split {n}": c for n, c in SPLIT.items()}
+CASES |= {f"cache {n}": c for n, c in CACHE.items()}
 
 
 def inputs(D: int, options: dict, dtype: torch.dtype) -> testing.Inputs:
     given = {"H": 2, **options}
+    if "kv_lengths" in given:
+        return testing.cache_inputs(D=D, dtype=dtype, **{"N_Q": 1, "H_KV": 2} | given)
     return testing.inputs(D=D, dtype=dtype, **({"N_Q": 150} | given if "lengths_q" not in given else given))
 
 
@@ -129,6 +166,7 @@ CASES_OF_EACH = [
     "hopper 192x128 turns",
     "hopper D=128 packed",
     "split all",
+    "cache pages of 16",
 ]
 
 
@@ -142,10 +180,20 @@ def test_the_same_bits_in_every_order(case):
         assert torch.equal(lse, results[0][1])
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("split")])
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("split", "cache"))])
 def test_few_blocks_take_all_parts(case):
     choice, D, options = CASES[case]
     attend(choice, inputs(D, options, torch.bfloat16), ANY, sm_count=1)
+
+
+def test_entries_out_of_range_are_clamped():
+    choice, D, options = CASES["cache pages of 16"]
+    x = inputs(D, options, torch.bfloat16)
+    used = torch.nn.functional.pad(x.page_table[:, 1:], (1, 0), value=10_000)
+    last = used[1:2, :1].clamp(0, x.k.shape[0] - 1).long()
+    for t in (x.k, x.v):
+        t[last] = torch.randn(t[last].shape).to(t.dtype)
+    attend(choice, x._replace(page_table=used), ANY)
 
 
 MASKS = [(None, None), (None, 0), (100, 0), (7, 30), (300, None), (0, 0), (None, 50)]
@@ -204,6 +252,19 @@ MISTAKES = {
     ),
     "a stage never released": (
         "hopper 128x128", "if (reports) at.v.release(v);", "", EARLY, "all wait",
+    ),
+    "values beyond the length": (
+        "cache 64x128", "if (RAGGED && key", "if (PACKED && key", EARLY, WRONG,
+    ),
+    "sums of a split without keys": (
+        "cache 64x128 grouped", "if (weight == 0.0f) continue;", "", EARLY, WRONG,
+    ),
+    "an entry too many": (
+        "cache pages of 48", "min((key + i * BOX) / PAGE, a.row_pages - 1)", "(key + i * BOX) / PAGE", EARLY,
+        "no tensor's",
+    ),
+    "the page of the block before": (
+        "cache pages of 64", "here = next;", "", EARLY, WRONG,
     ),
     "a stage released too early": (
         "hopper D=128 64x80", "wgmma_wait<1>();\n    pin(w.s);\n    if (reports) at.k.release(k);",

@@ -23,13 +23,18 @@
 // boxes of 64 x group x 64 / group.
 //
 // SPLIT: few tiles of many keys would leave most SMs idle, so `splits` blocks share the keys of a tile. Each writes its
-// sums, not divided yet, in fp32, and m and l of every row; combine.cu combines them.
+// sums, not divided yet, in fp32, and m and l of every row; combine.cu combines them. One without keys leaves m and l.
+//
+// LENGTHS: k and v are a cache, of which a row of q (PACKED: a sequence) uses as many keys as `lengths` says. Keys are
+// split by that length, and rows of v beyond it are zeroed, as those of packed sequences are.
+// PAGE: key n of row i is row n % PAGE of page table[i][n / PAGE], and a box is as much of a page as divides a block of
+// keys. The producer looks up the pages of the next block before it waits for its stage. Entries are clamped.
 //
 // The registers of s are those of the A operand p with two columns packed (softmax.cuh), so s turns into p in place.
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start
 // their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, PACK_GQA,
-// SPLIT and SINKS (1: fp32, 2: as q).
+// SPLIT, SINKS (1: fp32, 2: as q), LENGTHS and PAGE (0: k and v are not paged).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
@@ -43,7 +48,11 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int Q_BYTES = 64 * D * 2;     // of one consumer
 constexpr int S = BLOCK_N / 2, O = E / 2, P = BLOCK_N / 4;  // registers
 constexpr int WARPS = 4 * CONSUMERS;
+constexpr bool RAGGED = PACKED || LENGTHS;  // what lies beyond n_kv is there, and may be no number
 static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products");
+
+constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
+constexpr int BOX = PAGE ? gcd(PAGE, BLOCK_N) : BLOCK_N, BOXES = BLOCK_N / BOX;  // rows of a TMA load; loads of a block
 
 using Stage = PipelineState<STAGES>;
 
@@ -84,6 +93,15 @@ __device__ __forceinline__ void to_operand(u32 (&p)[P], const float (&s)[S]) {
 
 __device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(__ldg(cu + i), 0), n); }
 
+// Keys of row i of the cache.
+__device__ __forceinline__ int length_of_row(const Args &a, int i) {
+#if LENGTHS
+    return offset(a.lengths, i, a.n_kv);
+#else
+    return a.n_kv;
+#endif
+}
+
 // Which of the tile's query heads row g + 8 r of this warp belongs to.
 __device__ __forceinline__ int head_of_lane(const Args &a, int r) {
     return head_of_row(a, threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r);
@@ -94,6 +112,7 @@ __device__ __forceinline__ int head_of_lane(const Args &a, int r) {
 // their k and v stay in L2. Of these heads the longest tiles come first (LPT).
 struct Tile {
     int head, m0;                       // m0: its first position
+    int row;                            // of k and v
     int begin_q, begin_k, n_q, n_kv;    // of its sequence
     int shift;                          // query i stands at position i + shift
     int first, blocks;                  // keys, from which on, and how many times BLOCK_N
@@ -109,7 +128,7 @@ struct Tile {
         t -= from * a.tiles;
         head = from + t % size;
         int slot = RIGHT ? a.tiles - 1 - t / size : t / size;
-        begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv;
+        begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv, row = head / a.h;
         if (PACKED) {
             int low = 0, high = a.sequences - 1;
             while (low < high) {
@@ -118,11 +137,16 @@ struct Tile {
                 else high = middle - 1;
             }
             begin_q = offset(a.cu_q, low, a.n_q);
-            begin_k = offset(a.cu_k, low, a.n_kv);
             n_q = max(0, offset(a.cu_q, low + 1, a.n_q) - begin_q);
-            n_kv = max(0, offset(a.cu_k, low + 1, a.n_kv) - begin_k);
+            if (LENGTHS) {
+                row = low;
+            } else {
+                begin_k = offset(a.cu_k, low, a.n_kv);
+                n_kv = max(0, offset(a.cu_k, low + 1, a.n_kv) - begin_k);
+            }
             slot -= begin_q / length + low;
         }
+        if (LENGTHS) n_kv = length_of_row(a, row);
         m0 = slot * length;
         shift = a.top_left ? 0 : n_kv - n_q;
         int end = end_of_keys<RIGHT>(n_kv, min(m0 + length, n_q) + shift + a.right);
@@ -139,6 +163,24 @@ struct Tile {
     __device__ __forceinline__ bool unused() const { return PACKED && m0 >= n_q; }
 };
 
+// Where rows of k and v lie: of a batch, or of the pages that a block of keys is in.
+struct Place {
+    int row, page[BOXES];               // page: of each box, or the batch
+
+    __device__ __forceinline__ void find(const Args &a, const Tile &tile, int key) {
+        row = PAGE ? key : tile.begin_k + key;
+#pragma unroll
+        for (int i = 0; i < BOXES; i++) {
+#if PAGE
+            const int *entry = a.table + (long long)tile.row * a.row_pages;
+            page[i] = offset(entry, min((key + i * BOX) / PAGE, a.row_pages - 1), a.pages - 1);
+#else
+            page[i] = tile.row;
+#endif
+        }
+    }
+};
+
 template <int SIZE>
 struct Ring {
     static constexpr int BYTES = BLOCK_N * SIZE * 2;
@@ -147,12 +189,17 @@ struct Ring {
     __device__ __forceinline__ void wait(const Stage &x) const { mbarrier_wait(full + 8 * x.stage, x.parity); }
     __device__ __forceinline__ void release(const Stage &x) const { mbarrier_arrive(empty + 8 * x.stage); }
 
-    __device__ __forceinline__ void fetch(const TensorMap &map, Stage &x, int row, int h, int b) const {
+    __device__ __forceinline__ void fetch(const TensorMap &map, Stage &x, const Place &from, int h) const {
         mbarrier_wait(empty + 8 * x.stage, x.parity ^ 1);
         mbarrier_expect(full + 8 * x.stage, BYTES);
 #pragma unroll
-        for (int i = 0; i < SIZE / 64; i++)
-            tma_load((*this)[x] + i * BLOCK_N * 128, map, full + 8 * x.stage, 64 * i, row, h, b);
+        for (int i = 0; i < BOXES; i++) {
+            const int row = from.row + i * BOX;
+#pragma unroll
+            for (int j = 0; j < SIZE / 64; j++)
+                tma_load((*this)[x] + (j * BLOCK_N + i * BOX) * 128, map, full + 8 * x.stage, 64 * j,
+                         PAGE ? row % (PAGE ? PAGE : 1) : row, h, from.page[i]);
+        }
         x.next();
     }
 };
@@ -180,8 +227,11 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at) {
     for (int i = 0; tile.find(a, i); i++) {
         if (tile.blocks == 0 || tile.unused()) continue;
         int b = tile.head / a.h, h = tile.head % a.h, h_kv = kv_head(a, h);
-        int first = tile.begin_k + tile.first, row = first + (tile.blocks - 1) * BLOCK_N;
-        at.k.fetch(a.k, k, row, h_kv, b);
+        int key = tile.first + (tile.blocks - 1) * BLOCK_N;
+        Place here, next;
+        here.find(a, tile, key);
+        if (key > tile.first) next.find(a, tile, key - BLOCK_N);
+        at.k.fetch(a.k, k, here, h_kv);
         for (int c = 0; c < CONSUMERS; c++) {
             const int query = tile.begin_q + tile.m0 + positions(a, 64 * c);
             mbarrier_wait(at.q_empty + 8 * c, parity ^ 1);
@@ -191,11 +241,13 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at) {
                 copy_q(at.q + c * Q_BYTES + d * 128, a.q, at.q_full + 8 * c, d, query, h, b);
         }
         parity ^= 1;
-        for (; row > first; row -= BLOCK_N) {
-            at.k.fetch(a.k, k, row - BLOCK_N, h_kv, b);
-            at.v.fetch(a.v, v, row, h_kv, b);
+        for (; key > tile.first; key -= BLOCK_N) {
+            at.k.fetch(a.k, k, next, h_kv);
+            at.v.fetch(a.v, v, here, h_kv);
+            here = next;
+            if (key - BLOCK_N > tile.first) next.find(a, tile, key - 2 * BLOCK_N);
         }
-        at.v.fetch(a.v, v, first, h_kv, b);
+        at.v.fetch(a.v, v, here, h_kv);
     }
 }
 
@@ -247,7 +299,7 @@ __device__ __forceinline__ void step(Work &w, const Args &a, const Shared &at, S
     to_operand(w.p, w.s);
 }
 
-// Rows of v that are beyond the end of their sequence: every consumer zeroes them for itself, before it uses any.
+// Rows of v that are beyond the end of their sequence or length: every consumer zeroes them for itself, before it uses any.
 __device__ __forceinline__ void zero_rows(u32 v, int from, int consumer) {
     for (int unit = from * 8 + threadIdx.x % 128; unit < BLOCK_N * 8; unit += 128)
 #pragma unroll
@@ -271,7 +323,7 @@ __device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, c
     k.next();
     softmax<true>(w.s, w.x, w.alpha, key, w.seen, a.factor, a.inner);
     to_operand(w.p, w.s);
-    if (PACKED && key + BLOCK_N > tile.n_kv) {
+    if (RAGGED && key + BLOCK_N > tile.n_kv) {
         at.v.wait(v);
         zero_rows(at.v[v], tile.n_kv - key, consumer);
     }
@@ -352,11 +404,12 @@ __device__ __forceinline__ void store_split(
         const int row = positions(a, g + 8 * r);
         if (first + row >= tile.n_q) continue;
         const long long head = tile.split * every + query_head(a, tile.head) + head_of_lane(a, r);
-        const long long at = head * a.n_q + first + row;
+        const long long at = head * a.n_q + tile.begin_q + first + row;
+        if (t == 0) reinterpret_cast<float2 *>(a.lse)[at] = make_float2(x.m[r], x.l[r]);
+        if (LENGTHS && tile.blocks <= 0) continue;
         float2 *to = reinterpret_cast<float2 *>(a.o) + at * (E / 2) + t;
 #pragma unroll
         for (int j = 0; j < E / 8; j++) to[4 * j] = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
-        if (t == 0) reinterpret_cast<float2 *>(a.lse)[at] = make_float2(x.m[r], x.l[r]);
     }
 }
 
@@ -393,8 +446,8 @@ __device__ __forceinline__ void consume(const Args &a, const Shared &at, int con
 }
 
 // Registers of a thread: what the producer gives away, the consumers take.
-constexpr int OF_PRODUCER = CONSUMERS == 1 ? 40 : CONSUMERS == 3 ? 32 : PACKED ? 40 : 24;
-constexpr int OF_CONSUMER = CONSUMERS == 1 ? 216 : CONSUMERS == 3 ? 160 : PACKED ? 232 : 240;
+constexpr int OF_PRODUCER = CONSUMERS == 1 ? 40 : CONSUMERS == 3 ? 32 : RAGGED ? 40 : 24;
+constexpr int OF_CONSUMER = CONSUMERS == 1 ? 216 : CONSUMERS == 3 ? 160 : RAGGED ? 232 : 240;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 flash_sm90_forward_kernel(const __grid_constant__ Args a) {

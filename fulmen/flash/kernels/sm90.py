@@ -26,18 +26,24 @@ MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30
 TAKES_REPEATS = False  # TMA reads no tensor with a stride of 0
 
-ARGUMENTS = cuda.Struct(
-    "Args",
+FRONT = (
     ("q", "TensorMap"), ("k", "TensorMap"), ("v", "TensorMap"),  # boxes of 64 columns and 64 (q) or block_n rows
     ("o", "char *"),  # SPLIT: sums (splits, B * H, N, E), fp32
     ("lse", "float *"),  # or null; SPLIT: m, in base 2, and l (splits, B * H, N, 2)
     ("sinks", "const char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
+)  # fmt: skip
+REST = (
     ("o_strides", cuda.STRIDES),
     ("heads", "int"), ("h", "int"), ("group", "int"),  # B * H, H, H / H_KV; PACK_GQA: B * H_KV, H_KV, H / H_KV
     ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
     ("tiles", "int"), ("swizzle", "int"),  # tiles of a head; heads of one L2 swizzle group
     ("factor", "float"), ("inner", "float"),  # scale * log2(e); softcap * log2(e) and scale / softcap
     ("log_group", "int"), ("splits", "int"),  # log_group: base 2
+)  # fmt: skip
+ARGUMENTS = cuda.Struct("Args", *FRONT, *REST)
+CACHE_ARGUMENTS = cuda.Struct(
+    "Args", *FRONT, ("lengths", "const int *"), ("table", "const int *"), *REST,
+    ("pages", "int"), ("row_pages", "int"),  # of k and v; of a row of the table
 )  # fmt: skip
 
 
@@ -78,13 +84,17 @@ def variant(spec: FlashSpec, hw: hardware.Hardware, choice: Choice, sinks: torch
         "RIGHT": int(spec.right is not None), "SOFTCAP": int(spec.softcap is not None),
         "PACKED": int(spec.sequences is not None), "PACK_GQA": int(tile.pack_gqa),
         "SPLIT": int(choice.splits > 1), "SINKS": combine.sinks_kind(spec, sinks) if choice.splits == 1 else 0,
+        "LENGTHS": int(spec.has_kv_lengths), "PAGE": spec.page or 0,
     }  # fmt: skip
-    return cuda.Variant("flash/kernels/sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()), ARGUMENTS)
+    arguments = CACHE_ARGUMENTS if spec.has_kv_lengths else ARGUMENTS
+    return cuda.Variant("flash/kernels/sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()), arguments)
 
 
 def launch_of(
-    spec: FlashSpec, choice: Choice, o_strides: tuple[int, ...], sinks: torch.dtype | None = None
-) -> cuda.Launch:
+    spec: FlashSpec, choice: Choice, o_strides: tuple[int, ...], sinks: torch.dtype | None = None,
+    table: tuple[int, int] = (0, 0),
+) -> cuda.Launch:  # fmt: skip
+    """`table`: the pages of k and v, and those of a row."""
     tile: Sm90Tile = choice.tile
     if tile.pack_gqa and spec.group not in PACKABLE_GROUPS:
         raise ValueError(f"groups of {spec.group} query heads cannot share tiles, only of {PACKABLE_GROUPS}")
@@ -100,6 +110,8 @@ def launch_of(
         "swizzle": swizzle_heads(spec, tile, hw), "factor": factor, "inner": inner,
         "log_group": group.bit_length() - 1, "splits": choice.splits,
     }  # fmt: skip
+    if spec.has_kv_lengths:
+        constants |= {"pages": table[0], "row_pages": table[1]}
     return cuda.Launch(
         variant(spec, hw, choice, sinks), spec.device, grid(spec, hw, choice), threads(choice),
         shared_bytes(spec, choice), constants, early=True,
@@ -118,23 +130,28 @@ def strides(o: Tensor) -> tuple[int, ...]:
 
 
 def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
-    """Launches calls with these shapes and strides: a function of the addresses of q, k, v, o, lse and x's others."""
+    """Launches calls with these shapes and strides: a function of the addresses of q, k, v, o, lse and x's others.
+
+    Lengths and page table are passed only where there is a cache.
+    """
     tile: Sm90Tile = choice.tile
     sinks = None if x.sinks is None else x.sinks.dtype
-    launch = launch_of(spec, choice, strides(o), sinks)
+    table = (0, 0) if x.page_table is None else (x.k.shape[0], x.page_table.shape[1])
+    launch = launch_of(spec, choice, strides(o), sinks, table)
     if launch.empty:
         return lambda *addresses: None
     q_map = k_map = v_map = cuda.tensor_maps(x.q, 64, spec.group if tile.pack_gqa else 1)
     if spec.N_KV:  # else nothing is read through them
-        k_map, v_map = cuda.tensor_maps(x.k, tile.block_n), cuda.tensor_maps(x.v, tile.block_n)
+        box = tile.block_n if spec.page is None else math.gcd(tile.block_n, spec.page)
+        k_map, v_map = cuda.tensor_maps(x.k, box), cuda.tensor_maps(x.v, box)
 
-    def run(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int) -> None:
-        launch(q_map(q), k_map(k), v_map(v), o, lse, sinks, cu_q, cu_k)
+    def run(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int, *cache: int) -> None:
+        launch(q_map(q), k_map(k), v_map(v), o, lse, sinks, cu_q, cu_k, *cache)
 
-    def run_split(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int) -> None:
+    def run_split(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int, *cache: int) -> None:
         work, after = workspace(spec, choice.splits)
         sums = work.data_ptr()
-        launch(q_map(q), k_map(k), v_map(v), sums, sums + after, 0, 0, 0)
+        launch(q_map(q), k_map(k), v_map(v), sums, sums + after, 0, cu_q, 0, *cache)
         combined(sums, sums + after, o, lse, sinks)
 
     if choice.splits == 1:
