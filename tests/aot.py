@@ -330,6 +330,8 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     norm = rows(B, N, R + dim), rows(R), rows(B, N, R)
     q_norm = rows(B, N, R_Q), rows(R_Q), rows(B, N, R_Q)
     rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(latent.PROGRAMS, R_Q + R, device="meta")
+    ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
+    heads, memory = rows(2, B, N, 8, 128).unbind(0), rows(B, 8, 64, 128)
     found = [
         module.turn_launch(q, k, cos, cos, 1.0, case.interleaved),
         latent.norm_launch(*q_norm, *norm, rstd, (1e-6, 1e-6)),
@@ -338,10 +340,20 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         latent.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
-        decode.step_launch(
-            q[..., nope:], norm[2], rope, cos, cos, torch.empty(B, dtype=torch.int32, device="meta"),
-            rows(B, 8192, R + dim), rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:],
-            torch.empty(B, dtype=torch.int32, device="meta"), case.interleaved,
+        *(
+            decode.latent_step_launch(
+                q[..., nope:], norm[2], rope, cos, cos, ints, ints, table if paged else ints[None],
+                rows(64 if paged else B, 64 if paged else 8192, R + dim),
+                rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:], case.interleaved, paged,
+            )
+            for paged in (False, True)
+        ),
+        *(
+            decode.kv_step_launch(
+                q[..., :128], heads[0], heads[1], cos, cos, ints, ints, table if paged else ints[None], memory, memory,
+                q[..., :128].contiguous(), turns, case.interleaved, paged,
+            )
+            for paged in (False, True) for turns in (False, True)
         ),
     ]  # fmt: skip
     if case.arch == 90:

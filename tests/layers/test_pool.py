@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from fulmen.layers import (
     LightningAttention,
     MultiHeadLatentAttention,
     PoolFull,
+    Rotary,
     Sequence,
     Sequences,
     StateCache,
+    attention,
+    latent,
 )
+from fulmen.layers.fused import decode
 
 DIM = 32
 
@@ -43,6 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("grouped", {"qk_norm": "before"}),
     "window, softcap, sinks": ("grouped", {"window": (5, None), "softcap": 3.0, "sinks": True, "qk_norm": "after"}),
     "no rope": ("grouped", {"rope": None}),
+    "part of rope": ("grouped", {"rope": Rotary(6, interleaved=True)}),
     "latent": ("latent", {}),
     "lightning": ("lightning", {}),
     "ring": ("ring", {}),
@@ -64,11 +70,12 @@ class Client:
     """One request: its tokens, and the y it was given for each."""
 
     def __init__(self, sequence: Sequence) -> None:
-        self.sequence, self.x, self.y = sequence, torch.zeros(0, DIM).double(), torch.zeros(0, DIM).double()
+        self.sequence, self.x, self.y = sequence, torch.zeros(0, DIM), torch.zeros(0, DIM)
 
     def check(self, layer: Any) -> None:
         if len(self.x):
-            torch.testing.assert_close(self.y, whole(layer, self.x), rtol=1e-9, atol=1e-9)
+            limits = {"rtol": 1e-9, "atol": 1e-9} if self.x.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(self.y, whole(layer, self.x), **limits)
 
 
 def schedule(layer: Any, draw: random.Random, steps: int, drafts: bool) -> None:
@@ -105,7 +112,7 @@ def schedule(layer: Any, draw: random.Random, steps: int, drafts: bool) -> None:
                 if any(c and c.sequence.length + tokens > 60 for c in rows):
                     continue
                 served.step([c and c.sequence for c in rows], tokens)
-                x = torch.randn(draw.choice([len(rows), 3]), tokens, DIM).double()
+                x = torch.randn(draw.choice([len(rows), 3]), tokens, DIM, dtype=next(layer.parameters()).dtype)
                 y = layer(x, cache=pool)
                 for i, client in enumerate(rows):
                     if client is not None:
@@ -114,6 +121,26 @@ def schedule(layer: Any, draw: random.Random, steps: int, drafts: bool) -> None:
             pass
     for client in clients:
         client.check(layer)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "no rope", "part of rope", "latent"])
+def test_the_kernel_writes_what_torch_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoPE and the writes in one launch, interpreted, on pools and on preallocated caches."""
+    used = []
+    kernels = types.SimpleNamespace(
+        kv_step=lambda *args: used.append(1) or decode.kv_step(*args),
+        latent_step=lambda *args: used.append(1) or decode.latent_step(*args),
+    )
+    for module in (attention, latent):
+        monkeypatch.setattr(module, "kernels_for", lambda name, *tensors: kernels if name == "decode" else None)
+    layer, draw = made(kind).float(), random.Random(kind)
+    with torch.no_grad():
+        for _ in range(8):
+            schedule(layer, draw, 12, False)
+        cache, x = layer.cache_type(40), torch.randn(2, 24, DIM)
+        y = [layer(x[:, :20], cache=cache), *(layer(x[:, i : i + 2], cache=cache) for i in (20, 22))]
+        torch.testing.assert_close(torch.cat(y, 1), layer(x), rtol=1e-4, atol=1e-5)
+    assert len(used) > 12
 
 
 @layers

@@ -64,13 +64,13 @@ def kv_step_kernel(
         tl.store(out + at[None, :], y.to(q_out.dtype.element_ty), mask)
     if 2 * HALF < D:
         i = 2 * HALF + tl.arange(0, REST_P2)
-        mask = there[:, None] & (i < D)[None, :]
-        tl.store(out + i[None, :], tl.load(rows + i[None, :], mask, 0.0), mask)
+        rest = there[:, None] & (i < D)[None, :]
+        tl.store(out + i[None, :], tl.load(rows + i[None, :], rest, 0.0), rest)
     if keys:
-        i = tl.arange(0, D_P2)
-        mask = there[:, None] & (i < D)[None, :]
-        v = tl.load(v_ptr + b * sk_b + n * sk_n + here[:, None] * sk_h + i[None, :], mask, 0.0)
-        tl.store(v_out + page_at * so_p + place * so_n + here[:, None] * so_h + i[None, :], v, mask)
+        e = tl.arange(0, D_P2)
+        in_v = there[:, None] & (e < D)[None, :]
+        v = tl.load(v_ptr + b * sk_b + n * sk_n + here[:, None] * sk_h + e[None, :], in_v, 0.0)
+        tl.store(v_out + page_at * so_p + place * so_n + here[:, None] * so_h + e[None, :], v, in_v)
 
 
 def kv_step_launch(
