@@ -50,7 +50,8 @@ class Kernel(NamedTuple):
               with the same shapes and strides, each of which begins at a multiple of 16 bytes; for lightning it
               returns what is saved for the backward, too
     prepare_backward  (spec, residuals, what the backward takes after them) -> the same for the backward
-    saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None
+    saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None. If it is a
+              shape for one token, it is a formula of sizes, which may be symbols
     """
 
     op: str

@@ -131,6 +131,17 @@ class RotaryCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
+class LayerCase(NamedTuple):
+    """The lightning layer: what comes before the attention and after it."""
+
+    arch: int
+    preset: str
+    H: int = 16
+    D: int = 128
+    interleaved: bool = False
+    dtype: str = "bfloat16"
+
+
 class RanksCase(NamedTuple):
     """What ranks call beside lightning attention's own kernels: `fulmen.parallel.triton`."""
 
@@ -164,9 +175,7 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(
-        self, case: Case | FlashCase | CacheCase | StepCase | LatentCase | RotaryCase | RanksCase
-    ) -> list[Usage]:
+    def __call__(self, case: Any) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -322,6 +331,7 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     from fulmen.layers.fused import decode, latent
     from fulmen.layers.fused import rotary as module
+    from fulmen.layers.fused import sums as adding
 
     B, N, H, nope, dim, E, R, R_Q = 2, 2048, 32, 128, 64, 128, 512, 1536
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
@@ -337,7 +347,7 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         latent.norm_launch(*q_norm, *norm, rstd, (1e-6, 1e-6)),
         latent.norm_launch(*norm, *norm, rstd[:1], (1e-6,)),
         latent.norm_backward_launch(*q_norm, rows(B, N, 0), q_norm[0], *norm, rope, norm[0], rstd, sums),
-        latent.sum_launch(sums, q_norm[1], norm[1]),
+        adding.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
         *(
@@ -360,6 +370,29 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         flat = k.view(B * N, -1), v.view(B * N, -1), rows(H * (nope + E), R), rows(B * N, R)
         found += [latent.gather_launch(*flat, H, nope, width) for width in latent.WIDTHS]
     return found
+
+
+def layer_launches(case: LayerCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.layers.fused import lightning as module
+
+    B, N, H, D = 2, 2048, case.H, case.D
+    rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
+    ring = case.preset == "ring"
+    facts = module.Heads(H, H, D, D, None if ring else "silu", "before" if ring else None, 1e-6, case.interleaved)
+    x, q, o, norm, weight = rows(B, N, 3 * H * D), rows(B, N, H, D), rows(B, N, H * D), rows(D), rows(H * D)
+    cos = torch.empty(N, D // 4 if ring else 0, device="meta")
+    parts, sums = torch.empty(module.HEAD_PROGRAMS, 2 * D, device="meta"), rows(module.GATE_PROGRAMS, H * D).float()
+    options = 4 if ring else 1, 1e-6, True
+    return [
+        module.heads_launch(x, q, q, q, norm, norm, cos, cos, facts),
+        module.heads_backward_launch(x, q, q, q, x, norm, norm, cos, cos, parts, facts),
+        module.gate_launch(o, o, weight, o, *options),
+        module.gate_backward_launch(o, o, weight, o, o, o, sums, *options),
+    ]
 
 
 def ranks_launches(case: RanksCase) -> list[Any]:
@@ -424,6 +457,7 @@ def serve() -> None:
             "LatentCase": (LatentCase, latent_launches),
             "CacheCase": (CacheCase, cache_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
+            "LayerCase": (LayerCase, layer_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }
         case = made[kind][0](*fields)

@@ -17,9 +17,11 @@ from fulmen.boundary import (
     check_scale,
     empty_rows,
     is_plain_eager,
+    needs_gradient,
     no_second_derivative,
     outside_autocast,
     refuse_derivatives_we_lack,
+    register_operator,
 )
 from fulmen.flash.spec import (
     Causal,
@@ -32,7 +34,6 @@ from fulmen.flash.spec import (
     check_max_kv_length,
     check_values,
     empty_lse,
-    needs_gradient,
     spec_of,
 )
 from fulmen.plans import Plan, Repeated
@@ -194,11 +195,6 @@ def tidy_gradients(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[T
 _lib = torch.library.Library("fulmen", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _FACTS = "float scale, int? left, int? right, bool top_left, float? softcap, bool with_lse, bool needs_grad"
-_lib.define(f"flash_forward({_TENSORS}, {_FACTS}, str backend) -> (Tensor o, Tensor lse)")
-_lib.define(
-    f"flash_backward({_TENSORS}, Tensor o, Tensor lse, Tensor do, Tensor? dlse, {_FACTS}, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
-)
 TENSORS, FACTS = 6, 7
 
 
@@ -254,12 +250,22 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
     return *_operator_gradients(ctx.saved_tensors, do, dlse, ctx.arguments), *[None] * (2 + FACTS + 1)
 
 
-_lib.impl("flash_forward", _forward, "CompositeExplicitAutograd")
-_lib.impl("flash_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::flash_forward", _forward_fake, lib=_lib)
-torch.library.register_fake("fulmen::flash_backward", _backward_fake, lib=_lib)
-torch.library.register_autograd("fulmen::flash_forward", _gradients, setup_context=_save, lib=_lib)
-torch.library.register_autograd("fulmen::flash_backward", no_second_derivative("flash_attention"), lib=_lib)
+register_operator(
+    _lib,
+    f"flash_forward({_TENSORS}, {_FACTS}, str backend) -> (Tensor o, Tensor lse)",
+    _forward,
+    _forward_fake,
+    _gradients,
+    _save,
+)
+register_operator(
+    _lib,
+    f"flash_backward({_TENSORS}, Tensor o, Tensor lse, Tensor do, Tensor? dlse, {_FACTS}, str backend)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _backward,
+    _backward_fake,
+    no_second_derivative("flash_attention"),
+)
 
 
 # ------------------------------------------------------------------------------------- over a cache
@@ -377,7 +383,7 @@ def _attend(
         tensors = x[:TENSORS]
         factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
         cap = None if softcap is None else float(softcap)
-        facts = (factor, left, right, top_left, cap, with_lse, needs_gradient(x))
+        facts = (factor, left, right, top_left, cap, with_lse, needs_gradient(x[:4]))
         if dispatch.differentiable_as_it_is("flash", backend):  # plain PyTorch: no boundary to cross
             check_values(x)
             spec = spec_of(x, *facts)

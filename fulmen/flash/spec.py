@@ -21,6 +21,7 @@ from fulmen.boundary import (
     check_scale,
     empty_rows,
     is_number,
+    needs_gradient,
     plain_memory,
     require_tensors,
 )
@@ -268,20 +269,13 @@ def checked_spec(
         x = check_inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
     most = check_max_kv_length(max_kv_length)
     scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
-    return spec_of(x, scale, *mask, softcap, with_lse, not cached and needs_gradient(x), most)
+    return spec_of(x, scale, *mask, softcap, with_lse, not cached and needs_gradient(x[:4]), most)
 
 
 def plain_spec(device: torch.device) -> FlashSpec:
     """An ordinary call on `device`, for `fulmen doctor`."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return FlashSpec(2, 16, 16, 8192, 8192, 128, 128, dtype, device, 128**-0.5, right=0, needs_grad=True)
-
-
-def needs_gradient(x: Residuals) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    hidden = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    return hidden or any(t is not None and t.requires_grad for t in x[:4])  # under vmap requires_grad cannot be seen
 
 
 # ---------------------------------------------------------------------------- allocation, shared by backends

@@ -28,6 +28,8 @@ from fulmen import decay as slopes
 from fulmen.boundary import check_scale
 from fulmen.layers import weights
 from fulmen.layers.cache import StateCache
+from fulmen.layers.fused import kernels_for
+from fulmen.layers.fused.projections import has_no_hooks, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Inputs,
@@ -246,37 +248,84 @@ class LightningAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.out_proj)
         x = call.x
-        q, k, v = self._project(x)
-        if self.rope is not None:
-            cos, sin = call.rotations(self.rope)
-            q, k = (apply_rotary(t, cos, sin, self.rope.interleaved) for t in (q, k))
-        if self.qk_norm == "after":
-            q, k = self._normed(q, k)
+        if self.output_gate is None:
+            qkv, gate = self.qkv_proj(x), None
+        else:
+            qkv, gate = project(x, self.qkv_proj, self.output_gate)
+        q, k, v = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
         o, state = self._attend(q, k, v, call)
-        o = o.transpose(1, 2).flatten(2)
-        if self.norm is not None:
-            o = self.norm(o)
-        if self.output_gate is not None:
-            o = o * torch.sigmoid(self.output_gate(x))
-        y = self.out_proj(o)
+        y = self.out_proj(self._gated(o.transpose(1, 2).flatten(2), gate))
         if isinstance(cache, StateCache) and state is not None:
             cache.update(state, x.shape[1], call.counts, self)
         return call.back(y)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads."""
-        qkv = self.qkv_proj(x)
+    def _heads(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads; tables: cos and sin."""
+        kernels = self._head_kernels(qkv, tables)
+        if kernels is not None:
+            q, k, v = kernels.Prepared.apply(self._facts(qkv, kernels), qkv, *self._norm_weights(qkv), *tables)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.activation is not None:
             qkv = ACTIVATIONS[self.activation](qkv)
         q, k, v = qkv.unflatten(2, (-1, sum(self._widths()))).split(self._widths(), dim=3)
-        q = q.unflatten(3, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return (*self._normed(q, k), v) if self.qk_norm == "before" else (q, k, v)
+        q = q.unflatten(3, (-1, self.head_dim)).flatten(2, 3)
+        if self.qk_norm == "before":
+            q, k = self._normed(q, k)
+        cos, sin = tables
+        if self.rope is not None and cos is not None and sin is not None:
+            q, k = (apply_rotary(t.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2) for t in (q, k))
+        if self.qk_norm == "after":
+            q, k = self._normed(q, k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
         assert self.k_norm is not None
-        return self.q_norm(q.transpose(1, 2)).transpose(1, 2), self.k_norm(k.transpose(1, 2)).transpose(1, 2)
+        return self.q_norm(q), self.k_norm(k)
+
+    def _head_kernels(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None]) -> Any:
+        """The kernels that make q, k and v of the projection's output, or None."""
+        if self.activation is None and self.qk_norm is None and self.rope is None:
+            return None
+        norms = [] if self.q_norm is None or self.k_norm is None else [self.q_norm, self.k_norm]
+        if not has_no_hooks(*norms, kind=RMSNorm) or len({norm.eps for norm in norms} - {None}) != min(len(norms), 1):
+            return None
+        if any(t is not None and not (t.is_contiguous() and t.dtype == torch.float32) for t in tables):
+            return None
+        return kernels_for("lightning", qkv) if qkv.is_contiguous() else None
+
+    def _facts(self, qkv: Tensor, kernels: Any) -> Any:
+        H_KV = qkv.shape[2] // sum(self._widths())
+        H = self.num_heads // self.num_kv_heads * H_KV
+        eps = 0.0 if self.q_norm is None else self.q_norm.eps
+        turn = self.rope is not None and self.rope.interleaved
+        return kernels.Heads(H, H_KV, self.head_dim, self.value_dim, self.activation, self.qk_norm, eps, turn)
+
+    def _norm_weights(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.q_norm is None or self.k_norm is None:
+            return None, None
+        return self.q_norm.weight_for(x), self.k_norm.weight_for(x)
+
+    def _gated(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """o (B, N, H * E), normed and multiplied by sigmoid(gate)."""
+        kernels = self._gate_kernels(o, gate)
+        if kernels is not None and self.norm is None:
+            return kernels.Gated.apply(1, None, o, gate, None)
+        if kernels is not None and self.norm is not None:
+            return kernels.Gated.apply(self.norm.groups_in(o), self.norm.eps, o, gate, self.norm.weight_for(o))
+        if self.norm is not None:
+            o = self.norm(o)
+        return o if gate is None else o * torch.sigmoid(gate)
+
+    def _gate_kernels(self, o: Tensor, gate: Tensor | None) -> Any:
+        """The kernels of the norm and the gate, or None."""
+        if self.norm is None and gate is None:
+            return None
+        if self.norm is not None and (not has_no_hooks(self.norm, kind=HeadsNorm) or self.norm.groups_in(o) is None):
+            return None
+        tensors = [o] if gate is None else [o, gate]
+        kernels = kernels_for("lightning", *tensors) if all(t.is_contiguous() for t in tensors) else None
+        return kernels if kernels is None or o.shape[2] <= kernels.MAX_WIDTH else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs) -> tuple[Tensor, Tensor | None]:
         """o (B, H, N, E) and, with a cache, the state it is to hold."""

@@ -57,7 +57,7 @@ class Residuals(NamedTuple):
     decay: Tensor | None  # (H,)
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
-    saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it
+    saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it; (rows, columns)
 
 
 # ------------------------------------------------------------------------------------------------ checks
