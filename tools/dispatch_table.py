@@ -1,4 +1,4 @@
-"""Writes docs/internals/dispatch.md, what each architecture runs, from `policy.py`; with --check, fails if it is out of date."""
+"""Writes docs/internals/dispatch.md, what each GPU runs, from `policy.py`; with --check, fails if it is out of date."""
 
 from __future__ import annotations
 
