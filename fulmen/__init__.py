@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fulmen.flash import flash_attention, flash_attention_with_lse
     from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # public name -> module that holds it; loaded at first use, so that `fulmen --help` does not wait for torch
 _HOMES = {

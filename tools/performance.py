@@ -232,7 +232,14 @@ def summary() -> Iterator[list[str]]:
             gains = rows(suite, pass_)[1]
             mean = math.exp(sum(map(math.log, gains)) / len(gains))
             rival = next(iter(suite.rivals.values()))
-            yield [suite.title, PASSES[pass_], rival, f"{mean:.2f}", f"{min(gains):.2f} to {max(gains):.2f}", str(len(gains))]
+            yield [
+                suite.title,
+                PASSES[pass_],
+                rival,
+                f"{mean:.2f}",
+                f"{min(gains):.2f} to {max(gains):.2f}",
+                str(len(gains)),
+            ]
 
 
 def environment() -> str:
