@@ -27,9 +27,7 @@ PUBLIC = (
     "fulmen", "fulmen.decay", "fulmen.layers", "fulmen.parallel", "fulmen.bench", "fulmen.integrations.transformers",
     "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn",
 )  # fmt: skip
-EXAMPLES = sorted(
-    set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "hybrid_lm.py"}
-)
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "hybrid_lm.py"})
 
 
 def free_port() -> str:
