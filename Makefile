@@ -13,7 +13,7 @@ TRITON ?= triton==3.6.0
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-gpu check bench clean
+.PHONY: help setup browser test test-gpu check docs wheel bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
@@ -49,6 +49,14 @@ check: $(STAMP)  ## lint, format, types, size limits, generated tables
 	$(PY) tools/size_guard.py
 	$(PY) tools/dispatch_table.py --check
 	$(PY) tools/parallel_plans.py --check
+	$(PY) tools/performance.py --check
+
+docs: $(STAMP)  ## build the site into build/site; fails on a broken link
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(VENV)/bin/mkdocs build --quiet
+
+wheel:  ## build the wheel and try it in a clean venv with core dependencies alone
+	$(PYTHON) tools/check_wheel.py
 
 bench: $(STAMP)  ## the suite `quick` on this machine and its report, into build/bench; BENCH="--dtype fp32" is passed on
 	rm -f build/bench/quick.jsonl

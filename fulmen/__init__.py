@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
     from fulmen.step import lightning_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # public name -> module that holds it; loaded at first use, so that `fulmen --help` does not wait for torch
 _HOMES = {

@@ -1,4 +1,4 @@
-"""Writes docs/dispatch.md, what each architecture runs, from `policy.py`; with --check, fails if it is out of date."""
+"""Writes docs/internals/dispatch.md, what each GPU runs, from `policy.py`; with --check, fails if it is out of date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulmen.lightning import policy as lightning
 from fulmen.lightning.kernels import sweep
 from fulmen.lightning.spec import LightningSpec
 
-PATH = Path(__file__).parent.parent / "docs" / "dispatch.md"
+PATH = Path(__file__).parent.parent / "docs" / "internals" / "dispatch.md"
 HEAD_DIMS = (16, 64, 128, 256)
 INTRODUCTION = """\
 # What each GPU runs
@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
         return 2
     text = render()
     if not arguments:
-        PATH.parent.mkdir(exist_ok=True)
+        PATH.parent.mkdir(parents=True, exist_ok=True)
         PATH.write_text(text, encoding="utf-8")
     elif not PATH.exists() or PATH.read_text(encoding="utf-8") != text:
         print(f"{PATH} is out of date: run tools/dispatch_table.py and commit the difference")

@@ -1,6 +1,6 @@
 """The Triton kernels compiled, without a GPU, for each architecture we promise: they fit and do not spill.
 
-What each architecture picks is the table docs/dispatch.md; tests/tools/test_dispatch_table.py compares it.
+What each architecture picks is the table docs/internals/dispatch.md; tests/tools/test_dispatch_table.py compares it.
 """
 
 from __future__ import annotations
