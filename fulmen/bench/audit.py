@@ -255,8 +255,7 @@ def withhold(cell: schema.Cell, why: str) -> None:
     cell.status, cell.reason = "withheld", f"impossible: {why}"
     cell.audit.setdefault("arithmetic", why)
     cell.audit.pop("efficiency", None)
-    cell.stats, cell.samples_ms, cell.clocks_mhz = {}, [], []
-    cell.device_ms = cell.kernels_ms = cell.host_ms = None
+    cell.drop_times()
 
 
 def _host_flag(cell: schema.Cell, work: floors.Work, median: float, bounds: Limits) -> None:

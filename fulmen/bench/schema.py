@@ -111,6 +111,10 @@ class Cell:
     def median_ms(self) -> float | None:
         return self.stats.get("median")
 
+    def drop_times(self) -> None:
+        self.samples_ms, self.clocks_mhz, self.stats = [], [], {}
+        self.device_ms = self.kernels_ms = self.host_ms = None
+
     def flags(self) -> list[str]:
         return [str(f.get("flag")) for f in self.audit.get("flags", [])]
 

@@ -14,7 +14,6 @@ from fulmen.bench.audit import grouped
 from fulmen.bench.report import model, words
 
 MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~])")
-PARTS = (*model.MEMORY_PARTS, "peak")
 
 
 def safe(value: object) -> str:
@@ -123,10 +122,10 @@ def memory(report: model.Report) -> Iterator[str]:
         for row in rows:
             if (row.n or 0) == longest and row.cell.pass_ == pass_:
                 over = model.ratio(row.size(), row.size("peak", "floor"))
-                sizes = (model.size(row.size(part)) for part in PARTS)
+                sizes = (model.size(row.size(part)) for part in model.MEMORY_PARTS)
                 lines.append([safe(row.cell.competitor), safe(row.label), *sizes, f"{over:.2f}×" if over else ""])
     if lines:
-        head = ("implementation", "case", *(part.replace("_", " ") for part in PARTS), "peak over floor")
+        head = ("implementation", "case", *(part.replace("_", " ") for part in model.MEMORY_PARTS), "peak over floor")
         yield "## Memory at the longest length"
         yield table(head, lines, range(2, len(head)))
 

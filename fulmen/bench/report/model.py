@@ -24,7 +24,7 @@ from fulmen.bench.report import words
 LENGTHS = ("N", "N_Q", "N_KV")
 ORDER = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "dtype", "causal", "decay")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-MEMORY_PARTS = ("inputs", "output", "saved", "workspace_forward", "gradients", "workspace_backward")
+MEMORY_PARTS = ("inputs", "output", "saved", "workspace_forward", "gradients", "workspace_backward", "peak")
 
 
 class Family(NamedTuple):
@@ -59,9 +59,12 @@ class Row:
         """Bytes of a part of the memory, or its floor."""
         return number(self.cell.memory.get(part, {}).get(what))
 
+    def of_audit(self, what: str) -> float | None:
+        return number(self.cell.audit.get(what))
+
     def rate(self, what: str) -> float | None:
         """FLOP/s or B/s, counting the floor: the work that cannot be avoided."""
-        work = number(self.cell.audit.get(what))
+        work = self.of_audit(what)
         return None if work is None or self.median is None else number(work / self.median * 1e3)
 
 
@@ -123,7 +126,7 @@ def read(results: schema.Results) -> Report:
 
 
 def judged(cell: schema.Cell, run: schema.Run) -> schema.Cell:
-    """The cell with its audit, as a copy where that writes; raises BadResults for nested fields of the wrong kind."""
+    """A copy of the cell with its audit, and with times only if it counts; raises BadResults for nested fields of the wrong kind."""
     flags = cell.audit.get("flags", [])
 
     def objects(values: Iterable[Any]) -> bool:
@@ -140,10 +143,14 @@ def judged(cell: schema.Cell, run: schema.Run) -> schema.Cell:
         if not right:
             raise schema.BadResults(f"run {cell.run_id!r}, {cell.competitor!r}, {cell.pass_}: {what}")
     cell = replace(cell, audit=copy.deepcopy(cell.audit), memory=copy.deepcopy(cell.memory))
+    cell.device_ms, cell.kernels_ms, cell.host_ms = map(time_ms, (cell.device_ms, cell.kernels_ms, cell.host_ms))
     if "flags" not in cell.audit:
         audit.judge(cell, run)
     if cell.status == "ok" and times(cell)[0] is None:
         audit.withhold(cell, "the file holds no number that can be a time")
+    elif cell.status != "ok":
+        cell.drop_times()
+        cell.audit.pop("efficiency", None)
     audit.check_roof(cell, run)
     return cell
 
