@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulmen.bench import schema
+from fulmen.bench import Refused, schema
 from fulmen.bench.audit import median_interval, ms, number, time_ms
 
 VERDICTS = ("FASTER", "SLOWER", "SAME", "INCONCLUSIVE", "INCOMPARABLE")
@@ -204,12 +204,12 @@ def parse_fail_on(text: str) -> Rule:
         if match:
             amount = float(match[1] or 0) / (100 if match[2] else 1)
             if amount >= 1 and not match[2]:
-                raise ValueError(f"--fail-on {part}: {match[1]} is {100 * amount:.0f} %; did you mean {match[1]}%?")
+                raise Refused(f"--fail-on {part}: {match[1]} is {100 * amount:.0f} %; did you mean {match[1]}%?")
             rule = rule._replace(slower=amount)
         elif part in ("missing", "broken"):
             rule = rule._replace(**{part: True})
         else:
-            raise ValueError(f"--fail-on {part!r}: must be slower, slower:5%, missing or broken, joined by commas")
+            raise Refused(f"--fail-on {part!r}: must be slower, slower:5%, missing or broken, joined by commas")
     return rule
 
 

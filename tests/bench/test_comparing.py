@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fulmen.bench import audit, comparing, schema
+from fulmen.bench import Refused, audit, comparing, schema
 from fulmen.bench.comparing import Rule
 
 CASE = {"B": 4, "H": 32, "N": 8192, "D": 64, "dtype": "bf16"}
@@ -208,7 +208,7 @@ def test_rules(text: str, rule: Rule) -> None:
 
 @pytest.mark.parametrize("text", ["", "faster", "slower:", "slower:x", "slower:-5%", "slower:5", "slower:5%,oops"])
 def test_bad_rules(text: str) -> None:
-    with pytest.raises(ValueError, match="fail-on"):
+    with pytest.raises(Refused, match="fail-on"):
         comparing.parse_fail_on(text)
 
 
