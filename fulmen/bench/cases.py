@@ -1,14 +1,4 @@
-"""Suites: what is measured, read from `suites/*.toml`. Nothing here imports torch.
-
-description = "Softmax attention over N"
-op = "flash"                          # keys above `cases` hold for every case
-backends = ["auto", "*", "-eager"]    # "*": all that are registered but the reference; "-name": not that one
-baselines = ["sdpa-cudnn"]            # names of `fulmen.bench.baselines`
-seconds = 0.4                         # a field of `Settings`
-cases = [
-    { B = 4, H = 32, N = [1024, 2048], D = 64 },    # a list of values makes a case of each
-]
-"""
+"""Suites: what is measured, read from `suites/*.toml`; docs/benchmarking.md describes them. Nothing here imports torch."""
 
 from __future__ import annotations
 

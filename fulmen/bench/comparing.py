@@ -2,12 +2,7 @@
 
 Cells are matched by what was measured (`config_hash`), and only on the same GPU by the same protocol. The ratio is the
 Hodges-Lehmann estimate, the median of all quotients b/a of a sample of b and one of a, with its 95 % interval; p is
-that of Mann and Whitney's test.
-
-    FASTER, SLOWER   p < 0.002, a ratio at least 2 % from 1, the medians' intervals apart, and the same in clock cycles
-    SAME             a ratio less than 1 % from 1, and no room in the interval for more than 5 %
-    INCONCLUSIVE     neither
-    INCOMPARABLE     another GPU or protocol, or no time in one of the files; missing cells, too
+that of Mann and Whitney's test. docs/benchmarking.md says what a verdict means.
 
 GPU clocks move with heat and power. Where both files hold clocks, cycles (time x clock) are compared as well. A change
 in time without one in cycles is the clock's, and the cell is SAME. A kernel that waits for memory takes equally long at
