@@ -85,8 +85,7 @@ class Verdict:
     @property
     def name(self) -> str:
         cell, hot = self.cell, " (hot)" if self.cell.cache == "hot" else ""
-        case = " ".join(sorted(f"{k}={v}" for k, v in cell.case.items()))
-        return f"{cell.suite}: {cell.competitor}, {cell.pass_}{hot}, {case}"
+        return f"{cell.suite}: {cell.competitor}, {cell.pass_}{hot}, {' '.join(schema.case_words(cell.case))}"
 
 
 # --------------------------------------------------------------------------------------------- statistics

@@ -375,7 +375,7 @@ def _own_results(path: Path) -> list[Finding]:
     if audited:
         told.append(("AUDITED", "", f"{audited} of {len(results.cells)} cells were compared with the hardware"))
     for cell in results.cells:
-        what = f"{cell.competitor}, {cell.pass_}, {' '.join(f'{k}={v}' for k, v in cell.case.items())}"
+        what = f"{cell.competitor}, {cell.pass_}, {' '.join(schema.case_words(cell.case))}"
         told += [(str(mark.get("flag")), what, str(mark.get("why"))) for mark in cell.audit.get("flags", [])]
     told += [("NOTE", f"{s.cell.competitor}, {s.cell.pass_}", s.verdict) for s in relations.scaling]
     found = [Finding(flag if flag in FLAGS else "NOTE", path.name, what, why) for flag, what, why in told]

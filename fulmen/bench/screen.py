@@ -12,27 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from fulmen.bench import schema
-from fulmen.bench.cases import DTYPES
 from fulmen.bench.group import Group
 from fulmen.bench.runner import Monitor
 
 COLOURS = {"ok": "green", "failed": "bold red", "withheld": "bold red", "oom": "yellow", "timeout": "yellow"}
-SHORT = {long: short for short, long in DTYPES.items()}
-
-
-def case_words(case: dict[str, Any]) -> str:
-    """B4 H32 N1024 D64 bf16 causal decay."""
-    words = []
-    for key, value in case.items():
-        if value == case.get({"H_KV": "H", "E": "D"}.get(key, "")):
-            continue
-        if key == "dtype":
-            words.append(SHORT.get(value, str(value)))
-        elif isinstance(value, bool):
-            words.append(key if value else f"no {key}")
-        else:
-            words.append(f"{key}{value}" if isinstance(value, int) else f"{key}={value}")
-    return " ".join(words)
 
 
 def ms_words(ms: float) -> str:
@@ -42,7 +25,8 @@ def ms_words(ms: float) -> str:
 def line_of(cell: schema.Cell) -> str:
     """What was measured, the time, and the status or what there is to say about the number."""
     pass_ = cell.pass_ if cell.cache == "cold" else f"{cell.pass_}, hot"
-    what = f"{cell.suite}  {case_words(cell.case)}  [cyan]{escape(cell.competitor)}[/]  {pass_}"
+    case = escape(" ".join(schema.case_words(cell.case)))
+    what = f"{cell.suite}  {case}  [cyan]{escape(cell.competitor)}[/]  {pass_}"
     if cell.status != "ok" or cell.median_ms is None:
         return f"{what}  [{COLOURS.get(cell.status, 'dim')}]{cell.status}[/] {escape(cell.reason)}"
     half = (cell.stats["high"] - cell.stats["low"]) / 2 / cell.median_ms
@@ -87,7 +71,7 @@ class Screen(Monitor):
         self.progress.update(self.task, total=cells)
 
     def group(self, case: dict[str, Any], suite: str) -> None:
-        self.case = f"{suite}: {case_words(case)}  "
+        self.case = f"{suite}: {' '.join(schema.case_words(case))}  "
 
     def say(self, text: str) -> None:
         self.progress.update(self.task, description=self.case + text)

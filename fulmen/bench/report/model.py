@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from fulmen.bench import audit, schema
 from fulmen.bench.audit import grouped, number, time_ms
 from fulmen.bench.report import words
+from fulmen.bench.schema import text
 
 LENGTHS = ("N", "N_Q", "N_KV")
-ORDER = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "dtype", "causal", "decay")
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 MEMORY_PARTS = ("inputs", "output", "saved", "workspace_forward", "gradients", "workspace_backward", "peak")
 
 
@@ -172,35 +171,16 @@ def ratio(a: Any, b: Any) -> float | None:
     return None if a is None or not b else a / b
 
 
-def text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def length(case: dict[str, Any]) -> int | None:
     return next((case[name] for name in LENGTHS if type(case.get(name)) is int), None)
 
 
 def family_of(cell: schema.Cell) -> Family:
-    """What the cells share whose cases differ in N alone. Sizes that follow from others are not said again."""
-    n, case = length(cell.case), cell.case
-    rest = {k: v for k, v in case.items() if k not in LENGTHS or v != n}
-    said = {k: v for k, v in rest.items() if v is not None}
-    for name, default in (("H_KV", "H"), ("E", "D")):
-        if said.get(name) == case.get(default):
-            said.pop(name, None)
-    sizes, others = [], []
-    for k in sorted(said, key=lambda k: (ORDER.index(k) if k in ORDER else len(ORDER), k)):
-        v = said[k]
-        if k.isupper():
-            sizes.append(f"{k}{text(v)}" if len(k) == 1 else f"{k} {text(v)}")
-        elif isinstance(v, bool):
-            others.append(k if v else f"no {k}" if k != "causal" else "full")
-        else:
-            others.append(DTYPES.get(text(v), text(v)) if k == "dtype" else f"{k} {text(v)}")
-    label = " · ".join(x for x in (" ".join(sizes), *others) if x)
-    return Family(cell.suite, label or "one case", tuple(sorted((k, text(v)) for k, v in rest.items())))
+    """What the cells share whose cases differ in N alone."""
+    n = length(cell.case)
+    rest = {k: v for k, v in cell.case.items() if k not in LENGTHS or v != n}
+    label = " · ".join(schema.case_words(rest)) or "one case"
+    return Family(cell.suite, label, tuple(sorted((k, text(v)) for k, v in rest.items())))
 
 
 # ---------------------------------------------------------------------------------------------- judging
