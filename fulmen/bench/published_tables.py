@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fulmen.bench import floors
-from fulmen.bench.cases import tomllib
+from fulmen.bench.cases import toml
 from fulmen.bench.schema import BadResults, text_of
 
 SIZES = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "hidden")
@@ -146,10 +146,7 @@ def read_map(path: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: kind() for name, kind in SECTIONS.items()}
     if path is None:
         return found
-    try:
-        found |= tomllib.loads(text_of(path))
-    except tomllib.TOMLDecodeError as error:
-        raise BadResults(f"{path}: cannot be read: {error}") from None
+    found |= toml(text_of(path), f"{path}: cannot be read", BadResults)
 
     def demand(right: bool, what: str) -> None:
         if not right:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulmen import decay
-from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes, small_case
+from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes
 from fulmen.bench.gate import Problem
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_states

@@ -125,7 +125,7 @@ def read(results: schema.Results) -> Report:
 
 
 def judged(cell: schema.Cell, run: schema.Run) -> schema.Cell:
-    """A copy of the cell with its audit, and with times only if it counts; raises BadResults for nested fields of the wrong kind."""
+    """A copy of the cell with its audit, and with times only if it counts; raises BadResults for odd nested fields."""
     flags = cell.audit.get("flags", [])
 
     def objects(values: Iterable[Any]) -> bool:

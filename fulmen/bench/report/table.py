@@ -10,6 +10,7 @@ from typing import Any
 from fulmen.bench import schema
 from fulmen.bench.audit import number
 from fulmen.bench.report import model
+from fulmen.bench.schema import text
 
 
 def render(report: model.Report) -> str:
@@ -36,7 +37,7 @@ def values(row: model.Row, run: schema.Run, cases: list[str]) -> dict[str, Any]:
         "tflop_per_s": flops and flops / 1e12, "gb_per_s": size and size / 1e9, "floor_ms": row.of_audit("floor_ms"),
         "worst_error_over_bound": row.worst, **{f"{part}_bytes": row.size(part) for part in model.MEMORY_PARTS},
         "backend": cell.backend, "version": cell.version, "seed": cell.seed,
-        "device": model.text(run.environment.get("device", "")), "commit": model.text(run.commit.get("sha", "")),
+        "device": text(run.environment.get("device", "")), "commit": text(run.commit.get("sha", "")),
         "command": cell.command,
     }  # fmt: skip
 
