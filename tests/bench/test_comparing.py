@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -246,29 +245,6 @@ def test_render_does_not_drive_the_terminal() -> None:
     assert "\x1b[2J" not in text
     assert "\x07" not in text
     assert "\\x1b[2Jevil" in text
-
-
-def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
-    good = schema.dumps(make_run()) + "\n" + schema.dumps(make_cell(noise(1))) + "\n"
-    texts = {
-        "truncated": good[:40],
-        "foreign": good.replace("fulmen-bench/1", "fulmen-bench/9"),
-        "not JSON": "hello\n",
-        "a list": "[1, 2]\n",
-        "a cell without its run": good.splitlines()[1] + "\n",
-    }
-    for name, text in texts.items():
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text(text)
-        with pytest.raises(schema.BadResults, match=name):
-            schema.read([path])
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    for name in ("binary", "absent"):
-        with pytest.raises(schema.BadResults, match="cannot be read"):
-            schema.read([tmp_path / f"{name}.jsonl"])
-    (tmp_path / "good.jsonl").write_text(good)
-    same = schema.read([tmp_path / "good.jsonl"])
-    assert [v.verdict for v in comparing.compare(same, same)] == ["SAME"]
 
 
 def test_a_thousand_cells() -> None:

@@ -236,13 +236,7 @@ def correctness(report: Report) -> list[dict[str, Any]]:
             line["wrong"] = line.get("wrong", 0) + (one.get("ok") is False)
             share = ratio(one.get("error"), one.get("bound")) or 0.0
             if share >= line.get("share", 0.0):
-                line |= {
-                    "share": share,
-                    "row": i,
-                    "tensor": tensor,
-                    "error": one.get("error"),
-                    "bound": one.get("bound"),
-                }
+                line |= {"share": share, "row": i, "tensor": tensor} | {k: one.get(k) for k in ("error", "bound")}
     return sorted(lines.values(), key=lambda line: (not line["wrong"], -line["share"]))
 
 
@@ -278,9 +272,8 @@ LABELS = {
 def environment(run: schema.Run) -> list[tuple[str, str]]:
     """The facts and ceilings of a run as name and value, in the order in which a reader looks for them."""
     facts = {k: v for k, v in (run.environment | run.ceilings).items() if v not in (None, "", [], {})}
-    facts["commit"] = str(run.commit.get("sha") or "unknown")[:12] + (
-        " with changes" if run.commit.get("dirty") else ""
-    )
+    changed = " with changes" if run.commit.get("dirty") else ""
+    facts["commit"] = str(run.commit.get("sha") or "unknown")[:12] + changed
     if not number(facts.get("arch")):  # a CPU
         facts.pop("arch", None)
         if facts.get("cpu") == facts.get("device"):
