@@ -202,7 +202,7 @@ def check_time(work: floors.Work, t: float, bounds: Limits, cold: bool, said: fl
 
 def _warm(size: float, t: float, memory: float, l2: float) -> str:
     speed = f"{si(size, 'B')} in {ms(t)} is {si(1e3 * size / t, 'B/s')}"
-    cache = f"the cache of {si(l2, 'B')}" if l2 else "a cache"
+    cache = f"the cache of {si(l2, 'B')}" if 0 < l2 < math.inf else "a cache"
     return f"{speed}, more than the memory's {si(memory, 'B/s')}: part stayed in {cache}"
 
 

@@ -105,7 +105,9 @@ class Mask(NamedTuple):
         left = right = None
         if isinstance(window, list | tuple) and len(window) == 2:
             left, right = (w if type(w) is int and w >= 0 else None for w in window)
-        return cls(left, 0 if causal else right, causal == "top_left")
+        left, right = _int(case, "left") if left is None else left, _int(case, "right") if right is None else right
+        top_left = causal in ("top_left", "top-left") or case.get("top_left") is True
+        return cls(left, 0 if causal else right, top_left)
 
 
 def family(op: str, function: str = "") -> str | None:

@@ -90,21 +90,28 @@ def work_of(facts: dict[str, Any], pass_: str | None) -> floors.Work | None:
     return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_) if pass_ and op else None
 
 
+def limits_of(facts: dict[str, Any]) -> floors.Limits | None:
+    """The data sheet's ceilings, or the bandwidth that the page tells of an unknown GPU."""
+    sheet, bandwidth = floors.gpu(facts.get("gpu", "")), audit.number(facts.get("bandwidth"))
+    if sheet is None:
+        return floors.Limits(None, bandwidth, None, bandwidth, math.inf) if bandwidth else None
+    return floors.of_gpu(sheet, str(facts["dtype"]))
+
+
 def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
     """A time, or the time that TFLOP/s stand for, against the floors of its work."""
-    work, sheet, number = work_of(facts, row.pass_), floors.gpu(facts.get("gpu", "")), row.number
+    work, limits, number = work_of(facts, row.pass_), limits_of(facts), row.number
     if row.kind == "tflops" and work is not None and number.low > 0:
         t = work.usual_flops / number.value / 1e9
         row, number = replace(row, kind="time"), Number(t, t * number.half / number.low)
     if number.value <= 0:
         yield _at("IMPOSSIBLE", row, f"{number.value:g} ms: a time is above 0")
-    elif work is None or sheet is None:
+    elif work is None or limits is None:
         lacking = [n for n in ("gpu", "op", "pass", "B", "H", "D") if facts.get(n) is None]
         lacking += [] if "N" in facts or "N_Q" in facts else ["N"]
         why = f"not said: {', '.join(lacking)}" if lacking else f"no data sheet of {facts.get('gpu')!r} here"
         yield _at("UNAUDITED", row, why)
     else:
-        limits = floors.of_gpu(sheet, str(facts["dtype"]))
         flag, why = audit.check_time(work, number.high, limits, cold=False, said=number.value)
         if flag:
             yield _at(flag, row, why)

@@ -206,7 +206,7 @@ def unit_of(text: str, kind: str) -> float | None:
 def guess(header: str) -> str | None:
     """What a column probably holds; None where nothing is known."""
     text = re.sub(r"[(\[].*?[)\]]", "", plain(header)).lower()
-    name = re.sub(r"[\s_.]+", " ", text).strip()
+    name = re.sub(r"[\s_.]+", " ", text.rpartition("case.")[2] or text).strip()
     name = re.sub(r" (ns|us|µs|μs|ms|mb|mib|gb|gib)$", "", name)
     if sized := re.fullmatch(r"(?:n|s|seq ?len)\s*=\s*(\d+)", name):
         return f"any N={sized[1]}"
@@ -248,6 +248,9 @@ def page_fact(name: str, value: str) -> dict[str, Any]:
     key, parsed, role = plain(name).lower(), parse_number(value), guess(name) or ""
     if parsed and "peak" in key and "tflop" in parsed[1].lower():
         return {"peak_tflops": parsed[0].value}
+    if parsed and "bandwidth" in key:
+        scale = {"gb/s": 1e9, "tb/s": 1e12}.get(parsed[1].lower().split(" ")[0])
+        return {"bandwidth": parsed[0].value * scale} if scale else {}
     known = role in ("B", "H", "H_KV", "D", "E", "dtype", "gpu", "causal", "hidden")
     return {role: got} if known and (got := fact(role, value)) is not None else {}
 
@@ -283,6 +286,14 @@ def _csv_table(path: Path, text: str) -> Iterator[Table]:
         yield Table("table", lines[0], [(i, list(line)) for i, line in enumerate(lines[1:], 2) if any(line)])
 
 
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            yield f"{prefix}{key}", value
+
+
 def _json_table(path: Path, text: str) -> Iterator[Table]:
     records = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -292,7 +303,7 @@ def _json_table(path: Path, text: str) -> Iterator[Table]:
             raise BadResults(f"{path}:{number}: not JSON ({error}); was the file cut off?") from None
         if not isinstance(values, dict):
             raise BadResults(f"{path}:{number}: a line must be an object, this is a {type(values).__name__}")
-        records[number] = {key: value for key, value in values.items() if not isinstance(value, dict | list)}
+        records[number] = dict(_flat(values))
     headers = list(dict.fromkeys(key for record in records.values() for key in record))
     yield Table(
         "lines", headers, [(number, [record.get(k, "") for k in headers]) for number, record in records.items()]

@@ -298,6 +298,8 @@ def fact(name: str, value: Any) -> str:
         return size(x)
     if name == "arch" and isinstance(value, int) and value >= 10:
         return f"{value // 10}.{value % 10}"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {fact(k, v)}" for k, v in sorted(value.items()))
     if isinstance(value, list):
         return ", ".join(map(text, value))
     return f"{digits(x)} MHz" if x is not None and name.endswith("mhz") else text(value)
