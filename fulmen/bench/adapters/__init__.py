@@ -90,7 +90,7 @@ def small_case(case: dict[str, Any]) -> dict[str, Any]:
     return case | few | ({"N_Q": min(few["N"], case["N_Q"])} if "N_Q" in case else {})
 
 
-def makers(drawn: Callable[..., Any], small_case: Callable[..., Any] = small_case) -> tuple[Any, Any]:
+def makers(drawn: Callable[..., Any], small_case: Callable[..., Any]) -> tuple[Any, Any]:
     """`problem` and `small` of an operation whose problems are `drawn(case, device, seed, fully, one_head)`.
 
     one_head  the seed that draws the head which is compared; None: all are

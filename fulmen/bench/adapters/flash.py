@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes
+from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes, small_case
 from fulmen.bench.gate import Problem
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
 from fulmen.flash.spec import FlashSpec, Residuals
@@ -70,7 +70,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-problem, small = makers(drawn)
+problem, small = makers(drawn, small_case)
 
 
 def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulmen import decay
-from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes
+from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes, small_case
 from fulmen.bench.gate import Problem
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
@@ -60,7 +60,7 @@ def drawn(
     return Problem(x, leaves, douts, expected, {} if slopes is None else {"decay": slopes}, heads.pick)
 
 
-problem, small = makers(drawn)
+problem, small = makers(drawn, small_case)
 
 
 def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:
