@@ -59,10 +59,11 @@ def triton_tile(spec: LatentSpec, hw: Hardware) -> TritonTile:
 
 def splits(spec: LatentSpec, block_m: int, block_n: int, room: int) -> int:
     """Parts of a row's keys, so that `room` blocks have work; each has two blocks of keys or more."""
-    blocks = math.ceil(spec.max_kv_length / block_n)
-    most = min(room // max(spec.B * query_tiles(spec, block_m), 1), MAX_SPLITS)
-    each = max(2, math.ceil(blocks / max(most, 1)))
-    return max(1, math.ceil(blocks / each))
+    tiles, blocks = spec.B * query_tiles(spec, block_m), math.ceil(spec.max_kv_length / block_n)
+    if not tiles or not blocks:
+        return 1
+    each = max(2, math.ceil(blocks / max(1, min(room // tiles, MAX_SPLITS))))
+    return math.ceil(blocks / each)
 
 
 def order(spec: LatentSpec, hw: Hardware) -> tuple[str, ...]:
