@@ -461,6 +461,12 @@ RUNS_90 = [
     spec(1, 64, 8192, 64, True, H_KV=8, **WINDOW, has_sinks=True),
     *[spec(1, 16, N, D, True, H_KV=4, N_KV=4096, **ALL) for D in (64, 128) for N in (16, 200)],
     *[spec(1, 16, 4096, D, True, E=E, **ALL) for D, E in policy.SM90_HEAD_DIMS],
+    *[spec(B, 32, 1, D, H_KV=8, N_KV=8192, has_kv_lengths=True) for B in (1, 16) for D in (64, 128, 256)],
+    *[spec(1, 32, 1, 128, H_KV=8, N_KV=8192, has_kv_lengths=True, page=page) for page in (16, 64, 256)],
+    *[spec(16, 32, 4, D, True, H_KV=8, N_KV=8192, has_kv_lengths=True, page=16) for D in (64, 128, 256)],
+    *[spec(4, 16, 2048, D, True, E=E, N_KV=8192, has_kv_lengths=True, page=64, **ALL)
+      for D, E in policy.SM90_HEAD_DIMS],
+    spec(4, 16, 2048, 64, True, N_KV=8192, has_kv_lengths=True, page=16),
 ]  # fmt: skip
 
 
@@ -470,7 +476,8 @@ def sm90(call: FlashSpec) -> Choice:
 
 
 def name_of(call: FlashSpec) -> str:
-    options = [n for n in ("left", "right", "softcap", "sequences") if getattr(call, n) is not None]
+    options = [n for n in ("left", "right", "softcap", "sequences", "page") if getattr(call, n) is not None]
+    options += ["cache"] * call.has_kv_lengths
     packed = sm90(call).tile.pack_gqa
     words = [call.D, call.E, call.N_Q, call.N_KV, call.dtype, *options, *["sinks"] * call.has_sinks]
     return " ".join(map(str, [*words, *["pack GQA"] * packed]))

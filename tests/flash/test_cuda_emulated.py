@@ -260,7 +260,7 @@ MISTAKES = {
         "cache 64x128 grouped", "if (weight == 0.0f) continue;", "", EARLY, WRONG,
     ),
     "an entry too many": (
-        "cache pages of 48", "min((key + i * BOX) / PAGE, a.row_pages - 1)", "(key + i * BOX) / PAGE", EARLY,
+        "cache pages of 48", "min(key / PAGE, a.row_pages - 1)", "key / PAGE", EARLY,
         "no tensor's",
     ),
     "the page of the block before": (

@@ -27,14 +27,15 @@
 //
 // LENGTHS: k and v are a cache, of which a row of q (PACKED: a sequence) uses as many keys as `lengths` says. Keys are
 // split by that length, and rows of v beyond it are zeroed, as those of packed sequences are.
-// PAGE: key n of row i is row n % PAGE of page table[i][n / PAGE], and a box is as much of a page as divides a block of
-// keys. The producer looks up the pages of the next block before it waits for its stage. Entries are clamped.
+// PAGE: key n of row i is row n % PAGE of page table[i][n / PAGE]. A block of keys is BOXES boxes, each within a page, and
+// the producer as many threads. Each looks up its page one block ahead, before it waits for a stage. Entries are clamped.
+// No thread falls behind by a phase: without its box the stage is not full.
 //
 // The registers of s are those of the A operand p with two columns packed (softmax.cuh), so s turns into p in place.
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start
 // their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, PACK_GQA,
-// SPLIT, SINKS (1: fp32, 2: as q), LENGTHS and PAGE (0: k and v are not paged).
+// SPLIT, SINKS (1: fp32, 2: as q), LENGTHS, PAGE (0: k and v are not paged) and BOX (rows of a TMA load of k or v).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
@@ -50,9 +51,8 @@ constexpr int S = BLOCK_N / 2, O = E / 2, P = BLOCK_N / 4;  // registers
 constexpr int WARPS = 4 * CONSUMERS;
 constexpr bool RAGGED = PACKED || LENGTHS;  // what lies beyond n_kv is there, and may be no number
 static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products");
-
-constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
-constexpr int BOX = PAGE ? gcd(PAGE, BLOCK_N) : BLOCK_N, BOXES = BLOCK_N / BOX;  // rows of a TMA load; loads of a block
+constexpr int BOXES = BLOCK_N / BOX;    // of a block of keys; threads of the producer
+static_assert(BLOCK_N % BOX == 0 && PAGE % BOX == 0 && BOX % 8 == 0 && BOXES <= 32, "whole boxes");
 
 using Stage = PipelineState<STAGES>;
 
@@ -163,21 +163,20 @@ struct Tile {
     __device__ __forceinline__ bool unused() const { return PACKED && m0 >= n_q; }
 };
 
-// Where rows of k and v lie: of a batch, or of the pages that a block of keys is in.
+// Where the rows of a box of k or v lie, in a batch entry or a page. Thread i of the producer loads box i of a block.
 struct Place {
-    int row, page[BOXES];               // page: of each box, or the batch
+    int row, page;
 
     __device__ __forceinline__ void find(const Args &a, const Tile &tile, int key) {
-        row = PAGE ? key : tile.begin_k + key;
-#pragma unroll
-        for (int i = 0; i < BOXES; i++) {
 #if PAGE
-            const int *entry = a.table + (long long)tile.row * a.row_pages;
-            page[i] = offset(entry, min((key + i * BOX) / PAGE, a.row_pages - 1), a.pages - 1);
+        key += threadIdx.x * BOX;
+        row = key % PAGE;
+        const int *entry = a.table + (long long)tile.row * a.row_pages;
+        page = offset(entry, min(key / PAGE, a.row_pages - 1), a.pages - 1);
 #else
-            page[i] = tile.row;
+        row = tile.begin_k + key;
+        page = tile.row;
 #endif
-        }
     }
 };
 
@@ -191,15 +190,11 @@ struct Ring {
 
     __device__ __forceinline__ void fetch(const TensorMap &map, Stage &x, const Place &from, int h) const {
         mbarrier_wait(empty + 8 * x.stage, x.parity ^ 1);
-        mbarrier_expect(full + 8 * x.stage, BYTES);
+        if (threadIdx.x == 0) mbarrier_expect(full + 8 * x.stage, BYTES);
 #pragma unroll
-        for (int i = 0; i < BOXES; i++) {
-            const int row = from.row + i * BOX;
-#pragma unroll
-            for (int j = 0; j < SIZE / 64; j++)
-                tma_load((*this)[x] + (j * BLOCK_N + i * BOX) * 128, map, full + 8 * x.stage, 64 * j,
-                         PAGE ? row % (PAGE ? PAGE : 1) : row, h, from.page[i]);
-        }
+        for (int i = 0; i < SIZE / 64; i++)
+            tma_load((*this)[x] + (i * BLOCK_N + threadIdx.x * BOX) * 128, map, full + 8 * x.stage, 64 * i, from.row, h,
+                     from.page);
         x.next();
     }
 };
@@ -232,7 +227,7 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at) {
         here.find(a, tile, key);
         if (key > tile.first) next.find(a, tile, key - BLOCK_N);
         at.k.fetch(a.k, k, here, h_kv);
-        for (int c = 0; c < CONSUMERS; c++) {
+        for (int c = 0; c < CONSUMERS && threadIdx.x == 0; c++) {
             const int query = tile.begin_q + tile.m0 + positions(a, 64 * c);
             mbarrier_wait(at.q_empty + 8 * c, parity ^ 1);
             mbarrier_expect(at.q_full + 8 * c, Q_BYTES);
@@ -465,7 +460,7 @@ flash_sm90_forward_kernel(const __grid_constant__ Args a) {
     wait_for_previous_kernel();
     if (threadIdx.x < 128) {
         give_registers<OF_PRODUCER>();
-        if (threadIdx.x == 0) produce(a, at);
+        if (threadIdx.x < BOXES) produce(a, at);
     } else {
         take_registers<OF_CONSUMER>();
         consume(a, at, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);

@@ -59,6 +59,11 @@ def unsupported_reason(spec: FlashSpec, hw: hardware.Hardware) -> str | None:
     return None
 
 
+def box_rows(spec: FlashSpec, tile: Sm90Tile) -> int:
+    """Rows of a TMA load of k or v: a block of keys, or as much of a page as divides one."""
+    return tile.block_n if spec.page is None else math.gcd(tile.block_n, spec.page)
+
+
 def threads(choice: Choice) -> int:
     return 128 * (choice.tile.consumers + 1)
 
@@ -84,7 +89,7 @@ def variant(spec: FlashSpec, hw: hardware.Hardware, choice: Choice, sinks: torch
         "RIGHT": int(spec.right is not None), "SOFTCAP": int(spec.softcap is not None),
         "PACKED": int(spec.sequences is not None), "PACK_GQA": int(tile.pack_gqa),
         "SPLIT": int(choice.splits > 1), "SINKS": combine.sinks_kind(spec, sinks) if choice.splits == 1 else 0,
-        "LENGTHS": int(spec.has_kv_lengths), "PAGE": spec.page or 0,
+        "LENGTHS": int(spec.has_kv_lengths), "PAGE": spec.page or 0, "BOX": box_rows(spec, tile),
     }  # fmt: skip
     arguments = CACHE_ARGUMENTS if spec.has_kv_lengths else ARGUMENTS
     return cuda.Variant("flash/kernels/sm90.cu", "flash_sm90_forward_kernel", "90a", tuple(macros.items()), arguments)
@@ -142,7 +147,7 @@ def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callab
         return lambda *addresses: None
     q_map = k_map = v_map = cuda.tensor_maps(x.q, 64, spec.group if tile.pack_gqa else 1)
     if spec.N_KV:  # else nothing is read through them
-        box = tile.block_n if spec.page is None else math.gcd(tile.block_n, spec.page)
+        box = box_rows(spec, tile)
         k_map, v_map = cuda.tensor_maps(x.k, box), cuda.tensor_maps(x.v, box)
 
     def run(q: int, k: int, v: int, o: int, lse: int, sinks: int, cu_q: int, cu_k: int, *cache: int) -> None:
