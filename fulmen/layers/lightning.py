@@ -11,6 +11,10 @@
 
 `qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value. This is
 MiniMax's order where every head has its own, and a rank's share of the heads is contiguous.
+
+On a GPU one kernel lies between the projections and the attention and one behind it (fused/lightning.py). Saved for the
+backward are x, the output of `qkv_proj`, q and k (and v, if it is activated), o, the gate and the input of `out_proj`:
+with dim = H D and as many heads of k and v, 10u in minimax and 9u in ring, where u is the bytes of q.
 """
 
 from __future__ import annotations
@@ -287,9 +291,10 @@ class LightningAttention(weights.AttentionLayer):
         """The kernels that make q, k and v of the projection's output, or None."""
         if self.activation is None and self.qk_norm is None and self.rope is None:
             return None
-        norms = [] if self.q_norm is None or self.k_norm is None else [self.q_norm, self.k_norm]
-        if not has_no_hooks(*norms, kind=RMSNorm) or len({norm.eps for norm in norms} - {None}) != min(len(norms), 1):
-            return None
+        if self.q_norm is not None and self.k_norm is not None:
+            same = self.q_norm.eps is not None and self.q_norm.eps == self.k_norm.eps
+            if not same or not has_no_hooks(self.q_norm, self.k_norm, kind=RMSNorm):
+                return None
         if any(t is not None and not (t.is_contiguous() and t.dtype == torch.float32) for t in tables):
             return None
         return kernels_for("lightning", qkv) if qkv.is_contiguous() else None
