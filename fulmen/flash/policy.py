@@ -96,6 +96,19 @@ class SingleTile(NamedTuple):
         return f"{self.rows} queries x {self.stages * self.block_n} keys" + ", pack GQA" * self.pack_gqa
 
 
+class BackwardTile(NamedTuple):
+    """The backward of backend `cuda`: for Hopper, every option; 128 keys a block."""
+
+    block_m: int  # queries at a time
+    q_stages: int = 3  # tiles of q in flight
+    o_stages: int = 2  # the same of do
+    ahead: bool = True  # the logits of a tile are started before dq and dk of the tile before
+    staged: bool = False  # dq is added to memory through shared memory, not by the threads that made it
+
+    def __str__(self) -> str:
+        return f"{self.block_m} queries x {BACKWARD_KEYS} keys"
+
+
 class TritonTile(NamedTuple):
     own: int  # rows a program owns: of q in forward and dq, of k in dkdv
     walk: int  # rows it takes at a time of the other side
@@ -122,6 +135,8 @@ class TritonTiles(NamedTuple):
 PASSES = ("forward", "dq", "dkdv")
 
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+BACKWARD_KEYS = 128  # that a block of the backward owns
+OWN_BACKWARD: tuple[tuple[int, int], ...] = ()  # D/E whose backward follows cuda's forward
 SMALL_MAX_TOKENS = 512
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
 
@@ -342,6 +357,34 @@ def small_tile(spec: FlashSpec, hw: Hardware) -> SmallTile:
     return SmallTile(8, 1, 64, 2) if wide else SmallTile(8, 1, 64, ring, 2 if hw.arch < 100 else 1)
 
 
+def backward_tile(spec: FlashSpec) -> BackwardTile:
+    """As many queries as registers allow. A fixed order of sums needs a warp that waits, so dq is staged."""
+    return BackwardTile(128 if spec.D == 64 else 64, staged=spec.deterministic)
+
+
+class Workspace(NamedTuple):
+    """Of the backward, fp32: dq, and where the other parts begin. `end`: how many numbers it has."""
+
+    rows: int  # lse and delta of every query
+    drawn: int  # what every query tile adds to a sink's gradient
+    turns: int  # for each half of a query tile how often it was added to
+    end: int
+
+
+def backward_workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
+    blocks = spec.B * spec.H * tiles_of(spec, spec.N_Q, tile.block_m)
+    rows = blocks * tile.block_m * spec.D
+    drawn = rows + blocks * 2 * tile.block_m
+    turns = drawn + blocks * spec.has_sinks
+    return Workspace(rows, drawn, turns, turns + 2 * blocks * spec.deterministic)
+
+
+def backward_swizzle(spec: FlashSpec, hw: Hardware) -> int:
+    """Heads of k and v worked on at a time: as many as half of the L2 cache holds q, do and fp32 dq of."""
+    size = max(1, spec.N_Q * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
+    return min(max(1, spec.B * spec.H_KV), max(1, hw.l2_bytes // 2 // size))
+
+
 # ---------------------------------------------------------------------------------------- tiles of backend triton
 
 # (pass, D and E up to). On an H200, TFLOP/s causal and full, counting all products done. Others were only compiled.
@@ -558,9 +601,9 @@ def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
     if backend == "cuda":
         short = short_tile(spec, hw) if hw.arch == 90 else small_tile(spec, hw)
         if short is not None:
-            return Choice(backend, short.kernel, short, 1, cuda_backward(spec, hw))
+            return with_backward(spec, hw, Choice(backend, short.kernel, short, 1, ""))
         tile = sm90_tile(spec, hw)
-        return Choice(backend, tile.kernel, tile, splits(spec, tile, hw), cuda_backward(spec, hw))
+        return with_backward(spec, hw, Choice(backend, tile.kernel, tile, splits(spec, tile, hw), ""))
     return Choice(backend, backend, None, 1, backend)
 
 
@@ -580,5 +623,15 @@ def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
 
     cuDNN's is faster than triton's, but has no option except causal, no gradient of lse and no fixed order of sums.
     """
+    if hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD:
+        return "cuda"
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
     return "cudnn" if cudnn else "triton"
+
+
+def with_backward(spec: FlashSpec, hw: Hardware, choice: Choice) -> Choice:
+    name = cuda_backward(spec, hw)
+    if name != "cuda" or not spec.needs_grad:
+        return choice._replace(backward=name)
+    tile = backward_tile(spec)
+    return choice._replace(backward=name, backward_tile=tile, workspace=4 * backward_workspace(spec, tile).end)
