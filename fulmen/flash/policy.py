@@ -5,6 +5,7 @@ backends. Where to look:
 
     what "auto" takes      ROWS, `fastest` and, for few queries, `decode`
     a tile                 `sm90_base_tile`, SINGLE_TILES, `small_tile`, HOPPER_TILES and OTHER_TILES for triton
+    cuda's own backward    OWN_BACKWARD, and policy_backward.py
     when keys are split    `splits`
     the answer             `order` (backends, fastest first) and `choose` (one `Choice`)
 
@@ -22,7 +23,8 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.flash import sdpa
-from fulmen.flash.spec import FlashSpec
+from fulmen.flash.policy_backward import backward_tile, workspace
+from fulmen.flash.spec import FlashSpec, tiles_of
 from fulmen.hardware import Hardware
 
 # --------------------------------------------------------------------------------------------------- tile types
@@ -96,19 +98,6 @@ class SingleTile(NamedTuple):
         return f"{self.rows} queries x {self.stages * self.block_n} keys" + ", pack GQA" * self.pack_gqa
 
 
-class BackwardTile(NamedTuple):
-    """The backward of backend `cuda`: for Hopper, every option; 128 keys a block."""
-
-    block_m: int  # queries at a time
-    q_stages: int = 3  # tiles of q in flight
-    o_stages: int = 2  # the same of do
-    ahead: bool = True  # the logits of a tile are started before dq and dk of the tile before
-    staged: bool = False  # dq is added to memory through shared memory, not by the threads that made it
-
-    def __str__(self) -> str:
-        return f"{self.block_m} queries x {BACKWARD_KEYS} keys"
-
-
 class TritonTile(NamedTuple):
     own: int  # rows a program owns: of q in forward and dq, of k in dkdv
     walk: int  # rows it takes at a time of the other side
@@ -135,7 +124,6 @@ class TritonTiles(NamedTuple):
 PASSES = ("forward", "dq", "dkdv")
 
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-BACKWARD_KEYS = 128  # that a block of the backward owns
 OWN_BACKWARD: tuple[tuple[int, int], ...] = ()  # D/E whose backward follows cuda's forward
 SMALL_MAX_TOKENS = 512
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
@@ -357,34 +345,6 @@ def small_tile(spec: FlashSpec, hw: Hardware) -> SmallTile:
     return SmallTile(8, 1, 64, 2) if wide else SmallTile(8, 1, 64, ring, 2 if hw.arch < 100 else 1)
 
 
-def backward_tile(spec: FlashSpec) -> BackwardTile:
-    """As many queries as registers allow. A fixed order of sums needs a warp that waits, so dq is staged."""
-    return BackwardTile(128 if spec.D == 64 else 64, staged=spec.deterministic)
-
-
-class Workspace(NamedTuple):
-    """Of the backward, fp32: dq, and where the other parts begin. `end`: how many numbers it has."""
-
-    rows: int  # lse and delta of every query
-    drawn: int  # what every query tile adds to a sink's gradient
-    turns: int  # for each half of a query tile how often it was added to
-    end: int
-
-
-def backward_workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
-    blocks = spec.B * spec.H * tiles_of(spec, spec.N_Q, tile.block_m)
-    rows = blocks * tile.block_m * spec.D
-    drawn = rows + blocks * 2 * tile.block_m
-    turns = drawn + blocks * spec.has_sinks
-    return Workspace(rows, drawn, turns, turns + 2 * blocks * spec.deterministic)
-
-
-def backward_swizzle(spec: FlashSpec, hw: Hardware) -> int:
-    """Heads of k and v worked on at a time: as many as half of the L2 cache holds q, do and fp32 dq of."""
-    size = max(1, spec.N_Q * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
-    return min(max(1, spec.B * spec.H_KV), max(1, hw.l2_bytes // 2 // size))
-
-
 # ---------------------------------------------------------------------------------------- tiles of backend triton
 
 # (pass, D and E up to). On an H200, TFLOP/s causal and full, counting all products done. Others were only compiled.
@@ -443,11 +403,6 @@ def heads_summed(spec: FlashSpec, tile: TritonTile, hw: Hardware) -> int:
 
 MANY_TILES = 512  # of a head: their schedule is not worked out
 MAX_SPLITS = 264  # that the combine kernel has room for
-
-
-def tiles_of(spec: FlashSpec, rows: int, block: int) -> int:
-    """Tiles of one head; packed, as many as any mix of lengths may need."""
-    return math.ceil(rows / block) if spec.sequences is None else rows // block + spec.sequences
 
 
 def query_tiles(spec: FlashSpec, rows: int) -> int:
@@ -634,4 +589,4 @@ def with_backward(spec: FlashSpec, hw: Hardware, choice: Choice) -> Choice:
     if name != "cuda" or not spec.needs_grad:
         return choice._replace(backward=name)
     tile = backward_tile(spec)
-    return choice._replace(backward=name, backward_tile=tile, workspace=4 * backward_workspace(spec, tile).end)
+    return choice._replace(backward=name, backward_tile=tile, workspace=4 * workspace(spec, tile).end)

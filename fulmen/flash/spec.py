@@ -5,6 +5,7 @@ One clear error for each wrong argument. Values of `cu_seqlens` are read on the 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -203,7 +204,12 @@ def needs_gradient(x: Residuals) -> bool:
     return hidden or any(t is not None and t.requires_grad for t in x[:4])  # under vmap requires_grad cannot be seen
 
 
-# ---------------------------------------------------------------------------- allocation, shared by backends
+# ---------------------------------------------------------------------- tiles and allocation, shared by backends
+
+
+def tiles_of(spec: FlashSpec, rows: int, block: int) -> int:
+    """Tiles of one head; packed, as many as any mix of lengths may need."""
+    return math.ceil(rows / block) if spec.sequences is None else rows // block + spec.sequences
 
 
 def empty_lse(q: Tensor) -> Tensor:

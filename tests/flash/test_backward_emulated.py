@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from fulmen import dispatch
 from fulmen.dispatch import Choice
-from fulmen.flash.policy import BackwardTile
+from fulmen.flash.policy_backward import BackwardTile
 from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
 from tests import emulator
@@ -17,7 +15,6 @@ from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
 
-T64, T128 = BackwardTile(128), BackwardTile(64)
 STAGED = {"staged": True}
 PLAIN = {"H": 1, "N_Q": 150}
 PACKED = {"lengths_q": [70, 1, 0, 45, 130], "lengths_k": [30, 1, 5, 170, 130], "causal": True}
@@ -48,12 +45,20 @@ def inputs(D: int, options: dict, dtype: torch.dtype = torch.bfloat16, **more: o
     return testing.inputs(D=D, dtype=dtype, **{"H": 2, **options, **more})
 
 
-@functools.cache
-def results_of_forward(x_key: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    case, dtype, use = x_key
-    D, _, options = CASES[case]
-    exact = testing.reference(inputs(D, options, dtype), use)
-    return exact.o.to(dtype), exact.lse.float()
+def launched(
+    x: testing.Inputs, o: torch.Tensor, lse: torch.Tensor, tile: BackwardTile, mode: int, seed: int = 0,
+    edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"), deterministic: bool = False,
+) -> testing.Outputs:  # fmt: skip
+    spec = x.spec(needs_grad=True, with_lse="lse" in use)._replace(deterministic=deterministic)
+    choice = Choice("cuda", "sm90", None, 1, "cuda", tile)
+    cu_k = x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
+    tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
+    with emulator.serve("flash", mode, seed, edit) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
+        backward = dispatch.kernels("flash")["cuda"].backward
+        found = backward(spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None)
+        assert emulated.launches == 3
+    return testing.Outputs(o, lse, *found)
 
 
 def gradients(
@@ -63,22 +68,11 @@ def gradients(
     """Compared with fp64."""
     D, tile, options = CASES[case]
     x = inputs(D, options, dtype)
-    o, lse = results_of_forward((case, dtype, use))
-    spec = x.spec(needs_grad=True, with_lse="lse" in use)._replace(deterministic=deterministic)
+    exact = testing.reference(x, use)
+    o, lse = exact.o.to(dtype), exact.lse.float()
     chosen = BackwardTile(128 if D == 64 else 64)._replace(**tile)
-    if deterministic:
-        chosen = chosen._replace(staged=True)
-    choice = Choice("cuda", "sm90", None, 1, "cuda", chosen)
-    tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k)
-    if x.cu_seqlens_q is not None and x.cu_seqlens_k is None:
-        tensors = tensors._replace(cu_seqlens_k=x.cu_seqlens_q)
-    with emulator.serve("flash", mode, seed, edit) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
-        found = dispatch.kernels("flash")["cuda"].backward(
-            spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None
-        )
-        assert emulated.launches == 3
-    outputs = testing.Outputs(o, lse, *found)
+    chosen = chosen._replace(staged=chosen.staged or deterministic)
+    outputs = launched(x, o, lse, chosen, mode, seed, edit, use, deterministic)
     testing.compare(x, outputs, use)
     return outputs
 
@@ -88,3 +82,86 @@ def gradients(
 def test_right_on_the_emulator(case, mode):
     dtype = torch.float16 if len(case) % 4 == 1 else torch.bfloat16
     gradients(case, mode, len(case), dtype=dtype, use=("o",) if len(case) % 3 == 0 else ("o", "lse"))
+
+
+@pytest.mark.parametrize("case", ["64 causal", "64 packed", "128", "128 all", "128 GQA", "128 window"])
+def test_deterministic_sums_are_right_and_the_same(case):
+    """Every block waits for its turn, which must have come: blocks run in the order they start in."""
+    first, *others = (gradients(case, mode, seed, deterministic=True) for seed, mode in enumerate((ANY, LATE, ANY)))
+    for other in others:
+        for mine, yours in zip(first[2:5], other[2:5], strict=True):
+            assert torch.equal(mine, yours)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_rows_of_no_sequence_do_not_matter(D):
+    """They may hold anything: tiles that reach beyond a sequence read them."""
+    lengths = {"lengths_q": [70, 45], "lengths_k": [30, 100]}
+    x = inputs(D, lengths, causal=True)
+    exact = testing.reference(x)
+    tile = BackwardTile(128 if D == 64 else 64)
+    right = launched(x, exact.o.to(x.q.dtype), exact.lse.float(), tile, ANY)
+
+    def longer(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t, torch.full_like(t, torch.nan)], 2)
+
+    y = x._replace(**{name: longer(getattr(x, name)) for name in ("q", "k", "v", "do", "dlse")})
+    outputs = launched(y, longer(exact.o.to(x.q.dtype)), longer(exact.lse.float()), tile, ANY)
+    for mine, yours in zip(right[2:5], outputs[2:5], strict=True):
+        assert torch.equal(mine, yours[:, :, : mine.shape[2]])
+
+
+WRONG = r" error \d|not finite|not zero"
+DV_IS_MADE, O_RELEASED = (
+    "        wgmma_wait<0>();\n        pin(w.p);\n        pin(w.dv);\n",
+    "        if (reports) at.o.release(o);\n",
+)
+DK_IS_MADE, Q_RELEASED = (
+    "        wgmma_wait<0>();\n        pin(w.dk);\n        pin(w.ds);\n",
+    "        if (reports) at.q.release(mine);\n",
+)
+# What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
+MISTAKES = {
+    "do not waited for": ("64 causal", "at.o.wait(o);", ";", LATE, f"{WRONG}|all wait|has ended"),
+    "q not waited for": ("128 causal", "at.q.wait(q);", ";", LATE, f"{WRONG}|all wait|more arrivals"),
+    "v not waited for": ("128", "mbarrier_wait(at.v_full, 0);", "", LATE, WRONG),
+    "ds not for wgmma to see": (
+        "128", "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }\n    fence_async();",
+        "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }", EARLY, WRONG,
+    ),
+    "no barrier of the consumers": ("64 causal", "named_barrier_sync<256>(BOTH);", "", ANY, WRONG),
+    "one buffer of ds": ("128 causal", "walk.left % 2 * DS_BYTES", "0", PRESSED, WRONG),
+    "do released too early": (
+        "128 causal", DV_IS_MADE + O_RELEASED, O_RELEASED + DV_IS_MADE, PRESSED, WRONG,
+    ),
+    "q released too early": (
+        "128 not ahead", DK_IS_MADE + Q_RELEASED, Q_RELEASED + DK_IS_MADE, PRESSED, WRONG,
+    ),
+    "q never released": ("64 not ahead", "if (reports) at.q.release(mine);", "", EARLY, "all wait"),
+    "dq overwritten while it is added": (
+        "128 GQA", "if (STAGED && waits) named_barrier_sync<160>(EMPTY + consumer);",
+        "if (STAGED && waits) named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
+    ),
+    "a key too many": ("128 GQA", "if (g + 8 * r < rows)", "if (true)", EARLY, "outside a tensor"),
+    "a query too many": ("64", "if (row < n)\n                *rein", "if (true)\n                *rein", EARLY, "outside"),
+    "the diagonal hidden": ("64 causal", "at < see.first[r]", "at <= see.first[r]", EARLY, WRONG),
+    "a mask too few": ("128 window", "LEFT && m > all_to", "LEFT && m > all_to + M", EARLY, WRONG),
+    "no gradient of lse": ("128", "if (a.dlse) delta -= a.dlse[at];", "", EARLY, WRONG),
+    "the cap's slope": ("128 softcap", "y[c] * (1.0f - x * x)", "y[c]", EARLY, WRONG),
+    "the sink's weight": ("128 all", "exp2_(sink - lse) * delta", "exp2_(sink) * delta", EARLY, WRONG),
+    "heads of a group in one place": ("128 GQA", "slot += a.slots - tile.count", "slot -= tile.count", EARLY, WRONG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    case, passage, instead, mode, said = MISTAKES[mistake]
+    with pytest.raises(AssertionError, match=said):
+        for seed in range(8):
+            gradients(case, mode, seed, (passage, instead))
+
+
+def test_an_order_that_waits_for_later_blocks_is_noticed():
+    edit = ("DETERMINISTIC ? a.tiles - 1 - t / size : t / size", "t / size")
+    with pytest.raises(AssertionError, match="waits for a block that starts later"):
+        gradients("128 causal", EARLY, edit=edit, deterministic=True)

@@ -37,6 +37,7 @@ constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, N = 128;
 constexpr int THREADS = 384, WARPS = 8;                     // WARPS: of the consumers
 constexpr int S = M / 2, P = M / 4, DQ = M * D / 256;       // registers
 constexpr int DS_BYTES = N * M * 2, ROW_BYTES = 8 * M;      // ROW_BYTES: lse and delta
+constexpr bool DP_LATE = SOFTCAP && (M == 128 || LEFT || PACKED);  // after p is made: the cap takes registers
 static_assert(M == 64 || (M == 128 && D == 64), "a half of dq is 64 rows of a product");
 
 enum { BOTH = 1, OWN = 2, FULL = 4, EMPTY = 6 };            // named barriers; from OWN on one for each consumer
@@ -120,16 +121,19 @@ struct Tile {
         return last / N - n0 / N;
     }
 
-    // f(query head, first query) for all query tiles.
-    template <typename F>
-    __device__ __forceinline__ void each(const Args &a, F f) const {
-        for (int g = 0; g < a.group; g++)
-            for (int i = 0; i < count; i++) f(h * a.group + g, first + i * M);
-    }
+};
 
-    // Of a query tile, counted in the workspace.
-    __device__ __forceinline__ long long slot_of(const Args &a, int head, int m) const {
-        return (long long)(b * a.h * a.group + head) * a.slots + slot + m / M;
+// The query tiles of a block, one head of the group after the other.
+struct Walk {
+    int left, m, head, slot;            // tiles, with this one; first query; query head; place in the workspace
+
+    __device__ __forceinline__ Walk(const Args &a, const Tile &tile)
+        : left(tile.count * a.group), m(tile.first), head(tile.h * a.group),
+          slot((tile.b * a.h * a.group + head) * a.slots + tile.slot + tile.first / M) {}
+
+    __device__ __forceinline__ void next(const Args &a, const Tile &tile) {
+        left--, slot++, m += M;
+        if (m == tile.first + tile.count * M) m = tile.first, head++, slot += a.slots - tile.count;
     }
 };
 
@@ -191,45 +195,53 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at, const T
 #pragma unroll
     for (int i = 0; i < D / 64; i++) tma_load(at.k + i * N * 128, a.k, at.k_full, 64 * i, row, tile.h, tile.b);
     bool once = true;
-    tile.each(a, [&](int head, int m) {
-        at.q.fetch(a.q, q, 0, tile.begin_q + m, head, tile.b);
+#pragma unroll 1
+    for (Walk walk(a, tile); walk.left > 0; walk.next(a, tile)) {
+        at.q.fetch(a.q, q, 0, tile.begin_q + walk.m, walk.head, tile.b);
         if (once) {
             mbarrier_expect(at.v_full, N * E * 2);
 #pragma unroll
             for (int i = 0; i < E / 64; i++) tma_load(at.v + i * N * 128, a.v, at.v_full, 64 * i, row, tile.h, tile.b);
             once = false;
         }
-        at.o.fetch(a.dout, o, ROW_BYTES, tile.begin_q + m, head, tile.b);
-        bulk_load(at.rows + o.stage * ROW_BYTES, a.rows + tile.slot_of(a, head, m) * 2 * M, ROW_BYTES,
-                  at.o.full + 8 * o.stage);
+        at.o.fetch(a.dout, o, ROW_BYTES, tile.begin_q + walk.m, walk.head, tile.b);
+        bulk_load(at.rows + o.stage * ROW_BYTES, a.rows + walk.slot * (2LL * M), ROW_BYTES, at.o.full + 8 * o.stage);
         q.next();
         o.next();
-    });
+    }
 }
 
 // Adds what one consumer leaves in shared memory to dq: one warp.
 __device__ __forceinline__ void add_staged(const Args &a, const Shared &at, const Tile &tile, int consumer) {
     constexpr int BYTES = M * D * 2;
-    int left = tile.count * a.group;
-    tile.each(a, [&](int head, int m) {
+#pragma unroll 1
+    for (Walk walk(a, tile); walk.left > 0; walk.next(a, tile)) {
+        const int part = 2 * walk.slot + consumer;
         named_barrier_sync<160>(FULL + consumer);
         if (threadIdx.x % 32 == 0) {
-            const long long part = 2 * tile.slot_of(a, head, m) + consumer;
-            if (DETERMINISTIC) wait_for_turn(a.turns + part, tile.turn(a, m));
-            bulk_add(a.dq + part * (BYTES / 4), at.dq + consumer * BYTES, BYTES);
+            if (DETERMINISTIC) wait_for_turn(a.turns + part, tile.turn(a, walk.m));
+            bulk_add(a.dq + part * (BYTES / 4LL), at.dq + consumer * BYTES, BYTES);
             tma_store_commit();
             if (DETERMINISTIC) bulk_wait(), pass_turn(a.turns + part);
             else tma_store_wait_read<0>();
         }
         __syncwarp();
-        if (--left) named_barrier_arrive<160>(EMPTY + consumer);
-    });
+        if (walk.left > 1) named_barrier_arrive<160>(EMPTY + consumer);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------- consumers
 
 struct Queries {
     int first[2], last[2];              // that see the two keys of a lane
+    __device__ __forceinline__ Queries(const Args &a, const Tile &tile, int keys) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int key = keys + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+            first[r] = key >= tile.n_kv ? 0x7fffffff : RIGHT ? key - tile.shift - a.right : 0;
+            last[r] = key - tile.shift + a.left;
+        }
+    }
 };
 
 // s becomes p, and p its operand. With a softcap s becomes p times the slope of the cap.
@@ -317,25 +329,18 @@ struct Work {
 };
 
 // All query tiles. Products that run at the same time as the code after them are named behind it.
-__device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, const Tile &tile, const char *shared,
+__device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Shared &at, const Tile &tile, const char *shared,
                                      int consumer) {
     const bool reports = threadIdx.x % 32 == 0;
     const int keys = tile.n0 + 64 * consumer;   // the first of the consumer's
     const u32 k = at.k + consumer * 64 * 128, v = at.v + consumer * 64 * 128;
     typename Ring<D, Q_STAGES>::State q;
     typename Ring<E, O_STAGES>::State o;
-    Queries see;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int key = keys + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-        see.first[r] = key >= tile.n_kv ? 0x7fffffff : RIGHT ? key - tile.shift - a.right : 0;
-        see.last[r] = key - tile.shift + a.left;
-    }
     // queries from which on, and up to which, no mask is needed
     const int all_from = keys + 64 > tile.n_kv ? 0x7fffffff : RIGHT ? keys + 63 - tile.shift - a.right : 0;
     const int all_to = keys - tile.shift + a.left - M + 1;
-    const int end = tile.first + tile.count * M, all = tile.count * a.group;
-    int m = tile.first, head = tile.h * a.group;
+    Walk walk(a, tile);
+    const int all = walk.left;
 
     auto await_q = [&](const typename Ring<D, Q_STAGES>::State &q, int m) {
         at.q.wait(q);
@@ -347,7 +352,7 @@ __device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, c
         zero_rows<N, D>(at.k, tile.n_kv - tile.n0, consumer);
         zero_rows<N, E>(at.v, tile.n_kv - tile.n0, consumer);
     }
-    await_q(q, m);
+    await_q(q, walk.m);
     if (AHEAD) {
         fresh(w.s);
         pin(w.dk);
@@ -357,39 +362,42 @@ __device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, c
         wgmma_wait<0>();
         pin(w.s);
     }
-    for (int left = all; left > 0; left--) {
-        const u32 ds = at.ds + left % 2 * DS_BYTES;
+    while (walk.left > 0) {
+        const int m = walk.m;
+        const u32 ds = at.ds + walk.left % 2 * DS_BYTES;
         const float *rows = reinterpret_cast<const float *>(shared + (at.rows - at.k) + o.stage * ROW_BYTES);
         float dp[S], dq[DQ];
         at.o.wait(o);
         if (PACKED && m + M > tile.n_q) zero_rows<M, E>(at.o[o], tile.n_q - m, consumer);
         if (!AHEAD) fresh(w.s);
-        fresh(dp);
+        if (!DP_LATE) fresh(dp);
         pin(w.dk);
         wgmma_fence();
         if (!AHEAD) start_over_columns<D, M, N>(w.s, k, at.q[q]);
-        start_over_columns<E, M, N>(dp, v, at.o[o]);
-        if (!AHEAD) wgmma_wait<1>();
+        if (!DP_LATE) start_over_columns<E, M, N>(dp, v, at.o[o]);
+        if (!AHEAD) wgmma_wait<!DP_LATE>();
         pin(w.s);
+        const Queries see(a, tile, keys);
         if (m < all_from || (LEFT && m > all_to)) weights<true>(w.s, w.p, rows, see, m, a.factor, a.inner);
         else weights<false>(w.s, w.p, rows, see, m, a.factor, a.inner);     // dp
 
+        if (DP_LATE) fresh(dp);
         pin(w.p);
         pin(w.dv);
         wgmma_fence();
+        if (DP_LATE) start_over_columns<E, M, N>(dp, v, at.o[o]);
         start_over_rows<M>(w.dv, w.p, at.o[o], true);
         wgmma_wait<1>();
         pin(dp);
         gradients(w.ds, w.s, dp, rows + M);                                 // dv
         store_ds(w.ds, ds, consumer);
 
-        const long long slot = tile.slot_of(a, head, m);
-        const u32 tile_of_q = at.q[q];
+        float *to = a.dq + (walk.slot * (M * D / 4LL) + consumer * (M * D / 8) + threadIdx.x % 128) * 4;
+        const bool waits = walk.left < all;
         const auto mine = q;
-        m += M;
-        if (m == end) m = tile.first, head++;
+        walk.next(a, tile);
         q.next();
-        if (left > 1) await_q(q, m);
+        if (walk.left > 0) await_q(q, walk.m);
         wgmma_wait<0>();
         pin(w.p);
         pin(w.dv);
@@ -406,16 +414,15 @@ __device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, c
         pin(w.dk);
         wgmma_fence();
         start_dq(dq, ds, at.k, consumer);
-        start_over_rows<M>(w.dk, w.ds, tile_of_q, true);
-        if (STAGED && left < all) named_barrier_sync<160>(EMPTY + consumer);
+        start_over_rows<M>(w.dk, w.ds, at.q[mine], true);
+        if (STAGED && waits) named_barrier_sync<160>(EMPTY + consumer);
         wgmma_wait<1>();
         pin(dq);
         pin(w.s);
-        const int part = consumer * (M * D / 2) + threadIdx.x % 128 * 4;
 #pragma unroll
         for (int i = 0; i < DQ / 4; i++)                                    // dk
-            if (STAGED) store4(at.dq + (part + i * 512) * 4, dq + 4 * i);
-            else add4(a.dq + slot * (M * D) + part + i * 512, dq + 4 * i);
+            if (STAGED) store4(at.dq + consumer * (M * D * 2) + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
+            else add4(to + i * 512, dq + 4 * i);
         if (STAGED) {
             fence_async();
             named_barrier_arrive<160>(FULL + consumer);
@@ -435,7 +442,7 @@ __device__ __forceinline__ void consume(const Args &a, const Shared &at, const T
     for (int i = 0; i < D / 2; i++) w.dk[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < E / 2; i++) w.dv[i] = 0.0f;
-    if (tile.count > 0) walk(w, a, at, tile, shared, consumer);
+    if (tile.count > 0) walk_queries(w, a, at, tile, shared, consumer);
     const int key = tile.n0 + 64 * consumer + threadIdx.x % 128 / 32 * 16;
     const long long row = tile.begin_k + key;
     store(w.dk, a.dk + tile.b * a.dk_strides.b + tile.h * a.dk_strides.h + row * a.dk_strides.n, a.dk_strides.n, a.scale,
@@ -456,14 +463,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward_kernel(c
     }
     __syncthreads();
     wait_for_previous_kernel();
-    const Tile tile(a);
     if (threadIdx.x < 128) {
         give_registers<24>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (threadIdx.x == 0) produce(a, at, tile);
-        if (STAGED && (warp == 1 || warp == 2)) add_staged(a, at, tile, warp - 1);
+        if (threadIdx.x == 0) produce(a, at, Tile(a));
+        if (STAGED && (warp == 1 || warp == 2)) add_staged(a, at, Tile(a), warp - 1);
     } else {
         take_registers<240>();
-        consume(a, at, tile, shared, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);
+        consume(a, at, Tile(a), shared, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);
     }
 }

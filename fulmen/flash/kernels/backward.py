@@ -28,9 +28,9 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.flash.kernels import combine
 from fulmen.flash.kernels.sm90 import MAX_TILES, MAX_TOKENS, strides
-from fulmen.flash.policy import BACKWARD_KEYS, BackwardTile, backward_swizzle, backward_workspace, tiles_of
+from fulmen.flash.policy_backward import BACKWARD_KEYS, BackwardTile, swizzle, workspace
 from fulmen.flash.sdpa import MAX_GRID
-from fulmen.flash.spec import FlashSpec, Residuals
+from fulmen.flash.spec import FlashSpec, Residuals, tiles_of
 
 THREADS = 384
 THREADS_OF_ENDS, SHARED_OF_ENDS = 256, 32  # of prologue and epilogue
@@ -63,7 +63,7 @@ EPILOGUE = cuda.Struct(
 
 
 def empty_workspace(spec: FlashSpec, tile: BackwardTile) -> Tensor:
-    return torch.empty(backward_workspace(spec, tile).end, dtype=torch.float32, device=spec.device)
+    return torch.empty(workspace(spec, tile).end, dtype=torch.float32, device=spec.device)
 
 
 def unsupported_reason(spec: FlashSpec) -> str | None:
@@ -114,7 +114,9 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
         ("_epilogue", {name: macros[name] for name in ("HEAD_DIM", "BLOCK_M", "BF16", "PACKED")}, EPILOGUE),
     ]
     return [
-        cuda.Variant(f"flash/kernels/backward{name}.cu", f"flash_backward{name}_kernel", "90a", tuple(m.items()), fields)
+        cuda.Variant(
+            f"flash/kernels/backward{name}.cu", f"flash_backward{name}_kernel", "90a", tuple(m.items()), fields
+        )
         for name, m, fields in found
     ]
 
@@ -133,7 +135,7 @@ def launches(
         "group": max(spec.group, 1), "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0,
         "right": spec.right or 0, "top_left": int(spec.top_left), "sequences": spec.sequences or 0,
         "tiles": key_tiles(spec), "slots": slots(spec, tile),
-        "swizzle": backward_swizzle(spec, hardware.of(spec.device)), "factor": factor, "inner": inner,
+        "swizzle": swizzle(spec, hardware.of(spec.device)), "factor": factor, "inner": inner,
         "scale": spec.scale,
     }  # fmt: skip
     ends, tiles = (slots(spec, tile), spec.H, spec.B), (key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, 1, 1)
@@ -152,7 +154,7 @@ def launcher(
     """Launches calls with these shapes and strides: a function of the addresses of x, o, lse, do, dlse, the workspace,
     dq, dk and dv."""
     before, main, after = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
-    parts = [4 * start for start in backward_workspace(spec, tile)[:-1]]
+    parts = [4 * start for start in workspace(spec, tile)[:-1]]
     if not main.empty:
         k_map, v_map = cuda.tensor_maps(x.k, BACKWARD_KEYS), cuda.tensor_maps(x.v, BACKWARD_KEYS)
         q_map, do_map = k_map, v_map  # without queries nothing is read through them
@@ -177,7 +179,6 @@ def launcher(
 
 def sinks_gradient(spec: FlashSpec, tile: BackwardTile, sinks: Tensor, work: Tensor) -> Tensor:
     """The sum of what the blocks of the prologue found, in a fixed order."""
-    parts = backward_workspace(spec, tile)
+    parts = workspace(spec, tile)
     drawn = work[parts.drawn : parts.turns].view(spec.B, spec.H, slots(spec, tile))
     return drawn.sum((0, 2)).to(sinks.dtype)
-

@@ -82,13 +82,14 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
             if (SINKS) drawn -= exp2_(sink - lse) * delta;
         }
     }
-    if (!SINKS) return;
+    if (SINKS) {
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) drawn += __shfl_xor_sync(~0u, drawn, bit);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = drawn;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int i = 1; i < THREADS / 32; i++) drawn += sums[i];
-        a.drawn[block] = drawn;
+        for (int bit = 1; bit < 32; bit *= 2) drawn += __shfl_xor_sync(~0u, drawn, bit);
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = drawn;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int i = 1; i < THREADS / 32; i++) drawn += sums[i];
+            a.drawn[block] = drawn;
+        }
     }
 }
