@@ -1,5 +1,7 @@
-"""Softmax attention in CUDA C++. The backward, from the same o and lse, is its own where policy.py has a row for it, else
-cuDNN's where `sdpa` has it, else that of `triton`. policy.py chooses the kernel and its tile; kernels/ has the sources and their launchers.
+"""Softmax attention in CUDA C++.
+
+policy.py chooses the kernel and its tile; kernels/ has the sources and their launchers. The backward, from the same o
+and lse, is our own where policy.py says so, else cuDNN's where `sdpa` has it, else that of `triton`.
 
     sm90          for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option; `combine` follows where keys are
                   split

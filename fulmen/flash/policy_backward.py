@@ -17,9 +17,9 @@ class BackwardTile(NamedTuple):
     """The backward of backend `cuda`: for Hopper, every option; 128 keys a block."""
 
     block_m: int  # queries at a time
+    overlap: int  # how much of the next tile starts before this one ends: nothing, s, or s and dp
     q_stages: int = 3  # tiles of q in flight
     o_stages: int = 2  # the same of do
-    ahead: bool = True  # the logits of a tile are started before dq and dk of the tile before
     staged: bool = False  # dq is added to memory through shared memory, not by the threads that made it
 
     def __str__(self) -> str:
@@ -27,8 +27,10 @@ class BackwardTile(NamedTuple):
 
 
 def backward_tile(spec: FlashSpec) -> BackwardTile:
-    """As many queries as registers allow. A fixed order of sums needs a warp that waits, so dq is staged."""
-    return BackwardTile(128 if spec.D == 64 else 64, staged=spec.deterministic)
+    """As many queries, and as much overlap, as registers allow. A fixed order of sums needs a warp that waits."""
+    if spec.D == 64:
+        return BackwardTile(128, overlap=1, staged=spec.deterministic)
+    return BackwardTile(64, overlap=2, staged=spec.deterministic)
 
 
 class Workspace(NamedTuple):

@@ -109,7 +109,7 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"red\.global\.add\.v4\.f32", "emulator::add4({all})"),
     (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.lt\.s32 early, now, %1;\s*@early bra again",
      "emulator::wait_for_turn({all})"),
-    (r"fence\.acq_rel\.gpu;\s*red\.release\.gpu\.global\.add\.s32 \[%0\], 1", "emulator::pass_turn({0})"),
+    (r"red\.release\.gpu\.global\.add\.s32 \[%0\], 1", "emulator::pass_turn({0})"),
     (r"ld\.shared\.v4\.b32 \{%0, %1, %2, %3\}, \[%4\]", "emulator::read4({all})"),
 ]  # fmt: skip
 PRODUCT = re.compile(

@@ -5,10 +5,12 @@
 //
 //     producer    one thread issues TMA loads: k and v once, then q into a ring of Q_STAGES stages, and do with lse and
 //                 delta (backward_prologue.cu) into one of O_STAGES
-//     consumer    s^T = k q^T has been started. For each query tile:
-//                 start dp^T = v do^T; wait for s; p = exp2(s - lse); start dv += p^T do; wait for dp; ds = p (dp - delta);
-//                 ds to shared memory; start s of the next tile; wait for dv; barrier of both consumers;
-//                 start dq = ds k and dk += ds^T q; wait for dq and s; add dq to the workspace
+//     consumer    for each query tile: start s^T = k q^T and dp^T = v do^T; wait for s; p = exp2(s - lse);
+//                 start dv += p^T do; wait for dp; ds = p (dp - delta), to shared memory; barrier of both consumers;
+//                 start dq = ds k and dk += ds^T q; wait for dv and dq; add dq to the workspace; wait for dk
+//
+// OVERLAP 1: s of the next tile is started after dv, ahead of the barrier. 2: and dp of the next tile before dk is waited
+// for.
 //
 // Keys are the rows of every product but dq, so p^T and ds^T are A operands as they come out of the tensor cores. Only dq
 // needs ds from shared memory, from both consumers: each makes one half of it, of the columns (BLOCK_M = 64) or of the
@@ -25,7 +27,7 @@
 //
 // Rows beyond a sequence are zeroed in shared memory (PACKED; else TMA does it), and their lse is infinity: p is 0.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, AHEAD, STAGED, DETERMINISTIC, BF16, LEFT and RIGHT (whether
+// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, STAGED, DETERMINISTIC, BF16, LEFT and RIGHT (whether
 // there is such a limit), SOFTCAP and PACKED.
 
 #include "cuda/include/sm90.cuh"
@@ -171,7 +173,7 @@ __device__ __forceinline__ void wait_for_turn(const int *turns, int turn) {
 }
 
 __device__ __forceinline__ void pass_turn(int *turns) {
-    asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.s32 [%0], 1;" :: "l"(turns) : "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turns) : "memory");
 }
 
 // Rows of a matrix of ROWS rows from `from` on become zero. Every consumer does it for itself, before it reads any.
@@ -353,15 +355,17 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         zero_rows<N, E>(at.v, tile.n_kv - tile.n0, consumer);
     }
     await_q(q, walk.m);
-    if (AHEAD) {
+    if (OVERLAP) {
         fresh(w.s);
         pin(w.dk);
         pin(w.dv);
+        pin(w.ds);
         wgmma_fence();
         start_over_columns<D, M, N>(w.s, k, at.q[q]);
         wgmma_wait<0>();
         pin(w.s);
     }
+    auto before = q;                    // the tile before
     while (walk.left > 0) {
         const int m = walk.m;
         const u32 ds = at.ds + walk.left % 2 * DS_BYTES;
@@ -369,13 +373,18 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         float dp[S], dq[DQ];
         at.o.wait(o);
         if (PACKED && m + M > tile.n_q) zero_rows<M, E>(at.o[o], tile.n_q - m, consumer);
-        if (!AHEAD) fresh(w.s);
+        if (!OVERLAP) fresh(w.s);
         if (!DP_LATE) fresh(dp);
         pin(w.dk);
         wgmma_fence();
-        if (!AHEAD) start_over_columns<D, M, N>(w.s, k, at.q[q]);
+        if (!OVERLAP) start_over_columns<D, M, N>(w.s, k, at.q[q]);
         if (!DP_LATE) start_over_columns<E, M, N>(dp, v, at.o[o]);
-        if (!AHEAD) wgmma_wait<!DP_LATE>();
+        if (OVERLAP != 1) wgmma_wait<!DP_LATE>();
+        if (OVERLAP == 2) {
+            pin(w.dk);
+            pin(w.ds);
+            if (reports && walk.left < all) at.q.release(before);
+        }
         pin(w.s);
         const Queries see(a, tile, keys);
         if (m < all_from || (LEFT && m > all_to)) weights<true>(w.s, w.p, rows, see, m, a.factor, a.inner);
@@ -394,19 +403,22 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
 
         float *to = a.dq + (walk.slot * (M * D / 4LL) + consumer * (M * D / 8) + threadIdx.x % 128) * 4;
         const bool waits = walk.left < all;
-        const auto mine = q;
+        before = q;
         walk.next(a, tile);
         q.next();
         if (walk.left > 0) await_q(q, walk.m);
-        wgmma_wait<0>();
-        pin(w.p);
-        pin(w.dv);
-        if (reports) at.o.release(o);
-        o.next();
-        if (AHEAD) {                                                        // beyond the last tile: of no use
+        auto dv_is_made = [&] {
+            pin(w.p);
+            pin(w.dv);
+            if (reports) at.o.release(o);
+            o.next();
+        };
+        if (OVERLAP) {
+            wgmma_wait<0>();
+            dv_is_made();
             fresh(w.s);
             wgmma_fence();
-            start_over_columns<D, M, N>(w.s, k, at.q[q]);
+            start_over_columns<D, M, N>(w.s, k, at.q[q]);                   // beyond the last tile: of no use
         }
         named_barrier_sync<256>(BOTH);
         fresh(dq);
@@ -414,9 +426,10 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         pin(w.dk);
         wgmma_fence();
         start_dq(dq, ds, at.k, consumer);
-        start_over_rows<M>(w.dk, w.ds, at.q[mine], true);
+        start_over_rows<M>(w.dk, w.ds, at.q[before], true);
         if (STAGED && waits) named_barrier_sync<160>(EMPTY + consumer);
         wgmma_wait<1>();
+        if (!OVERLAP) dv_is_made();
         pin(dq);
         pin(w.s);
 #pragma unroll
@@ -427,10 +440,16 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
             fence_async();
             named_barrier_arrive<160>(FULL + consumer);
         }
+        if (OVERLAP == 2) continue;
         wgmma_wait<0>();
         pin(w.dk);
         pin(w.ds);
-        if (reports) at.q.release(mine);
+        if (reports) at.q.release(before);
+    }
+    if (OVERLAP == 2) {
+        wgmma_wait<0>();
+        pin(w.dk);
+        pin(w.ds);
     }
 }
 

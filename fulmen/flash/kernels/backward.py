@@ -104,7 +104,7 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
         "PACKED": int(spec.sequences is not None), "DETERMINISTIC": int(spec.deterministic),
     }  # fmt: skip
     main = macros | {
-        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "AHEAD": int(tile.ahead), "STAGED": int(tile.staged),
+        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": tile.overlap, "STAGED": int(tile.staged),
         "LEFT": int(spec.left is not None), "RIGHT": int(spec.right is not None),
         "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
