@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fulmen
-from fulmen import cuda, dispatch, hardware
+from fulmen import cuda, dispatch, hardware, plans
 from fulmen.flash import cuda as flash
 from fulmen.flash import policy
 from fulmen.flash.kernels import backward
@@ -148,11 +148,13 @@ def test_gradients_on_a_gpu(D, deterministic, monkeypatch):
         call = x.spec(needs_grad=True)._replace(deterministic=deterministic)
         if hardware.of(call.device).arch != 90 or (why := flash.supports(call)) is not None:
             pytest.skip("for Hopper" if hardware.of(call.device).arch != 90 else why)
-        monkeypatch.setattr("fulmen.plans.deterministic", lambda: deterministic)
+        monkeypatch.setattr(plans, "deterministic", lambda: deterministic)
+        plans.clear()
         dispatch._choose.cache_clear()
         testing.check(x, "cuda", ("o", "lse"))
         if deterministic:
             assert_same_bits(x)
+    plans.clear()
     dispatch._choose.cache_clear()
 
 
