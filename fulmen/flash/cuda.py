@@ -142,7 +142,7 @@ def backward(
     dq, dk, dv = empty_gradients(spec, x)
     work = backward_kernel.empty_workspace(spec, choice.backward_tile)
     launch = backward_kernel.launcher(spec, choice.backward_tile, x, o, do, dq, dk, dv)
-    launch(*map(address, (*x, o, lse, do, dlse, work, dq, dk, dv)))
+    launch(tuple(map(address, (*x, o, lse, do, dlse, work, dq, dk, dv))))
     if x.sinks is None:
         return dq, dk, dv, None
     return dq, dk, dv, backward_kernel.sinks_gradient(spec, choice.backward_tile, x.sinks, work)
@@ -166,14 +166,17 @@ def prepare_backward(
         return None
     results, tile = empty_gradients(spec, x), choice.backward_tile
     launch = backward_kernel.launcher(spec, tile, x, o, do, *results)
-    new_work, *new = map(allocator, (backward_kernel.empty_workspace(spec, tile), *results))
+    made = (backward_kernel.empty_workspace(spec, tile), *results)
+    new_work, new_dq, new_dk, new_dv = (allocator(t) for t in made)
 
     def again(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        work = new_work()
-        dq, dk, dv = (make() for make in new)
-        launch(*map(address, (q, k, v, sinks, *others, work, dq, dk, dv)))
+        work, dq, dk, dv = new_work(), new_dq(), new_dk(), new_dv()
+        launch((
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), address(sinks), address(cu_q), address(cu_k), o.data_ptr(),
+            lse.data_ptr(), do.data_ptr(), address(dlse), work.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        ))  # fmt: skip
         dsinks = None if sinks is None else backward_kernel.sinks_gradient(spec, tile, sinks, work)
         return dq, dk, dv, dsinks
 

@@ -124,7 +124,7 @@ class TritonTiles(NamedTuple):
 PASSES = ("forward", "dq", "dkdv")
 
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-OWN_BACKWARD: tuple[tuple[int, int], ...] = ()  # D/E whose backward follows cuda's forward
+OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.24, over triton 1.3 to 1.8 (options)
 SMALL_MAX_TOKENS = 512
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
 
@@ -148,7 +148,7 @@ class Row(NamedTuple):
     first: str
 
 
-# sdpa: ms of triton and cuDNN, forward / backward. cuda: TFLOP/s of cuda and cuDNN; its backward is cuDNN's, too.
+# sdpa: ms of triton and cuDNN, forward / backward. cuda: TFLOP/s of cuda and cuDNN; its backward follows if D = E.
 ROWS = [
     Row(64, True, 0, "sdpa"),  # N 512: 0.030, 0.026; 2048: 0.053 / 0.147, 0.050 / 0.139
     Row(64, True, 1024, "cuda"),  # 1024: 233, 190 (32 heads), 313, 320 (256); 2048: 323, 253; 4096: 467, 433
@@ -576,7 +576,8 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    cuDNN's is faster than triton's, but has no option except causal, no gradient of lse and no fixed order of sums.
+    Our own where it was measured (OWN_BACKWARD). cuDNN's is faster than triton's, but has no option except causal, no
+    gradient of lse and no fixed order of sums, and builds a plan for every new shape.
     """
     if hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD:
         return "cuda"

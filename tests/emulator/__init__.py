@@ -98,7 +98,8 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
      "emulator::tma_load(0, {0}, {1}, {2}, {{{from3}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.bulk_group", "emulator::tma_store({0}, {1}, {{{from2}}})"),
     (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[", "emulator::bulk_load({all})"),
-    (r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "emulator::bulk_add({all})"),
+    (r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "emulator::bulk_store({all}, true)"),
+    (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", "emulator::bulk_store({all}, false)"),
     (r"cp\.async\.bulk\.wait_group 0", "emulator::tma_store_wait_read(0)"),
     (r"cp\.async\.bulk\.commit_group", "emulator::tma_store_commit()"),
     (r"cp\.async\.bulk\.wait_group\.read", "emulator::tma_store_wait_read({0})"),
@@ -106,7 +107,6 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"wgmma\.wait_group", "emulator::wgmma_wait({0})"),
     (r"st\.shared\.v4\.b32 \[%0\], \{%1, %1, %1, %1\}", "emulator::write4({all})"),
     (r"st\.shared\.v4\.f32 \[%0\], \{%1, %2, %3, %4\}", "emulator::store4({all})"),
-    (r"red\.global\.add\.v4\.f32", "emulator::add4({all})"),
     (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.lt\.s32 early, now, %1;\s*@early bra again",
      "emulator::wait_for_turn({all})"),
     (r"red\.release\.gpu\.global\.add\.s32 \[%0\], 1", "emulator::pass_turn({0})"),
@@ -289,7 +289,7 @@ class Emulator:
                 raise AssertionError(f"{variant.kernel}: {failure.decode()}")
 
         call.empty = 0 in grid
-        call.at = lambda addresses, values: call(*values(addresses))
+        call.at = lambda addresses, values: None if call.empty else call(*values(addresses))
         return call
 
 

@@ -35,13 +35,6 @@ void store4(unsigned address, float x, float y, float z, float w) {
     write(address, all, 16);
 }
 
-void add4(float *to, float x, float y, float z, float w) {
-    const float all[4] = {x, y, z, w};
-    if ((uint64_t)to % 16) fail("red.v4: not aligned to 16 bytes");
-    check_global(to, 16);
-    for (int i = 0; i < 4; i++) to[i] += all[i];
-}
-
 void wait_for_turn(const int *turns, int turn) {  // blocks run one after the other
     check_global(turns, 4);
     if (*turns < turn) fail("waits for a block that starts later");

@@ -178,8 +178,8 @@ void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier_at) {
     start_copy(c, state.loads);
 }
 
-void bulk_add(void *to, unsigned from, int bytes) {
-    if (from % 16 || (uint64_t)to % 16 || bytes % 16) fail("a bulk reduction that is not aligned to 16 bytes");
+void bulk_store(void *to, unsigned from, int bytes, bool add) {
+    if (from % 16 || (uint64_t)to % 16 || bytes % 16) fail("a bulk store that is not aligned to 16 bytes");
     auto c = std::make_shared<Copy>();
     c->run = [=] {
         check_global(to, bytes);
@@ -187,7 +187,7 @@ void bulk_add(void *to, unsigned from, int bytes) {
         for (int i = 0; i < bytes; i += 4) {
             float x;
             memcpy(&x, &b.seen[inside(from + i, 4)], 4);
-            ((float *)to)[i / 4] += x;
+            ((float *)to)[i / 4] = add ? ((float *)to)[i / 4] + x : x;
         }
     };
     state.now->open_bulk.push_back(c);

@@ -15,7 +15,6 @@ from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
 
-STAGED = {"staged": True}
 PLAIN = {"H": 1, "N_Q": 150}
 PACKED = {"lengths_q": [70, 1, 0, 45, 130], "lengths_k": [30, 1, 5, 170, 130], "causal": True}
 ALL = {"H_KV": 1, "N_KV": 150, "causal": True, "window": (40, None), "softcap": 3.0, "sinks": True}
@@ -24,22 +23,21 @@ CASES = {  # D, how the tile differs, the call
     "64 causal": (64, {}, {"H": 1, "N_Q": 300, "causal": True}),
     "64 more keys": (64, {}, {"N_Q": 70, "N_KV": 299, "causal": True, "H_KV": 1}),
     "64 fewer keys": (64, {}, {"N_Q": 270, "N_KV": 100, "causal": True}),
-    "64 top left": (64, STAGED, {"N_Q": 130, "N_KV": 270, "causal": "top_left"}),
+    "64 top left": (64, {}, {"N_Q": 130, "N_KV": 270, "causal": "top_left"}),
     "64 packed": (64, {}, PACKED),
     "64 all": (64, {}, ALL),
-    "64 no overlap": (64, {"overlap": 0, "q_stages": 2}, {"N_Q": 200, "H_KV": 1, "causal": True}),
+    "64 two stages": (64, {"q_stages": 2}, {"N_Q": 200, "H_KV": 1, "causal": True}),
     "128": (128, {}, PLAIN),
     "128 causal": (128, {}, {"H": 1, "N_Q": 300, "causal": True}),
-    "128 GQA": (128, STAGED, {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2}),
+    "128 GQA": (128, {}, {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2}),
     "128 fewer keys": (128, {}, {"N_Q": 270, "N_KV": 100, "causal": True}),
     "128 packed": (128, {}, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
-    "128 packed full": (128, STAGED, {**PACKED, "causal": False}),
+    "128 packed full": (128, {}, {**PACKED, "causal": False}),
     "128 window": (128, {}, {"N_Q": 330, "window": (70, 30)}),
     "128 softcap": (128, {}, {**PLAIN, "softcap": 2.0}),
     "128 all": (128, {}, ALL),
-    "128 less overlap": (128, {"overlap": 1}, {"N_Q": 300, "H_KV": 1, "causal": True}),
     "128 two stages": (128, {"q_stages": 2}, PACKED),
-    "128 no overlap": (128, {"overlap": 0, "q_stages": 2}, {"N_Q": 200, "H_KV": 1, "causal": True}),
+    "128 no overlap": (128, {"overlap": False, "q_stages": 2}, {"N_Q": 200, "H_KV": 1, "causal": True}),
 }
 
 
@@ -85,7 +83,7 @@ def test_right_on_the_emulator(case, mode):
     gradients(case, mode, len(case), dtype=dtype, use=("o",) if len(case) % 3 == 0 else ("o", "lse"))
 
 
-@pytest.mark.parametrize("case", ["64 causal", "64 packed", "128", "128 all", "128 GQA", "128 window"])
+@pytest.mark.parametrize("case", ["64 causal", "64 packed", "64 fewer keys", "128", "128 all", "128 GQA", "128 window", "128 fewer keys"])
 def test_deterministic_sums_are_right_and_the_same(case):
     """Every block waits for its turn, which must have come: blocks run in the order they start in."""
     first, *others = (gradients(case, mode, seed, deterministic=True) for seed, mode in enumerate((ANY, LATE, ANY)))
@@ -137,10 +135,10 @@ MISTAKES = {
     "q released too early": (
         "128 no overlap", DK_IS_MADE + RELEASE_Q, RELEASE_Q + DK_IS_MADE, PRESSED, WRONG,
     ),
-    "q never released": ("64 no overlap", RELEASE_Q, "", EARLY, "all wait"),
+    "q never released": ("64 two stages", RELEASE_Q, "", EARLY, "all wait"),
     "dq overwritten while it is added": (
-        "128 GQA", "if (STAGED && waits) named_barrier_sync<160>(EMPTY + consumer);",
-        "if (STAGED && waits) named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
+        "128 GQA", "if (waits) named_barrier_sync<160>(EMPTY + consumer);",
+        "if (waits) named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
     ),
     "a key too many": ("128 GQA", "if (g + 8 * r < rows)", "if (true)", EARLY, "outside a tensor"),
     "a query too many": ("64", "if (row < n)\n                *", "if (true)\n                *", EARLY, "outside"),
@@ -165,7 +163,18 @@ def test_a_mistake_is_noticed(mistake):
         often(mistake)
 
 
-def test_an_order_that_waits_for_later_blocks_is_noticed():
-    edit = ("DETERMINISTIC ? a.tiles - 1 - t / size : t / size", "t / size")
-    with pytest.raises(AssertionError, match="waits for a block that starts later"):
-        gradients("128 causal", EARLY, edit=edit, deterministic=True)
+@pytest.mark.parametrize(
+    ("case", "passage", "instead", "words"),
+    [
+        (
+            "128 causal", "DETERMINISTIC ? a.tiles - 1 - t / size : t / size", "t / size",
+            "waits for a block that starts later",
+        ),
+        ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", WRONG),  # to what nobody zeroed
+        ("128 fewer keys", "DETERMINISTIC && a.turns[2 * block + half] == 0", "false", WRONG),
+    ],
+    ids=["later blocks first", "no first store", "rows without keys"],
+)  # fmt: skip
+def test_a_mistake_of_the_fixed_order_is_noticed(case, passage, instead, words):
+    with pytest.raises(AssertionError, match=words):
+        gradients(case, EARLY, edit=(passage, instead), deterministic=True)

@@ -7,10 +7,10 @@
 //                 delta (backward_prologue.cu) into one of O_STAGES
 //     consumer    for each query tile: start s^T = k q^T and dp^T = v do^T; wait for s; p = exp2(s - lse);
 //                 start dv += p^T do; wait for dp; ds = p (dp - delta), to shared memory; barrier of both consumers;
-//                 start dq = ds k and dk += ds^T q; wait for dv and dq; add dq to the workspace; wait for dk
+//                 start dq = ds k and dk += ds^T q; wait for dv and dq; dq to shared memory; wait for dk
+//     adders      two warps, one for each consumer, add that dq to the workspace with bulk reductions
 //
-// OVERLAP 1: s of the next tile is started after dv, ahead of the barrier. 2: and dp of the next tile before dk is waited
-// for.
+// OVERLAP: s of the next tile is started after dv, ahead of the barrier, and dp of the next tile before dk is waited for.
 //
 // Keys are the rows of every product but dq, so p^T and ds^T are A operands as they come out of the tensor cores. Only dq
 // needs ds from shared memory, from both consumers: each makes one half of it, of the columns (BLOCK_M = 64) or of the
@@ -20,15 +20,14 @@
 // query tile; a packed sequence has slots of its own, as in packed.cuh, so no sum needs a bound. backward_epilogue.cu turns
 // it into dq.
 //
-//     direct          each thread adds its own accumulators (red.v4)
-//     STAGED          through shared memory: one warp for each consumer adds them with a bulk reduction
-//     DETERMINISTIC   STAGED, in a fixed order: the last tile of keys a query tile sees adds first. `turns` counts for each
-//                     slot and consumer. Blocks start in the same order, so nobody waits for a block that has not started.
+// DETERMINISTIC: sums have a fixed order. The last tile of keys that a query tile sees stores, the others add one after the
+// other; `turns` counts for each slot and consumer. Blocks start in the same order, so nobody waits for a block that has
+// not started.
 //
 // Rows beyond a sequence are zeroed in shared memory (PACKED; else TMA does it), and their lse is infinity: p is 0.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, STAGED, DETERMINISTIC, BF16, LEFT and RIGHT (whether
-// there is such a limit), SOFTCAP and PACKED.
+// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, DETERMINISTIC, BF16, LEFT and RIGHT
+// (whether there is such a limit), SOFTCAP and PACKED.
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
@@ -73,7 +72,7 @@ struct Shared {
         o.stages = q.stages + Q_STAGES * q.BYTES;
         ds = o.stages + O_STAGES * o.BYTES;
         dq = ds + 2 * DS_BYTES;
-        rows = dq + (STAGED ? M * D * 4 : 0);
+        rows = dq + M * D * 4;
         k_full = rows + O_STAGES * ROW_BYTES;
         v_full = k_full + 8;
         q.full = v_full + 8;
@@ -122,7 +121,6 @@ struct Tile {
         const int last = RIGHT ? min(n_kv - 1, m + M - 1 + shift + a.right) : n_kv - 1;
         return last / N - n0 / N;
     }
-
 };
 
 // The query tiles of a block, one head of the group after the other.
@@ -153,12 +151,12 @@ __device__ __forceinline__ void bulk_add(void *to, u32 from, int bytes) {
                  :: "l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-__device__ __forceinline__ void add4(float *to, const float *x) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+__device__ __forceinline__ void bulk_store(void *to, u32 from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(to), "r"(from), "r"(bytes) : "memory");
 }
+
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ void store4(u32 to, const float *x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
@@ -214,15 +212,18 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at, const T
 }
 
 // Adds what one consumer leaves in shared memory to dq: one warp.
-__device__ __forceinline__ void add_staged(const Args &a, const Shared &at, const Tile &tile, int consumer) {
+__device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Tile &tile, int consumer) {
     constexpr int BYTES = M * D * 2;
 #pragma unroll 1
     for (Walk walk(a, tile); walk.left > 0; walk.next(a, tile)) {
         const int part = 2 * walk.slot + consumer;
         named_barrier_sync<160>(FULL + consumer);
         if (threadIdx.x % 32 == 0) {
-            if (DETERMINISTIC) wait_for_turn(a.turns + part, tile.turn(a, walk.m));
-            bulk_add(a.dq + part * (BYTES / 4LL), at.dq + consumer * BYTES, BYTES);
+            const int turn = DETERMINISTIC ? tile.turn(a, walk.m) : 1;
+            float *to = a.dq + part * (BYTES / 4LL);
+            if (DETERMINISTIC) wait_for_turn(a.turns + part, turn);
+            if (turn) bulk_add(to, at.dq + consumer * BYTES, BYTES);
+            else bulk_store(to, at.dq + consumer * BYTES, BYTES);
             tma_store_commit();
             if (DETERMINISTIC) bulk_wait(), pass_turn(a.turns + part);
             else tma_store_wait_read<0>();
@@ -379,8 +380,8 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         wgmma_fence();
         if (!OVERLAP) start_over_columns<D, M, N>(w.s, k, at.q[q]);
         if (!DP_LATE) start_over_columns<E, M, N>(dp, v, at.o[o]);
-        if (OVERLAP != 1) wgmma_wait<!DP_LATE>();
-        if (OVERLAP == 2) {
+        wgmma_wait<!DP_LATE>();
+        if (OVERLAP) {
             pin(w.dk);
             pin(w.ds);
             if (reports && walk.left < all) at.q.release(before);
@@ -401,7 +402,6 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         gradients(w.ds, w.s, dp, rows + M);                                 // dv
         store_ds(w.ds, ds, consumer);
 
-        float *to = a.dq + (walk.slot * (M * D / 4LL) + consumer * (M * D / 8) + threadIdx.x % 128) * 4;
         const bool waits = walk.left < all;
         before = q;
         walk.next(a, tile);
@@ -427,26 +427,23 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         wgmma_fence();
         start_dq(dq, ds, at.k, consumer);
         start_over_rows<M>(w.dk, w.ds, at.q[before], true);
-        if (STAGED && waits) named_barrier_sync<160>(EMPTY + consumer);
+        if (waits) named_barrier_sync<160>(EMPTY + consumer);
         wgmma_wait<1>();
         if (!OVERLAP) dv_is_made();
         pin(dq);
         pin(w.s);
 #pragma unroll
         for (int i = 0; i < DQ / 4; i++)                                    // dk
-            if (STAGED) store4(at.dq + consumer * (M * D * 2) + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
-            else add4(to + i * 512, dq + 4 * i);
-        if (STAGED) {
-            fence_async();
-            named_barrier_arrive<160>(FULL + consumer);
-        }
-        if (OVERLAP == 2) continue;
+            store4(at.dq + consumer * (M * D * 2) + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
+        fence_async();
+        named_barrier_arrive<160>(FULL + consumer);
+        if (OVERLAP) continue;
         wgmma_wait<0>();
         pin(w.dk);
         pin(w.ds);
         if (reports) at.q.release(before);
     }
-    if (OVERLAP == 2) {
+    if (OVERLAP) {
         wgmma_wait<0>();
         pin(w.dk);
         pin(w.ds);
@@ -486,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward_kernel(c
         give_registers<24>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (threadIdx.x == 0) produce(a, at, Tile(a));
-        if (STAGED && (warp == 1 || warp == 2)) add_staged(a, at, Tile(a), warp - 1);
+        if (warp == 1 || warp == 2) add_dq(a, at, Tile(a), warp - 1);
     } else {
         take_registers<240>();
         consume(a, at, Tile(a), shared, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);

@@ -7,14 +7,15 @@ Shared memory of a block (bytes) and registers of a consumer thread, by head dim
     q, 3 stages                                       49,152                   49,152
     do, lse and delta, 2 stages                       34,816                   33,792
     ds, 2 buffers                                     65,536                   32,768
-    dq, only if staged                                32,768                   32,768
+    dq                                                32,768                   32,768
     sum, of 232,448                                  215,040                  214,016
     dk, dv                                           32 + 32                  64 + 64
-    s of the next tile, dq, p, ds              64 + 32 + 32 + 32        32 + 32 + 16 + 16
+    s (D128: of the next tile), dq, p, ds      64 + 32 + 32 + 32        32 + 32 + 16 + 16
     sum, of 240                                          224                      224
 
-The workspace is fp32: dq, lse and delta of every query tile. torch's caching allocator owns it, so that calls on
-several streams, or in CUDA graphs, do not share it.
+The workspace is fp32 dq and little else: lse and delta of every query tile lie in the memory of the result dq, if they
+fit, until the epilogue writes that. torch's caching allocator owns both, so that calls on several streams, or in CUDA
+graphs, do not share them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,10 @@ from fulmen import cuda, hardware
 from fulmen.flash.kernels import combine
 from fulmen.flash.kernels.sm90 import MAX_TILES, MAX_TOKENS, strides
 from fulmen.flash.policy_backward import BACKWARD_KEYS, BackwardTile, swizzle, workspace
-from fulmen.flash.sdpa import MAX_GRID
 from fulmen.flash.spec import FlashSpec, Residuals, tiles_of
 
 THREADS = 384
 THREADS_OF_ENDS, SHARED_OF_ENDS = 256, 32  # of prologue and epilogue
-HEAD_DIMS = ((64, 64), (128, 128))
 
 INPUTS = (("h", "int"), ("n", "int"), ("slots", "int"), ("sequences", "int"))  # H, N_Q, query tiles of a head
 PROLOGUE = cuda.Struct(
@@ -57,8 +56,8 @@ MAIN = cuda.Struct(
 )  # fmt: skip
 EPILOGUE = cuda.Struct(
     "Args",
-    ("sums", "const float *"), ("dq", "char *"), ("cu", "const int *"), ("dq_strides", cuda.STRIDES), *INPUTS,
-    ("scale", "float"),
+    ("sums", "const float *"), ("dq", "char *"), ("cu", "const int *"), ("turns", "const int *"),
+    ("dq_strides", cuda.STRIDES), *INPUTS, ("scale", "float"),
 )  # fmt: skip
 
 
@@ -67,13 +66,8 @@ def empty_workspace(spec: FlashSpec, tile: BackwardTile) -> Tensor:
 
 
 def unsupported_reason(spec: FlashSpec) -> str | None:
-    if (spec.D, spec.E) not in HEAD_DIMS:
-        sizes = ", ".join(f"{D}/{E}" for D, E in HEAD_DIMS)
-        return f"needs D/E of {sizes}, here {spec.D}/{spec.E}"
     if max(spec.N_Q, spec.N_KV) > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} queries and keys, here N_Q={spec.N_Q}, N_KV={spec.N_KV}"
-    if max(spec.B, spec.H) > MAX_GRID:
-        return f"takes at most {MAX_GRID} batches and heads, here B={spec.B}, H={spec.H}"
     if key_tiles(spec) * spec.B * spec.H_KV > MAX_TILES:
         return f"takes up to {MAX_TILES} tiles of {BACKWARD_KEYS} keys, here B={spec.B}, H_KV={spec.H_KV}"
     return None
@@ -90,8 +84,7 @@ def key_tiles(spec: FlashSpec) -> int:
 def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
     M, N = tile.block_m, BACKWARD_KEYS
     tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E + 2 * N * M
-    staged = 4 * M * spec.D if tile.staged else 0
-    return 2 * tensors + staged + tile.o_stages * 8 * M + 16 + 16 * (tile.q_stages + tile.o_stages)
+    return 2 * tensors + 4 * M * spec.D + tile.o_stages * 8 * M + 16 + 16 * (tile.q_stages + tile.o_stages)
 
 
 # --------------------------------------------------------------------------------------------------- launches
@@ -104,14 +97,14 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
         "PACKED": int(spec.sequences is not None), "DETERMINISTIC": int(spec.deterministic),
     }  # fmt: skip
     main = macros | {
-        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": tile.overlap, "STAGED": int(tile.staged),
+        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": int(tile.overlap),
         "LEFT": int(spec.left is not None), "RIGHT": int(spec.right is not None),
         "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
     found = [
         ("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE),
         ("", main, MAIN),
-        ("_epilogue", {name: macros[name] for name in ("HEAD_DIM", "BLOCK_M", "BF16", "PACKED")}, EPILOGUE),
+        ("_epilogue", {name: macros[name] for name in macros if name != "VALUE_DIM"}, EPILOGUE),
     ]
     return [
         cuda.Variant(
@@ -138,7 +131,8 @@ def launches(
         "swizzle": swizzle(spec, hardware.of(spec.device)), "factor": factor, "inner": inner,
         "scale": spec.scale,
     }  # fmt: skip
-    ends, tiles = (slots(spec, tile), spec.H, spec.B), (key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, 1, 1)
+    ends = slots(spec, tile) * spec.B * spec.H, 1, 1
+    tiles = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, 1, 1
     both = {"o_strides": strides(o), "dout_strides": strides(do), **queries}
     of_dq = {"dq_strides": strides(dq), **queries, "scale": spec.scale}
     return [
@@ -150,29 +144,34 @@ def launches(
 
 def launcher(
     spec: FlashSpec, tile: BackwardTile, x: Residuals, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> Callable[..., None]:
+) -> Callable[[tuple[int, ...]], None]:
     """Launches calls with these shapes and strides: a function of the addresses of x, o, lse, do, dlse, the workspace,
     dq, dk and dv."""
     before, main, after = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
-    parts = [4 * start for start in workspace(spec, tile)[:-1]]
-    if not main.empty:
-        k_map, v_map = cuda.tensor_maps(x.k, BACKWARD_KEYS), cuda.tensor_maps(x.v, BACKWARD_KEYS)
-        q_map, do_map = k_map, v_map  # without queries nothing is read through them
-        if spec.N_Q:
-            q_map, do_map = cuda.tensor_maps(x.q, tile.block_m), cuda.tensor_maps(do, tile.block_m)
+    parts = workspace(spec, tile)
+    k_map, v_map = (None, None) if main.empty else (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
+    q_map, do_map = (cuda.tensor_maps(t, tile.block_m) for t in (x.q, do)) if spec.N_Q else (k_map, v_map)
 
-    def run(
-        q: int, k: int, v: int, sinks: int, cu_q: int, cu_k: int, o: int, lse: int, do: int, dlse: int, work: int,
-        dq: int, dk: int, dv: int,
-    ) -> None:  # fmt: skip
-        rows, drawn, turns = (work + part for part in parts)
-        if not before.empty:
-            before(o, do, lse, dlse, sinks, cu_q, work, rows, drawn, turns)
-        if not main.empty:
-            q, do = (q, do) if spec.N_Q else (k, v)
-            main(q_map(q), k_map(k), v_map(v), do_map(do), dk, dv, cu_q, cu_k, work, rows, turns)
-        if not after.empty:
-            after(work, dq, cu_q)
+    def of_prologue(at: tuple[int, ...]) -> tuple[int, ...]:
+        _, _, _, sinks, cu_q, _, o, lse, do, dlse, work, dq, _, _ = at
+        rows = dq if parts.rows_in_dq else work + 4 * parts.rows
+        return o, do, lse, dlse, sinks, cu_q, work, rows, work + 4 * parts.drawn, work + 4 * parts.turns
+
+    def of_main(at: tuple[int, ...]) -> tuple[int | bytes, ...]:
+        q, k, v, _, cu_q, cu_k, _, _, do, _, work, dq, dk, dv = at
+        q, do = (q, do) if spec.N_Q else (k, v)  # without queries nothing is read through their maps
+        rows = dq if parts.rows_in_dq else work + 4 * parts.rows
+        maps = q_map(q), k_map(k), v_map(v), do_map(do)
+        return *maps, dk, dv, cu_q, cu_k, work, rows, work + 4 * parts.turns
+
+    def of_epilogue(at: tuple[int, ...]) -> tuple[int, ...]:
+        cu_q, work, dq = at[4], at[10], at[11]
+        return work, dq, cu_q, work + 4 * parts.turns
+
+    def run(at: tuple[int, ...]) -> None:
+        before.at(at, of_prologue)
+        main.at(at, of_main)
+        after.at(at, of_epilogue)
 
     return run
 

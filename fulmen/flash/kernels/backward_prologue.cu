@@ -2,8 +2,8 @@
 //
 //     rows    lse in base 2, and delta = rowsum(do * o) - dlse, side by side; a row that sees nothing, or is beyond its
 //             sequence, has an lse of infinity, so that its weights are 0
-//     dq      zeros
-//     turns   zeros (DETERMINISTIC)
+//     dq      zeros, or with DETERMINISTIC, where the first sum is stored:
+//     turns   zeros
 //     drawn   what this block adds to the gradient of the head's sink (SINKS)
 //
 // E / 8 lanes share a row, 16 bytes each.
@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 flash_backward_prologue_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) char shared[];
     float *sums = reinterpret_cast<float *>(shared);    // of the warps
-    const int slot = blockIdx.x, h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % LANES;
-    const long long head = (long long)b * a.h + h, block = head * a.slots + slot;
+    const long long block = blockIdx.x, head = blockIdx.x / a.slots;
+    const int slot = blockIdx.x % a.slots, h = head % a.h, b = head / a.h, lane = threadIdx.x % LANES;
     wait_for_previous_kernel();
     int m0 = slot * M, begin = 0, n = a.n;
     if (PACKED) {
@@ -60,10 +60,13 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
                 a.dout + b * a.dout_strides.b + h * a.dout_strides.h + at * a.dout_strides.n + lane * 16);
         }
     }
+    if (DETERMINISTIC) {
+        if (threadIdx.x < 2) a.turns[2 * block + threadIdx.x] = 0;
+    } else {
 #pragma unroll
-    for (int i = 0; i < M * D / 4 / THREADS; i++)
-        reinterpret_cast<float4 *>(a.dq)[block * (M * D / 4) + i * THREADS + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (DETERMINISTIC && threadIdx.x < 2) a.turns[2 * block + threadIdx.x] = 0;
+        for (int i = 0; i < M * D / 4 / THREADS; i++)
+            reinterpret_cast<float4 *>(a.dq)[block * (M * D / 4) + i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+    }
 #pragma unroll
     for (int i = 0; i < M / AT_ONCE; i++) {
         const int r = i * AT_ONCE + threadIdx.x / LANES, row = m0 + r;
