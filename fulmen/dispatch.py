@@ -29,12 +29,16 @@ class Choice(NamedTuple):
     tile: Any  # what the kernel is launched with: a tuple of numbers, or None
     splits: int  # flash: blocks that share the keys of a tile; lightning: segments of a sequence
     backward: str  # whose backward follows: a backend or kernel
+    backward_tile: Any = None  # what that is launched with, if it is the backend's own
+    workspace: int = 0  # bytes the backward allocates beside its results
 
     def __str__(self) -> str:
         words = [self.kernel] if self.kernel != self.backend else []
         words += [str(self.tile)] if self.tile is not None else []
         words += [f"{self.splits} splits"] if self.splits > 1 else []
         words += [f"backward {self.backward}"] if self.backward not in (self.backend, self.kernel) else []
+        words += [f"backward {self.backward_tile}"] if self.backward_tile is not None else []
+        words += [f"{self.workspace / 2**20:.1f} MiB workspace"] if self.workspace else []
         return ", ".join(words)
 
 

@@ -6,6 +6,7 @@ One clear error for each wrong argument. Values of `cu_seqlens` are read on the 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -278,7 +279,12 @@ def plain_spec(device: torch.device) -> FlashSpec:
     return FlashSpec(2, 16, 16, 8192, 8192, 128, 128, dtype, device, 128**-0.5, right=0, needs_grad=True)
 
 
-# ---------------------------------------------------------------------------- allocation, shared by backends
+# ---------------------------------------------------------------------- tiles and allocation, shared by backends
+
+
+def tiles_of(spec: FlashSpec, rows: int, block: int) -> int:
+    """Tiles of one head; packed, as many as any mix of lengths may need."""
+    return math.ceil(rows / block) if spec.sequences is None else rows // block + spec.sequences
 
 
 def empty_lse(q: Tensor) -> Tensor:

@@ -163,6 +163,37 @@ void tma_store(unsigned from, const void *map, Coordinates where) {
     start_copy(c, state.uses);
 }
 
+void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier_at) {
+    if (to % 16 || (uint64_t)from % 16 || bytes % 16) fail("a bulk copy that is not aligned to 16 bytes");
+    auto c = std::make_shared<Copy>();
+    c->run = [=] {
+        Block &b = block_of(to);
+        check_global(from, bytes);
+        const unsigned at = inside(to, bytes);
+        memcpy(&b.memory[at], from, bytes);
+        memcpy(&b.seen[at], from, bytes);
+        landed(barrier_at, bytes);
+    };
+    c->awaited = true;
+    start_copy(c, state.loads);
+}
+
+void bulk_store(void *to, unsigned from, int bytes, bool add) {
+    if (from % 16 || (uint64_t)to % 16 || bytes % 16) fail("a bulk store that is not aligned to 16 bytes");
+    auto c = std::make_shared<Copy>();
+    c->run = [=] {
+        check_global(to, bytes);
+        const Block &b = block_of(from);
+        for (int i = 0; i < bytes; i += 4) {
+            float x;
+            memcpy(&x, &b.seen[inside(from + i, 4)], 4);
+            ((float *)to)[i / 4] = add ? ((float *)to)[i / 4] + x : x;
+        }
+    };
+    state.now->open_bulk.push_back(c);
+    start_copy(c, state.uses);
+}
+
 void tma_store_commit() {
     state.now->bulk.push_back(std::move(state.now->open_bulk));
     state.now->open_bulk.clear();

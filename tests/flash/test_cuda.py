@@ -205,16 +205,25 @@ def backward_of(call: FlashSpec) -> str:
 
 
 def test_whose_gradients(monkeypatch):
-    """cuDNN's for what it can say and while nobody asks for the same bits every time; else triton's."""
+    """Our own at D = E of 64 and 128; else cuDNN's for what it can say and while nobody asks for the same bits every
+    time; else triton's."""
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     call = spec(2, 16, 4096, 128, True, needs_grad=True)
-    assert backward_of(call) == "cudnn"
-    assert backward_of(call._replace(right=None, H_KV=4)) == "cudnn"
-    assert backward_of(call._replace(D=192)) == "cudnn"
-    for options in ({"with_lse": True}, {"deterministic": True}, {"softcap": 3.0}, {"left": 5}, {"N_KV": 5000}, PACKED):
-        assert backward_of(call._replace(**options)) == "triton", options
-    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90]._replace(cudnn=91000))
-    assert backward_of(call) == "triton"
+    limits = ({"with_lse": True}, {"deterministic": True}, {"softcap": 3.0}, {"left": 5}, {"N_KV": 5000}, PACKED)
+    for options in ({}, {"right": None, "H_KV": 4}, {"D": 64, "E": 64}, *limits):
+        assert backward_of(call._replace(**options)) == "cuda", options
+    for D, E in ((192, 128), (256, 256)):
+        wide = call._replace(D=D, E=E)
+        assert backward_of(wide) == "cudnn"
+        assert backward_of(wide._replace(right=None, H_KV=4)) == "cudnn"
+        for options in limits:
+            assert backward_of(wide._replace(**options)) == "triton", options
+        monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90]._replace(cudnn=91000))
+        assert backward_of(wide) == "triton"
+        assert backward_of(call) == "cuda"
+        monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[80])
+    assert backward_of(spec(N=128, needs_grad=True)) != "cuda"
 
 
 @pytest.mark.gpu

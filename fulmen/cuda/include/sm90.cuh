@@ -180,13 +180,13 @@ __device__ __forceinline__ void wgmma_wait() {
 
 constexpr int PANEL = 64 * 128;         // bytes of 64 rows of a panel
 
-// Starts y = x z^T over D columns, of 64 rows of x and ROWS rows of z.
-template <int D, int ROWS, int COUNT>
+// Starts y = x z^T over D columns, of 64 of the X_ROWS rows of x and all ROWS rows of z.
+template <int D, int ROWS, int X_ROWS = 64, int COUNT>
 __device__ __forceinline__ void start_over_columns(float (&y)[COUNT], u32 x, u32 z) {
     const u64 a = descriptor(x, 16), b = descriptor(z, 16);
 #pragma unroll
     for (int d = 0; d < D / 16; d++)
-        wgmma(y, a + (d / 4 * PANEL + d % 4 * 32) / 16, b + (d / 4 * ROWS * 128 + d % 4 * 32) / 16, d > 0);
+        wgmma(y, a + (d / 4 * X_ROWS * 128 + d % 4 * 32) / 16, b + (d / 4 * ROWS * 128 + d % 4 * 32) / 16, d > 0);
     wgmma_commit();
 }
 
@@ -210,6 +210,13 @@ template <int COUNT>
 __device__ __forceinline__ void pin(u32 (&x)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(x[i]) :: "memory");
+}
+
+// Accumulators of a product that does not add: their old values are not kept for it.
+template <int COUNT>
+__device__ __forceinline__ void fresh(float (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "=f"(x[i]) :: "memory");
 }
 
 // A use of registers after the product that reads them. Without one the assembler frees them as soon as the product has
