@@ -106,7 +106,7 @@ def lightning_scan_kernel(
         keep = exact.to(tl.float32)
         rest = (exact - keep).to(tl.float32)
     for first in range(0, num_segments, AT_ONCE):
-        added = ()
+        added: tuple = ()
         for u in tl.static_range(AT_ONCE):
             there = mask & (first + u < num_segments)
             added = added + (tl.load(at + u * stride, mask=there, other=0.0),)
