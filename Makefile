@@ -36,7 +36,7 @@ browser:
 	} || echo "chromium could not be installed"
 
 test: $(STAMP) browser  ## everything that needs no GPU; PYTEST="-k decay" narrows it
-	$(PY) -m pytest -m "not gpu" -n 2 $(PYTEST)
+	$(PY) -m pytest -m "not gpu" -n 2 --dist worksteal $(PYTEST)
 
 test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton, pytest-xdist there
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and not slow" -n 8 tests $(PYTEST)

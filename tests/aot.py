@@ -6,6 +6,7 @@ in a process of its own: `Compiler()` starts this file as a program that answers
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -260,6 +261,7 @@ def usage(launch: Any, compiled: Any) -> Usage:
 
 
 def serve() -> None:
+    gc.set_threshold(100_000)  # what modules make at import stays
     for line in sys.stdin:
         kind, *fields = json.loads(line)
         made: dict[str, tuple[Any, Any]] = {

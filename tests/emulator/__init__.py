@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import itertools
 import math
 import re
@@ -33,12 +32,15 @@ from fulmen.flash.kernels import sm90
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
+from tests import builds
 
 HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
-BUILD = HERE.parents[1] / "build/emulator"
 EARLY, LATE, ANY, PRESSED = MODES = range(4)
 Edit = tuple[str, str] | None
-OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-Wl,-Bsymbolic")
+OPTIONS = (
+    "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-Wl,-Bsymbolic",
+    "-U_FORTIFY_SOURCE",  # which takes a jump to another fiber for a broken stack
+)  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------- translation
@@ -174,20 +176,17 @@ def version() -> str:
 
 
 def compiled(*sources: str) -> Path:
-    """A library of these sources, kept in build/ under a hash of what it was made from; safe with several processes."""
-    names = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp"))
-    everything = "".join([version(), *OPTIONS, *sources, *(path.read_text() for path in names)])
-    built = BUILD / f"{hashlib.sha256(everything.encode()).hexdigest()[:20]}.so"
-    if not built.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+    """A library of these sources."""
+
+    def make(library: Path) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
             files = [Path(scratch) / f"{i}.cpp" for i in range(len(sources))]
             for file, text in zip(files, sources, strict=True):
                 file.write_text(text)
-            made = Path(scratch) / "made.so"
-            subprocess.run([COMPILER, *OPTIONS, f"-I{HERE}", *map(str, files), "-o", str(made)], check=True)
-            made.rename(built)
-    return built
+            subprocess.run([COMPILER, *OPTIONS, f"-I{HERE}", *map(str, files), "-o", str(library)], check=True)
+
+    headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
+    return builds.once((version(), OPTIONS, headers, sources), make)
 
 
 @functools.cache

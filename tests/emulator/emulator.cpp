@@ -108,11 +108,11 @@ static void run_cluster(std::vector<Index> blocks) {
             if (used == (int)state.stacks.size())
                 state.stacks.push_back((char *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
             f.stack = state.stacks[used++];
-            getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack;
-            f.context.uc_stack.ss_size = STACK;
-            f.context.uc_link = nullptr;
-            makecontext(&f.context, body, 0);
+            getcontext(&f.start);
+            f.start.uc_stack.ss_sp = f.stack;
+            f.start.uc_stack.ss_size = STACK;
+            f.start.uc_link = nullptr;
+            makecontext(&f.start, body, 0);
         }
         state.cluster.push_back(std::move(b));
     }

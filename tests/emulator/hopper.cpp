@@ -192,7 +192,7 @@ static float operand(const Block &b, uint64_t desc, int along, int k, int transp
 static void execute(Fiber **threads, size_t which) {  // the same product of all 128
     const Product &p = threads[0]->products[which];
     const Block &b = *threads[0]->block;
-    static float a[64][16], z[256][16];
+    static double a[64][16], z[256][16];
     for (int r = 0; r < 64; r++)
         for (int k = 0; k < 16; k++)
             if (!p.from_registers) a[r][k] = operand(b, p.desc_a, r, k, p.trans_a, p.half);
@@ -212,7 +212,7 @@ static void execute(Fiber **threads, size_t which) {  // the same product of all
         for (int j = 0; j < p.n / 2; j++) {
             const int row = i / 32 * 16 + i % 32 / 4 + 8 * (j / 2 % 2), column = 8 * (j / 4) + 2 * (i % 4) + j % 2;
             double sum = q.add ? *q.keep[j] : 0.0;
-            for (int k = 0; k < 16; k++) sum += (double)a[row][k] * z[column][k];
+            for (int k = 0; k < 16; k++) sum += a[row][k] * z[column][k];
             *q.keep[j] = (float)sum;
         }
     }

@@ -18,7 +18,7 @@ from fulmen.layers.fused import rotary as kernels
 from fulmen.layers.fused.projections import Projected, is_plain
 from fulmen.layers.rotary import Rotary, apply_rotary
 from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, assert_close
-from tests.aot import Compiler, RotaryCase
+from tests.aot import RotaryCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -363,13 +363,6 @@ def test_autocast_casts_the_weight(forced) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ compiled
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    made = Compiler()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("arch", sorted(TARGETS))
