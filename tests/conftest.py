@@ -72,6 +72,7 @@ def kernels_compiled_once():
 
     compile_text = module.compile_text
 
+    @functools.wraps(compile_text)
     def kept(*source: Any) -> tuple[bytes, str]:
         def make(file: Path) -> None:
             file.write_bytes(pickle.dumps(compile_text(*source)))

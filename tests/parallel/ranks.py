@@ -129,6 +129,7 @@ def group_main(connection: Connection, size: int, folder: str, device: str, time
             connection.send(told)
     for child in children:
         child.kill()
+        child.join()
 
 
 def main(control: socket.socket) -> None:
@@ -140,18 +141,19 @@ def main(control: socket.socket) -> None:
     torch.set_num_threads(1)
     gc.freeze()
     while True:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for groups
         group, descriptors, *_ = socket.recv_fds(control, 4096, 1)
         if not group:
-            return
+            break
         if process := os.fork():
             os.close(descriptors[0])
             control.send(str(process).encode())
         else:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             group_main(Connection(descriptors[0]), *json.loads(group))
             os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()  # for groups, which have ended
 
 
 if __name__ == "__main__":
