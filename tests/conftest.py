@@ -130,7 +130,10 @@ def language_patched_once():
         return
     from triton.runtime import interpreter
 
-    patch, patched = interpreter._patch_lang, set()
+    patch, patched = getattr(interpreter, "_patch_lang", None), set()
+    if patch is None:  # a Triton without it is slower, no more
+        yield
+        return
 
     def patch_once(fn: Any) -> Any:
         if id(fn.__globals__) in patched:
