@@ -109,7 +109,7 @@ def lightning_scan_kernel(
         added = ()
         for u in tl.static_range(AT_ONCE):
             there = mask & (first + u < num_segments)
-            added = added + (tl.load(at + u * stride, mask=there, other=0.0),)
+            added = added + (tl.load(at + u * stride, mask=there, other=0.0),)  # type: ignore[assignment]
         tl.debug_barrier()  # all loads are on their way before the first store: ptxas would mix them
         for u in tl.static_range(AT_ONCE):
             tl.store(at + u * stride, carry, mask=mask & (first + u < num_segments))
