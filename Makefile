@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(if $(TRITON),$(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)")
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[bench,cuda,dev]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[bench,cuda,dev,docs]"
 	@touch $@
 
 setup: $(STAMP)  ## make or update .venv
@@ -52,7 +52,6 @@ check: $(STAMP)  ## lint, format, types, size limits, generated tables
 	$(PY) tools/performance.py --check
 
 docs: $(STAMP)  ## build the site into build/site; fails on a broken link
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	$(VENV)/bin/mkdocs build --quiet
 
 wheel:  ## build the wheel and try it in a clean venv with core dependencies alone

@@ -64,6 +64,16 @@ def test_blocks_run_as_printed(page, block, one_rank):
     exec(compile(block, page, "exec"), {})
 
 
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    """Strict: no broken link or anchor, no page outside the navigation."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "search" / "search_index.json").exists()
+
+
 def test_public_names_are_on_the_api_pages():
     documented = set()
     for page in (ROOT / "docs" / "api").glob("*.md"):
