@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fulmen.flash import policy as flash
+from fulmen.flash.kernels import backward
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
 from fulmen.latent import policy as latent
@@ -87,6 +88,15 @@ many queries.
 | D, E up to | mask | keys from | first |
 |---|---|---|---|
 """
+BACKWARD = """
+## Softmax attention, the backward of `cuda`
+
+On compute capability 9.0. Stages are tiles of q and of do in flight. Where cuDNN cannot serve the call (an option but
+`causal`, a gradient of lse, deterministic mode) triton's follows instead of it.
+
+| D, E | backward | tile | stages | shared memory |
+|---|---|---|---|---|
+"""
 
 LATENT = """
 ## Latent attention
@@ -122,6 +132,14 @@ def flash_lines() -> list[str]:
     lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, **limits))
     for r in flash.ROWS:
         lines.append(f"| {r.D} | {'causal' if r.causal else 'full'} | {r.keys} | {r.first} |\n")
+    lines.append(BACKWARD)
+    for D, E in flash.SM90_HEAD_DIMS:
+        spec = FlashSpec(2, 16, 16, 8192, 8192, D, E, torch.bfloat16, torch.device("cuda"), 1.0, needs_grad=True)
+        choice = flash.choose(spec, TARGETS[90], "cuda")
+        cost, tile = " | |", choice.backward_tile
+        if tile is not None:
+            cost = f"{tile} | {tile.q_stages}, {tile.o_stages} | {backward.shared_bytes(spec, tile):,} B"
+        lines.append(f"| {D}, {E} | {choice.backward} | {cost} |\n")
     return lines
 
 

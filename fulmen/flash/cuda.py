@@ -143,7 +143,7 @@ def backward(
     dq, dk, dv = empty_gradients(spec, x)
     work = backward_kernel.empty_workspace(spec, choice.backward_tile)
     launch = backward_kernel.launcher(spec, choice.backward_tile, x, o, do, dq, dk, dv)
-    launch(tuple(map(address, (*x, o, lse, do, dlse, work, dq, dk, dv))))
+    launch(tuple(map(address, (*x[:6], o, lse, do, dlse, work, dq, dk, dv))))
     if x.sinks is None:
         return dq, dk, dv, None
     return dq, dk, dv, backward_kernel.sinks_gradient(spec, choice.backward_tile, x.sinks, work)

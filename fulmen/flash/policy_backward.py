@@ -59,8 +59,8 @@ def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
 def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     """Heads of k and v worked on at a time: as many as half of the L2 cache holds q, do and fp32 dq of.
 
-    Few blocks under a causal mask take all heads, longest tiles first, as the last blocks decide. Over cuDNN, by cache
-    and with all heads: causal, D 128, B1 H32 N4096 1.08, 1.14; B1 H40/8 N4096 0.81, 1.10; but B4 H32 N2048 1.07, 0.74.
+    Few blocks under a causal mask take all heads, so that the longest tiles of all come first. Over cuDNN, by cache and
+    with all heads: causal, D 128, B1 H32 N4096 1.08, 1.14; B1 H40/8 N4096 0.81, 1.10; but B4 H32 N2048 1.07, 0.74.
     """
     heads = max(1, spec.B * spec.H_KV)
     if spec.left is None and spec.right is not None and heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS) <= FEW_BLOCKS:

@@ -7,14 +7,12 @@ import re
 import pytest
 import torch
 
-import fulmen
-from fulmen import cuda, dispatch, hardware, plans
+from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
 from fulmen.flash.kernels import backward
 from fulmen.flash.policy_backward import BackwardTile, backward_tile, swizzle, workspace
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
-from fulmen.testing import flash as testing
 from tests import sass
 from tests.flash.test_cuda import ALL, CAP, PACKED, WINDOW, spec
 
@@ -47,7 +45,7 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     assert text.count("HGMMA.") == sum(each.values()) // 16 + ahead
     assert text.count("tnspA") == 8
     assert text.count("UBLKRED") == 1
-    assert ("UBLKCP.S.G" in text) is True
+    assert ("UBLKCP.G.S" in text) == call.deterministic  # the first to add stores
 
 
 @pytest.mark.parametrize("call", CALLS, ids=name_of)
@@ -119,37 +117,3 @@ def test_heads_at_a_time_fit_the_cache():
     assert swizzle(spec(2, 16, 8192, 128, True), hw) == 3
     assert swizzle(spec(1, 2, 128, 128), hw) == 2
     assert swizzle(spec(1, 2, 0, 128), hw) == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("D", [64, 128])
-def test_gradients_on_a_gpu(D, deterministic, monkeypatch):
-    packed = {"lengths_q": [700, 1, 0, 450, 130], "lengths_k": [300, 1, 5, 1700, 130]}
-    for options in (
-        {"N_Q": 700}, {"N_Q": 700, "causal": True}, {"N_Q": 300, "N_KV": 900, "causal": True, "H_KV": 1},
-        {"N_Q": 900, "N_KV": 333, "causal": True}, {"N_Q": 800, "window": (70, 300)}, {**packed, "causal": True},
-        {**packed, "window": (200, 0), "softcap": 3.0, "sinks": True, "H_KV": 1},
-    ):  # fmt: skip
-        x = testing.inputs(D=D, dtype=torch.bfloat16, device="cuda", **{"H": 4, **options})
-        call = x.spec(needs_grad=True)._replace(deterministic=deterministic)
-        if hardware.of(call.device).arch != 90 or (why := flash.supports(call)) is not None:
-            pytest.skip("for Hopper" if hardware.of(call.device).arch != 90 else why)
-        monkeypatch.setattr(plans, "deterministic", lambda: deterministic)
-        plans.clear()
-        dispatch._choose.cache_clear()
-        testing.check(x, "cuda", ("o", "lse"))
-        if deterministic:
-            assert_same_bits(x)
-    plans.clear()
-    dispatch._choose.cache_clear()
-
-
-def assert_same_bits(x: testing.Inputs) -> None:
-    found = []
-    for _ in range(20):
-        q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
-        o = fulmen.flash_attention(q, k, v, **x.options(), backend="cuda")
-        found.append(torch.autograd.grad(o, (q, k, v), x.do))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))

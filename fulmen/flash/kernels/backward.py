@@ -149,20 +149,21 @@ def launcher(
     dq, dk and dv."""
     before, main, after = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
     parts = workspace(spec, tile)
-    k_map, v_map = (None, None) if main.empty else (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
+    k_map, v_map = (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
     q_map, do_map = (cuda.tensor_maps(t, tile.block_m) for t in (x.q, do)) if spec.N_Q else (k_map, v_map)
+
+    def rows_at(work: int, dq: int) -> int:
+        return dq if parts.rows_in_dq else work + 4 * parts.rows
 
     def of_prologue(at: tuple[int, ...]) -> tuple[int, ...]:
         _, _, _, sinks, cu_q, _, o, lse, do, dlse, work, dq, _, _ = at
-        rows = dq if parts.rows_in_dq else work + 4 * parts.rows
-        return o, do, lse, dlse, sinks, cu_q, work, rows, work + 4 * parts.drawn, work + 4 * parts.turns
+        return o, do, lse, dlse, sinks, cu_q, work, rows_at(work, dq), work + 4 * parts.drawn, work + 4 * parts.turns
 
     def of_main(at: tuple[int, ...]) -> tuple[int | bytes, ...]:
         q, k, v, _, cu_q, cu_k, _, _, do, _, work, dq, dk, dv = at
         q, do = (q, do) if spec.N_Q else (k, v)  # without queries nothing is read through their maps
-        rows = dq if parts.rows_in_dq else work + 4 * parts.rows
         maps = q_map(q), k_map(k), v_map(v), do_map(do)
-        return *maps, dk, dv, cu_q, cu_k, work, rows, work + 4 * parts.turns
+        return *maps, dk, dv, cu_q, cu_k, work, rows_at(work, dq), work + 4 * parts.turns
 
     def of_epilogue(at: tuple[int, ...]) -> tuple[int, ...]:
         cu_q, work, dq = at[4], at[10], at[11]
