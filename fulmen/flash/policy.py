@@ -557,8 +557,8 @@ def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
         kernel = sdpa_kernel(spec, hw)
         return Choice(backend, kernel, None, 1, kernel)
     if backend == "triton" and spec.has_kv_lengths:
-        own = policy_cache.triton_tile(spec, hw)
-        return Choice(backend, "triton_cache", own, policy_cache.triton_splits(spec, own, hw), "none")
+        rows = policy_cache.triton_tile(spec, hw)
+        return Choice(backend, "triton_cache", rows, policy_cache.triton_splits(spec, rows, hw), backend)
     if backend == "triton":
         return Choice(backend, backend, triton_tiles(spec, hw), 1, backend)
     if backend == "cuda":

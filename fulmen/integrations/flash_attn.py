@@ -6,6 +6,8 @@ q, k, v are (B, N, H, D), packed (total, H, D); `causal` and windows are aligned
 no limit and softcap 0 is no cap. With `return_attn_probs` a call gives (o, lse, None): lse is (B, H, N), packed
 (H, total), and the probabilities, which flash-attn itself has only for its tests, are None. It is differentiable here.
 max_seqlen_* are not needed. `deterministic` on a GPU takes backend "triton", whose gradients repeat bit for bit.
+
+`flash_attn_with_kvcache` and block tables have no gradients; kvcache.py has what comes before its attention.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
+from fulmen.integrations import kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -109,17 +112,80 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Output:
-    """q (total_q, H, D), k and v (total_k, H_KV, D), int32 offsets (sequences + 1,) to o (total_q, H, D)."""
-    _refuse(dropout_p, alibi_slopes, block_table)
-    _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
+    """q (total_q, H, D), k and v (total_k, H_KV, D), int32 offsets (sequences + 1,) to o (total_q, H, D).
+
+    With `block_table` k and v are pages (pages, page, H_KV, D), with `seqused_k` (sequences,) alone they are a cache
+    (sequences, capacity, H_KV, D). Its lengths are seqused_k or the differences of cu_seqlens_k. No gradients.
+    """
+    _refuse(dropout_p, alibi_slopes)
     options = _options(q, softmax_scale, causal, window_size, softcap, deterministic)
-    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if block_table is None and seqused_k is None:
+        _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        k, v = (x.transpose(0, 1)[None] for x in (k, v))
+    else:
+        _check_rank(3, "(total, heads, head dim)", q=q)
+        _check_rank(4, "(pages, page, heads, head dim), or (sequences, capacity, heads, head dim)", k=k, v=v)
+        lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        options |= {"cu_seqlens_q": cu_seqlens_q, "kv_lengths": lengths, "page_table": block_table}
+        k, v = (x.transpose(1, 2) for x in (k, v))
+    q = q.transpose(0, 1)[None]
     if not return_attn_probs:
         return flash_attention(q, k, v, **options)[0].transpose(0, 1)
     o, lse = flash_attention_with_lse(q, k, v, **options)
     return o[0].transpose(0, 1), lse[0], None
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (B, N_Q, H, D) over a cache, to which k and v (B, N_NEW, H_KV, D) are appended in place, to o (B, N_Q, H, D).
+
+    k_cache, v_cache  (rows, capacity, H_KV, D) or, with a block_table, (pages, page, H_KV, D) of 16 to 256 tokens
+    cache_seqlens     int32 (B,) or an int: tokens in the cache before k and v; required with k
+    cache_batch_idx   int32 (B,): the cache's row of each row of q. Copies these rows if the capacity is no multiple of
+                      16 or rows are apart in memory.
+    cache_leftpad     int32 (B,): the first token that counts. Copies the rows.
+    rotary_cos, _sin  (positions, dim / 2): turn k, and q at the same positions; all of q at the first new position
+                      unless causal or windowed
+    num_splits        accepted and not needed: keys are split by the capacity
+
+    Lengths stay on the GPU and shapes do not change, so a step can be captured in a CUDA graph. No gradients.
+    """
+    _refuse(0.0, alibi_slopes)
+    _number("num_splits", num_splits, operator.index)
+    options = _options(q, softmax_scale, causal, window_size, softcap, False)
+    each_query = options["causal"] or options["window"] is not None
+    turn = kvcache.Turn(rotary_cos, rotary_sin, bool(rotary_interleaved), each_query)
+    caches = kvcache.Caches(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    q, caches = kvcache.update(q, k, v, caches, turn)
+    k_all, v_all, lengths, table = kvcache.readable(q, caches)
+    q, k_all, v_all = (x.transpose(1, 2) for x in (q, k_all, v_all))
+    options |= {"kv_lengths": lengths, "page_table": table}
+    if not return_softmax_lse:
+        return flash_attention(q, k_all, v_all, **options).transpose(1, 2)
+    o, lse = flash_attention_with_lse(q, k_all, v_all, **options)
+    return o.transpose(1, 2), lse
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -193,13 +259,11 @@ def _number(name: str, value: Any, read: Callable[[Any], Any] = float) -> Any:
         raise ValueError(f"{name}={value!r}: must be {'a number' if read is float else 'an int'}") from None
 
 
-def _refuse(dropout_p: float, alibi_slopes: Tensor | None, block_table: Tensor | None = None) -> None:
+def _refuse(dropout_p: float, alibi_slopes: Tensor | None) -> None:
     if dropout_p:
         raise NotImplementedError(f"dropout_p={dropout_p}: fulmen has no attention dropout; pass 0.0")
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes: fulmen's softmax attention has no ALiBi; pass None")
-    if block_table is not None:
-        raise NotImplementedError("block_table: fulmen has no paged k and v; gather the pages and pass None")
 
 
 def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:

@@ -16,13 +16,14 @@ SIGNATURES = {  # of flash-attn 2.8
     "flash_attn_func": ["q", "k", "v", *SHARED, "return_attn_probs"],
     "flash_attn_kvpacked_func": ["q", "kv", *SHARED, "return_attn_probs"],
     "flash_attn_qkvpacked_func": ["qkv", *SHARED, "return_attn_probs"],
-    "flash_attn_varlen_func": ["q", "k", "v", *OFFSETS, *SHARED, "return_attn_probs", "block_table"],
+    "flash_attn_varlen_func": ["q", "k", "v", *OFFSETS, *SHARED, "return_attn_probs", "block_table", "seqused_k"],
     "flash_attn_varlen_kvpacked_func": ["q", "kv", *OFFSETS, *SHARED, "return_attn_probs"],
     "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *SHARED, "return_attn_probs"],
 }
 DEFAULTS = {
     "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
     "alibi_slopes": None, "deterministic": False, "return_attn_probs": False, "block_table": None,
+    "seqused_k": None,
 }  # fmt: skip
 OPTIONS = [
     {},
@@ -139,16 +140,14 @@ def test_packed_arguments_are_the_separate_ones():
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
-        ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "block_table"),
     ],
 )
 def test_what_is_lacking_raises(options, sentence):
     q, cu = make(5, 4, 8), torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=sentence):
         flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, **options)
-    if "block_table" not in options:
-        with pytest.raises(NotImplementedError, match=sentence):
-            flash_attn.flash_attn_func(q[None], q[None], q[None], **options)
+    with pytest.raises(NotImplementedError, match=sentence):
+        flash_attn.flash_attn_func(q[None], q[None], q[None], **options)
 
 
 def test_wrong_shapes_name_the_argument():

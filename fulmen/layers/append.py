@@ -1,0 +1,115 @@
+"""Appends keys and values to a cache in place, with RoPE on them and on their queries: one operator, which mutates.
+
+    q, lengths = append(q, k, v, k_cache, v_cache, lengths, table, cos, sin)
+
+On a GPU with Triton one kernel does all of it and nothing is read back (`fused/append.py`); elsewhere PyTorch's
+operations do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulmen import hardware
+from fulmen.layers.rotary import apply_rotary
+
+_lib = torch.library.Library("fulmen", "FRAGMENT")
+_lib.define(
+    "cache_append(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? table,"
+    " Tensor? cos, Tensor? sin, bool each_query, bool interleaved) -> (Tensor q, Tensor lengths)"
+)
+
+
+def append(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, *, each_query: bool = True, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes k and v behind the first lengths[b] tokens of row b; returns q, turned, and the new lengths.
+
+    q, k, v          (B, N_Q, H, D), (B, N_NEW, H_KV, D), (B, N_NEW, H_KV, E)
+    k_cache, v_cache (B, capacity, H_KV, .) or, with a table, (pages, page, H_KV, .); changed in place. What is beyond
+                     the capacity or in a page out of range is not written.
+    lengths, table   int32 (B,) and (B, pages of a row), on the device
+    cos, sin         (positions, dim / 2): the first dim elements of heads of q and k are turned; None: q is returned
+    each_query       query n stands at position lengths[b] + n, else all of them at lengths[b]
+    """
+    tables = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
+    turned, after = torch.ops.fulmen.cache_append(
+        q, k, v, k_cache, v_cache, lengths, table, *tables, each_query, interleaved
+    )
+    return q if cos is None else turned, after
+
+
+def _append(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, each_query: bool, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    turned, after = _append_fake(q, k, v, k_cache, v_cache, lengths, table, cos)
+    if not lengths.numel():
+        return turned, after
+    kernels = _kernels(q)
+    if kernels is None:
+        return _append_plainly(q, k, v, k_cache, v_cache, lengths, table, cos, sin, each_query, interleaved)
+    kernels.append((q, k, v, turned, k_cache, v_cache, after, lengths, table, cos, sin), each_query, interleaved)
+    return turned, after
+
+
+def _append_fake(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None,
+    cos: Tensor | None, *others: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    turned = q.new_empty(q.shape if cos is not None else (0, 0, 0, 0))  # none is asked for
+    return turned, torch.empty_like(lengths)
+
+
+def _append_plainly(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, each_query: bool, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, N_NEW = k.shape[:2]
+    lengths = lengths.clamp(min=0)
+    position = lengths[:, None] + torch.arange(N_NEW, device=k.device)
+    turned = q.new_empty(0, 0, 0, 0)
+    if cos is not None and sin is not None:
+        k = _turned(k, cos, sin, position, interleaved)
+        queries = (
+            torch.arange(q.shape[1], device=q.device) if each_query else q.new_zeros(q.shape[1], dtype=torch.int32)
+        )
+        turned = _turned(q, cos, sin, lengths[:, None] + queries, interleaved)
+    pages, page = k_cache.shape[:2]
+    if table is None:
+        entry = torch.arange(B, device=k.device)[:, None].expand_as(position)
+        there = position < page
+    else:
+        there = position < page * table.shape[1]
+        entry = table.long().gather(1, (position // page).clamp(max=max(table.shape[1] - 1, 0)).long())
+        there = there & (entry >= 0) & (entry < pages)
+    at = (entry[there], (position % page)[there])
+    k_cache[at], v_cache[at] = k[there], v[there]
+    return turned, lengths + N_NEW
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
+    """x (B, N, H, D) at these positions (B, N), clamped to the tables."""
+    at = position.clamp(max=cos.shape[0] - 1).long()
+    exact = torch.promote_types(x.dtype, torch.float32)
+    y = apply_rotary(x.transpose(1, 2), cos.to(exact)[at], sin.to(exact)[at], interleaved)
+    return y.transpose(1, 2).contiguous()
+
+
+def _kernels(q: Tensor) -> Any:
+    """The Triton kernels, if they serve this device and dtype."""
+    if not q.is_cuda or q.dtype == torch.float64 or hardware.of(q.device).arch < 80:
+        return None
+    try:
+        return importlib.import_module("fulmen.layers.fused.append")
+    except ImportError:  # no Triton
+        return None
+
+
+_lib.impl("cache_append", _append, "CompositeExplicitAutograd")
+torch.library.register_fake("fulmen::cache_append", _append_fake, lib=_lib)

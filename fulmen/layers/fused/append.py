@@ -1,0 +1,125 @@
+"""New keys and values into a cache, RoPE on them and on their queries: one pass over memory on a GPU.
+
+A program takes HEADS heads of one token of q, k or v. Token n of row b stands at position lengths[b] + n, which is row
+position % page of page table[b][position // page], or row `position` of the cache's row b. A token beyond the capacity
+or in a page out of range is not written. q and k are turned by cos and sin of their positions (`turned` in rotary.py),
+v is copied. Program 0 of each row writes its new length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fulmen.launch import Launch, repeat
+from fulmen.layers.fused.rotary import HEADS, WARPS, angles, p2, pairs, turned
+
+
+@triton.jit
+def copy_heads(
+    from_ptr, to_ptr, from_h, to_h, h, H, cos_ptr, sin_ptr, angle, there,
+    D: tl.constexpr, D_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, TURN: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Heads h of a token, the first 2 HALF elements of each turned if TURN; nothing unless `there`."""
+    x_rows = from_ptr + h.to(tl.int64)[:, None] * from_h
+    out_rows = to_ptr + h.to(tl.int64)[:, None] * to_h
+    i = tl.arange(0, D_P2)
+    first: tl.constexpr = 2 * HALF if TURN else 0
+    mask = ((h < H) & there)[:, None] & ((i < D) & (i >= first))[None, :]
+    tl.store(out_rows + i[None, :], tl.load(x_rows + i[None, :], mask), mask)
+    if TURN:
+        cos, sin = angles(cos_ptr, sin_ptr, angle, 1.0, HALF, HALF_P2)
+        at, inside = pairs(HALF, HALF_P2, INTERLEAVED)
+        mask = ((h < H) & there)[:, None] & inside[None, :]
+        x = tl.load(x_rows + at[None, :], mask, 0.0).to(tl.float32)
+        cos = cos.to(tl.float32)[None, :]
+        y = turned(x, cos, sin.to(tl.float32)[None, :], HEADS, HALF_P2, INTERLEAVED)
+        tl.store(out_rows + at[None, :], y.to(to_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def cache_append_kernel(
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, new_lengths_ptr,
+    lengths_ptr,
+    table_ptr, cos_ptr, sin_ptr,  # or None
+    strides,  # of q, k, v, q_out, k_cache, v_cache: B (or pages), N, heads
+    sizes,  # N_Q, N_NEW, H, H_KV; rows of a page, pages, pages of a row, rows of cos
+    D: tl.constexpr, D_P2: tl.constexpr, E: tl.constexpr, E_P2: tl.constexpr,
+    HALF: tl.constexpr, HALF_P2: tl.constexpr,
+    EACH_QUERY: tl.constexpr,  # query n is at its own position, else all are at the first new one's
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    N_Q, N_NEW, H, H_KV, page, pages, width, last = sizes
+    TURN: tl.constexpr = cos_ptr is not None
+    blocks = tl.cdiv(H_KV, HEADS)
+    of_q = tl.cdiv(H, HEADS) if TURN else 0
+    parts = of_q + 2 * blocks
+    pid = tl.program_id(0)
+    part = pid % parts
+    tokens = tl.maximum(N_Q, N_NEW)
+    n = (pid // parts % tokens).to(tl.int64)
+    b = (pid // parts // tokens).to(tl.int64)
+    length = tl.maximum(tl.load(lengths_ptr + b), 0)
+    position = length + n
+    if pid % (parts * tokens) == 0:
+        tl.store(new_lengths_ptr + b, length + N_NEW)
+
+    if part < of_q:
+        h = part * HEADS + tl.arange(0, HEADS)
+        angle = tl.minimum(position if EACH_QUERY else length.to(tl.int64), last - 1)
+        source = q_ptr + b * strides[0][0] + n * strides[0][1]
+        to = q_out_ptr + b * strides[3][0] + n * strides[3][1]
+        copy_heads(
+            source, to, strides[0][2], strides[3][2], h, H, cos_ptr, sin_ptr, angle, n < N_Q,
+            D, D_P2, HALF, HALF_P2, TURN, INTERLEAVED, HEADS,
+        )  # fmt: skip
+    else:
+        there = (n < N_NEW) & (position < page * width)
+        row = position % page
+        entry = b.to(tl.int32)
+        if table_ptr is not None:
+            entry = tl.load(table_ptr + b * width + position // page, mask=there, other=-1)
+            there = there & (entry >= 0) & (entry < pages)
+        entry = entry.to(tl.int64)
+        h = (part - of_q) % blocks * HEADS + tl.arange(0, HEADS)
+        angle = tl.minimum(position, last - 1)
+        if part - of_q < blocks:
+            source = k_ptr + b * strides[1][0] + n * strides[1][1]
+            to = k_cache_ptr + entry * strides[4][0] + row * strides[4][1]
+            copy_heads(
+                source, to, strides[1][2], strides[4][2], h, H_KV, cos_ptr, sin_ptr, angle, there,
+                D, D_P2, HALF, HALF_P2, TURN, INTERLEAVED, HEADS,
+            )  # fmt: skip
+        else:
+            source = v_ptr + b * strides[2][0] + n * strides[2][1]
+            to = v_cache_ptr + entry * strides[5][0] + row * strides[5][1]
+            copy_heads(
+                source, to, strides[2][2], strides[5][2], h, H_KV, cos_ptr, sin_ptr, angle, there,
+                E, E_P2, HALF, HALF_P2, False, INTERLEAVED, HEADS,
+            )  # fmt: skip
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, k_cache: Tensor, v_cache: Tensor, new_lengths: Tensor,
+    lengths: Tensor, table: Tensor | None, cos: Tensor | None, sin: Tensor | None, each_query: bool, interleaved: bool,
+) -> Launch:  # fmt: skip
+    B, N_Q, H, D = q.shape
+    _, N_NEW, H_KV, E = v.shape
+    half = 0 if cos is None else cos.shape[1]
+    width = 1 if table is None else table.shape[1]
+    parts = 2 * triton.cdiv(H_KV, HEADS) + (0 if cos is None else triton.cdiv(H, HEADS))
+    strides = tuple(tuple(x.stride()[:3]) for x in (q, k, v, q_out, k_cache, v_cache))
+    sizes = (N_Q, N_NEW, H, H_KV, k_cache.shape[1], k_cache.shape[0], width, 1 if cos is None else cos.shape[0])
+    constants = (D, p2(D), E, p2(E), half, p2(max(half, 1)), each_query, interleaved, HEADS)
+    tensors = (q, k, v, q_out, k_cache, v_cache, new_lengths, lengths, table, cos, sin)
+    return Launch(cache_append_kernel, B * max(N_Q, N_NEW) * parts, tensors, (strides, sizes, *constants), WARPS)
+
+
+def append(tensors: tuple[Tensor | None, ...], each_query: bool, interleaved: bool) -> None:
+    """Runs `launch`, which is kept for the same shapes and strides."""
+    facts = (None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+    device = tensors[0].device  # type: ignore[union-attr]  # q is there
+    key = (launch, each_query, interleaved, *facts, device)
+    repeat(key, device, [tensors], lambda: [launch(*tensors, each_query, interleaved)])  # type: ignore[arg-type, call-arg]

@@ -1,0 +1,257 @@
+"""flash_attn_with_kvcache against its definition: append, turn, and attend row by row in fp64."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from fulmen.integrations import flash_attn
+from fulmen.layers import append as appending
+from tests.integrations.test_flash_attn import plain
+
+SIGNATURE = [  # of flash-attn 2.8
+    "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
+    "cache_leftpad", "block_table", "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved",
+    "alibi_slopes", "num_splits", "return_softmax_lse",
+]  # fmt: skip
+H, H_KV, D = 4, 2, 16
+
+
+def turn(x, cos, sin, position, interleaved):
+    """x (H, D) at one position, pair by pair."""
+    y, dim = x.clone(), 2 * cos.shape[1]
+    for i in range(dim // 2):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + dim // 2)
+        c, s = cos[position, i], sin[position, i]
+        y[:, a], y[:, b] = x[:, a] * c - x[:, b] * s, x[:, b] * c + x[:, a] * s
+    return y
+
+
+class Call:
+    """A call in fp64 and what it should do to caches and return."""
+
+    def __init__(self, lengths, N_Q=2, N_NEW=2, capacity=48, page=None, rows=None, leftpad=None, dim=0, new=True,
+                 interleaved=True, **options):  # fmt: skip
+        torch.manual_seed(0)
+        B = len(lengths)
+        self.lengths, self.capacity, self.page, self.leftpad, self.options = lengths, capacity, page, leftpad, options
+        self.q = torch.randn(B, N_Q, H, D, dtype=torch.float64)
+        self.k, self.v = (torch.randn(B, N_NEW, H_KV, D, dtype=torch.float64) for _ in range(2))
+        self.new, self.interleaved = new, interleaved
+        self.rows = list(range(B)) if rows is None else rows
+        shape = (max(self.rows) + 2, capacity) if page is None else (2 * B * capacity // page, page)
+        self.k_cache, self.v_cache = (torch.randn(*shape, H_KV, D, dtype=torch.float64) for _ in range(2))
+        self.table = None if page is None else torch.randperm(shape[0])[: B * capacity // page].view(B, -1).int()
+        self.cos, self.sin = (
+            (torch.randn(capacity + 8, dim // 2, dtype=torch.float64) for _ in range(2)) if dim else (None, None)
+        )
+        self.given_rows = rows
+
+    def slot(self, b, n):
+        """Where token n of row b lies."""
+        return (self.rows[b], n) if self.page is None else (int(self.table[b, n // self.page]), n % self.page)
+
+    def expected(self):
+        k_cache, v_cache, outs, sums = self.k_cache.clone(), self.v_cache.clone(), [], []
+        local = self.options.get("causal") or self.options.get("window_size", (-1, -1)) != (-1, -1)
+        for b, n in enumerate(self.lengths):
+            q, total = self.q[b].clone(), n
+            if self.new:
+                total = n + self.k.shape[1]
+                for i in range(self.k.shape[1]):
+                    k = self.k[b, i]
+                    if self.cos is not None:
+                        k = turn(k, self.cos, self.sin, n + i, self.interleaved)
+                    if n + i < self.capacity:
+                        k_cache[self.slot(b, n + i)], v_cache[self.slot(b, n + i)] = k, self.v[b, i]
+                for i in range(len(q)):
+                    if self.cos is not None:
+                        q[i] = turn(q[i], self.cos, self.sin, n + (i if local else 0), self.interleaved)
+            first = 0 if self.leftpad is None else self.leftpad[b]
+            slots = [self.slot(b, j) for j in range(first, min(total, self.capacity))]
+            k, v = (torch.stack([x[s] for s in slots])[None] for x in (k_cache, v_cache))
+            o, lse = plain(q[None], k, v, **self.options)
+            outs.append(o)
+            sums.append(lse)
+        return torch.cat(outs), torch.cat(sums), k_cache, v_cache
+
+    def run(self, **changes):
+        ints = {"cache_batch_idx": self.given_rows, "cache_leftpad": self.leftpad}
+        given = {name: torch.tensor(x, dtype=torch.int32) for name, x in ints.items() if x is not None}
+        if self.new:
+            given |= {"k": self.k, "v": self.v, "rotary_cos": self.cos, "rotary_sin": self.sin}
+        given |= {"block_table": self.table, "rotary_interleaved": self.interleaved, **self.options}
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        return flash_attn.flash_attn_with_kvcache(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            **{"cache_seqlens": lengths, "return_softmax_lse": True} | given | changes,
+        )
+
+
+CASES = {
+    "append": {"lengths": [5, 30]},
+    "nothing new": {"lengths": [5, 30], "new": False, "causal": True},
+    "one query": {"lengths": [5, 47], "N_Q": 1, "N_NEW": 1, "causal": True},
+    "empty": {"lengths": [0, 3], "causal": True},
+    "beyond the capacity": {"lengths": [47, 46]},
+    "turned": {"lengths": [5, 30], "dim": 16, "causal": True},
+    "turned in halves": {"lengths": [5, 30], "dim": 8, "causal": True, "interleaved": False},
+    "turned, queries at one position": {"lengths": [5, 30], "dim": 16},
+    "turned, window": {"lengths": [5, 30], "dim": 4, "window_size": (7, 2), "interleaved": False},
+    "more queries than keys": {"lengths": [5, 30], "N_Q": 4, "dim": 8},
+    "rows": {"lengths": [5, 30], "rows": [3, 1], "dim": 8, "causal": True},
+    "rows, copied": {"lengths": [5, 30], "rows": [2, 0], "capacity": 40},
+    "leftpad": {"lengths": [25, 30], "leftpad": [3, 0], "dim": 16, "causal": True},
+    "leftpad and rows": {"lengths": [25, 30], "leftpad": [3, 11], "rows": [2, 0]},
+    "pages": {"lengths": [5, 30], "page": 16, "dim": 16, "causal": True},
+    "pages, beyond": {"lengths": [47, 30], "page": 16, "softcap": 1.5, "softmax_scale": 0.5},
+    "options": {"lengths": [15, 30], "softcap": 1.5, "softmax_scale": 0.5, "window_size": (9, -1), "causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_defined(case):
+    call = Call(**CASES[case])
+    wanted = call.expected()
+    o, lse = call.run()
+    for got, want in zip((o, lse, call.k_cache, call.v_cache), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+    again = Call(**CASES[case])
+    assert torch.equal(again.run(return_softmax_lse=False, num_splits=3), o)
+
+
+def test_lengths_as_a_number_and_none():
+    call, same = Call([7, 7]), Call([7, 7])
+    for got, want in zip(call.run(), same.run(cache_seqlens=7), strict=True):
+        assert torch.equal(got, want)
+    call = Call([48, 48], new=False)
+    for got, want in zip(call.run(), call.run(cache_seqlens=None), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_signature():
+    parameters = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
+    assert list(parameters) == SIGNATURE
+    assert parameters["rotary_interleaved"].default is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
+        ({"k": None}, ValueError, "pass both or none"),
+        ({"cache_seqlens": None}, ValueError, "cache_seqlens is missing"),
+        ({"cache_seqlens": 1.5}, ValueError, "cache_seqlens=1.5"),
+        ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "cache_seqlens is torch.int64"),
+        ({"cache_batch_idx": torch.tensor([1], dtype=torch.int32)}, ValueError, r"cache_batch_idx is .* must be int32"),
+        ({"rotary_cos": torch.ones(50, 4)}, ValueError, "rotary_cos and rotary_sin"),
+        ({"rotary_cos": torch.ones(50, 9), "rotary_sin": torch.ones(50, 9)}, ValueError, "head dim 16"),
+        ({"k": torch.ones(2, 2, 4, 16)}, ValueError, r"k has shape \(2, 2, 4, 16\), must be"),
+        ({"k": torch.ones(2, 2, 2, 16)}, ValueError, "k is torch.float32"),
+        ({"num_splits": "many"}, ValueError, "num_splits"),
+    ],
+)
+def test_errors(changes, error, words):
+    call = Call([5, 30])
+    before = call.k_cache.clone()
+    with pytest.raises(error, match=words):
+        call.run(**changes)
+    assert torch.equal(call.k_cache, before)
+
+
+def test_more_errors():
+    with pytest.raises(NotImplementedError, match="cache_leftpad with block_table"):
+        Call([5, 30], page=16, leftpad=[1, 2]).run()
+    call = Call([5, 30])
+    call.k_cache, call.v_cache = call.k_cache[:1], call.v_cache[:1]
+    with pytest.raises(ValueError, match="k_cache has 1 rows"):
+        call.run()
+    call = Call([5, 30])
+    call.q.requires_grad_()
+    before = call.k_cache.clone()
+    with pytest.raises(NotImplementedError, match="q requires a gradient"):
+        call.run()
+    assert torch.equal(call.k_cache, before)
+
+
+def test_varlen_over_pages_and_used_lengths():
+    call = Call([5, 30], page=16, new=False)
+    lengths = torch.tensor(call.lengths, dtype=torch.int32)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 4], [0, 5, 35]))
+    want, want_lse = call.run()
+    q = call.q.flatten(0, 1)
+    options = {"return_attn_probs": True, "block_table": call.table}
+    for given in ({"cu_seqlens_k": cu_k}, {"cu_seqlens_k": cu_k, "seqused_k": lengths}):
+        o, lse, _ = flash_attn.flash_attn_varlen_func(
+            q, call.k_cache, call.v_cache, cu_q, max_seqlen_q=2, max_seqlen_k=48, **options, **given
+        )
+        torch.testing.assert_close(o.unflatten(0, (2, 2)), want)
+        torch.testing.assert_close(lse.unflatten(1, (2, 2)).transpose(0, 1), want_lse)
+    call = Call([5, 30], new=False)
+    o = flash_attn.flash_attn_varlen_func(
+        q, call.k_cache[:2], call.v_cache[:2], cu_q, cu_k, 2, 48, seqused_k=lengths
+    )  # fmt: skip
+    torch.testing.assert_close(o.unflatten(0, (2, 2)), call.run(return_softmax_lse=False))
+    with pytest.raises(ValueError, match="k has shape"):
+        flash_attn.flash_attn_varlen_func(q, q, q, cu_q, cu_k, 2, 48, seqused_k=lengths)
+
+
+@pytest.mark.parametrize("case", ["turned", "pages"])
+def test_compiled(case):
+    call, same = Call(**CASES[case]), Call(**CASES[case])
+    run = torch.compile(call.run, fullgraph=True, backend="aot_eager")
+    for got, want in zip((*run(), call.k_cache), (*same.run(), same.k_cache), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# ------------------------------------------------------------------------------------------------ the append
+
+
+def append_arguments(case, dtype=torch.float32):
+    call = Call(**CASES[case])
+    table = call.table if call.given_rows is None else torch.tensor(call.given_rows, dtype=torch.int32)[:, None]
+    floats = (call.q, call.k, call.v, call.k_cache, call.v_cache)
+    q, k, v, k_cache, v_cache = (x.to(dtype) for x in floats)
+    tables = [None if x is None else x.float() for x in (call.cos, call.sin)]
+    lengths = torch.tensor(call.lengths, dtype=torch.int32)
+    local = bool(call.options.get("causal")) or "window_size" in call.options
+    return [q, k, v, k_cache, v_cache, lengths, table, *tables, local, call.interleaved]
+
+
+@pytest.mark.parametrize("case", [name for name, options in CASES.items() if options.get("new", True)])
+def test_the_kernel_does_the_same(case):
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
+        pytest.skip("needs a GPU or Triton's interpreter")
+    from fulmen.layers.fused import append as kernels
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for dtype in (torch.float32, torch.float16):
+        ours, theirs = (
+            [x.to(device) if isinstance(x, torch.Tensor) else x for x in append_arguments(case, dtype)]
+            for _ in range(2)
+        )
+        turned, after = appending._append_plainly(*theirs)
+        q, k, v, k_cache, v_cache, lengths, table, cos, sin, each_query, interleaved = ours
+        out, new = appending._append_fake(*ours)
+        kernels.append((q, k, v, out, k_cache, v_cache, new, lengths, table, cos, sin), each_query, interleaved)
+        assert torch.equal(new, after.int())
+        for got, want in ((out, turned), (k_cache, theirs[3]), (v_cache, theirs[4])):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("case", ["append", "turned", "pages", "rows"])
+def test_operator(case):
+    torch.library.opcheck(torch.ops.fulmen.cache_append.default, append_arguments(case))
+
+
+def test_a_page_out_of_range_is_not_written():
+    arguments = append_arguments("pages")
+    table, before = arguments[6], arguments[3].clone()
+    table[:] = torch.where(torch.arange(table.numel()).view_as(table) % 2 == 0, -1, 10_000)
+    appending._append_plainly(*arguments)
+    assert torch.equal(arguments[3], before)
