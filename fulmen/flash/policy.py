@@ -9,8 +9,8 @@ backends. Where to look:
     when keys are split    `splits`
     the answer             `order` (backends, fastest first) and `choose` (one `Choice`)
 
-Measurements beside a row are medians on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6, bf16; fp16 is taken to be the
-same). Shapes are written B2 H32/8 N4096; 1 x 8192 is one query of 8192 keys. `fulmen tune` proposes rows for triton.
+Measurements are medians on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6, bf16; fp16 is taken to be the same). Shapes are
+written B2 H32/8 N4096; 1 x 8192 is one query of 8192 keys. `fulmen tune` proposes rows for triton.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ class TritonTiles(NamedTuple):
 
 
 PASSES = ("forward", "dq", "dkdv")
-
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.24, over triton 1.3 to 1.8 (options)
 SMALL_MAX_TOKENS = 512
