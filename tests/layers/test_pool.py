@@ -220,3 +220,36 @@ def test_the_example_serves_what_generate_gives() -> None:
         for request in requests:
             alone = model.generate([torch.tensor(request.prompt)], 12)[0]
             assert request.prompt + request.tokens == alone.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_serves_sequences_that_come_and_go() -> None:
+    """On a GPU: the same tokens with a captured step as without, and logits as of a call over the whole text."""
+    root = Path(__file__).resolve().parents[2] / "examples"
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.syspath_prepend(str(root))
+        lm, serve = importlib.import_module("hybrid_lm"), importlib.import_module("serve")
+        torch.manual_seed(0)
+        model = lm.HybridLM(lm.Config(64, "LGM", 3, 256, 4)).to("cuda", torch.bfloat16).eval()
+        answers = []
+        for captured in (True, False):
+            server, draw = serve.Server(model, rows=3, max_length=200, pages=7, page_size=64), random.Random(1)
+            if not captured:
+                server.graph = None
+            requests = [serve.Request([draw.randrange(64) for _ in range(draw.randint(1, 150))], 30) for _ in range(7)]
+            waiting = list(requests)
+            while waiting or any(server.rows):
+                while waiting and server.admit(waiting[0], chunk=64):
+                    waiting.pop(0)
+                waiting = [r for r in server.step() if len(r.tokens) < r.new] + waiting
+            answers.append([request.tokens for request in requests])
+        assert answers[0] == answers[1]
+        served = Sequences(2, 200, pages=8, slots=2, device="cuda")
+        pools = [block.attention.new_pool(served) for block in model.blocks]
+        ids, sequence, logits = torch.randint(64, (1, 110), device="cuda"), served.new(), []
+        for part in ids.split([100, *[1] * 6, 4], 1):
+            served.step([sequence], part.shape[1])
+            logits.append(model(part, pools))
+        found, wanted = torch.cat(logits, 1).float(), model.float()(ids)
+        assert (found - wanted).norm() <= 0.03 * wanted.norm()
