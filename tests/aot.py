@@ -342,7 +342,6 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     q_norm = rows(B, N, R_Q), rows(R_Q), rows(B, N, R_Q)
     rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(latent.PROGRAMS, R_Q + R, device="meta")
     ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
-    heads, memory = rows(2, B, N, 8, 128).unbind(0), rows(B, 8, 64, 128)
     found = [
         module.turn_launch(q, k, cos, cos, 1.0, case.interleaved),
         latent.norm_launch(*q_norm, *norm, rstd, (1e-6, 1e-6)),
@@ -358,13 +357,6 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
                 rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:], case.interleaved, paged,
             )
             for paged in (False, True)
-        ),
-        *(
-            decode.kv_step_launch(
-                q[..., :128], heads[0], heads[1], cos, cos, ints, ints, table if paged else ints[None], memory, memory,
-                q[..., :128].contiguous(), turns, case.interleaved, paged,
-            )
-            for paged in (False, True) for turns in (False, True)
         ),
     ]  # fmt: skip
     if case.arch == 90:

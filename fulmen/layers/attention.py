@@ -23,8 +23,8 @@ from fulmen.boundary import check_scale
 from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.layers import weights
+from fulmen.layers.append import append
 from fulmen.layers.cache import KVCache
-from fulmen.layers.fused import kernels_for
 from fulmen.layers.fused.projections import project
 from fulmen.layers.inputs import (
     USUAL_N,
@@ -240,29 +240,21 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     def _step(self, x: Tensor, cache: KVCache | KVPool) -> Tensor:
         """o (B, N, H * head_dim) of tokens that are written after the cache's; where, the device alone knows."""
-        q, k, v = (t.transpose(1, 2) for t in self._project(x, x))  # (B, N, heads, head_dim)
-        at = cache.at(k, v)
-        k_all, v_all = (t.transpose(1, 2) for t in at.memory)
-        if self.qk_norm == "before" and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        fits = self.qk_norm != "after" and k.stride() == v.stride() and k_all.stride() == v_all.stride()
-        kernels = kernels_for("decode", q, k, v, k_all) if fits else None
-        if kernels is None:
-            tables = None if self.rope is None else self.rope(at.positions(x.shape[1]), x.dtype)
-            after = self.qk_norm == "after"
-            q, k = (
-                self._place(t.transpose(1, 2), norm if after else None, tables).transpose(1, 2)
-                for t, norm in ((q, self.q_norm), (k, self.k_norm))
-            )
-            for memory, new in zip(at.memory, (k, v), strict=True):
-                at.write(memory, new)
-        else:
-            tables = None if self.rope is None else self.rope.span(0, at.limit, x.device, x.dtype)
-            turns = self.rope is not None and self.rope.interleaved
-            q = kernels.kv_step(q, k, v, tables, at.begin, at.end, at.table, k_all, v_all, turns)
+        q, k, v = self._project(x, x)
+        at = cache.at(k.transpose(1, 2), v.transpose(1, 2))
+        cos = sin = tables = None
+        if self.rope is not None and self.qk_norm == "after":
+            tables = self.rope(at.positions(x.shape[1]), x.dtype)
+        elif self.rope is not None:
+            cos, sin = self.rope.span(0, at.limit, x.device, x.dtype)
+        q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, N, heads, head_dim)
+        k_all, v_all = at.memory
+        turns = self.rope is not None and self.rope.interleaved
+        q, _ = append(q, k, v, k_all, v_all, at.begin, at.table, cos, sin, interleaved=turns)
         o = flash_attention(
-            q.transpose(1, 2), k_all, v_all, sinks=local_sinks(self.sinks, q.dtype), kv_lengths=at.end,
-            page_table=at.table, **self.options._asdict(),
+            q.transpose(1, 2), k_all.transpose(1, 2), v_all.transpose(1, 2), sinks=local_sinks(self.sinks, q.dtype),
+            kv_lengths=at.end, page_table=at.table, **self.options._asdict(),
         )  # fmt: skip
         return o.transpose(1, 2).flatten(2)
 

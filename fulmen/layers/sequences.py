@@ -90,10 +90,10 @@ class Sequences:
         self._users = [0] * self.pages  # sequences that hold each page
         self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         width = -(-self.max_length // self.page_size) if self.pages else 0
-        self._table = torch.zeros(self.rows, width, dtype=torch.int32, device="cpu")
-        self._shown: list[list[int]] = [[] for _ in range(self.rows)]  # the pages each row of `table` names
+        self._table = torch.full((self.rows, width), -1, dtype=torch.int32, device="cpu")
+        self._shown: list[list[int] | None] = [None] * self.rows  # the pages each row of `table` names
         facts = torch.tensor([0, 0, -1, 0], dtype=torch.int32, device="cpu")
-        self.table = self._table.to(device, copy=True)  # (rows, pages of a row)
+        self.table = self._table.to(device, copy=True)  # (rows, pages of a row); -1: none
         self._on_device = facts[:, None].repeat(1, self.rows).to(device)
         self.lengths, self.ends, self.slots, self.accepted = self._on_device.unbind()
         self.announced = 0, 0  # rows and tokens of the last step
@@ -172,8 +172,10 @@ class Sequences:
         held = tokens if self.drafts and tokens <= MAX_DRAFT else 0
         facts = [[0] * self.rows, [0] * self.rows, [-1] * self.rows, [0] * self.rows]
         changed = False
-        for row, sequence in enumerate(sequences):
+        for row, sequence in enumerate([*sequences, *[None] * (self.rows - len(sequences))]):
             if sequence is None:
+                changed |= self._shown[row] is not None
+                self._shown[row], self._table[row] = None, -1  # so that nothing is written there
                 continue
             facts[0][row], facts[2][row], facts[3][row] = sequence.length, sequence.slot, sequence.drafted
             sequence.length, sequence.drafted = sequence.length + tokens, held

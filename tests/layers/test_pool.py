@@ -23,9 +23,10 @@ from fulmen.layers import (
     Sequence,
     Sequences,
     StateCache,
-    attention,
+    append,
     latent,
 )
+from fulmen.layers.fused import append as fused_append
 from fulmen.layers.fused import decode
 
 DIM = 32
@@ -128,11 +129,11 @@ def test_the_kernel_writes_what_torch_does(kind: str, monkeypatch: pytest.Monkey
     """RoPE and the writes in one launch, interpreted, on pools and on preallocated caches."""
     used = []
     kernels = types.SimpleNamespace(
-        kv_step=lambda *args: used.append(1) or decode.kv_step(*args),
+        append=lambda *args: used.append(1) or fused_append.append(*args),
         latent_step=lambda *args: used.append(1) or decode.latent_step(*args),
     )
-    for module in (attention, latent):
-        monkeypatch.setattr(module, "kernels_for", lambda name, *tensors: kernels if name == "decode" else None)
+    monkeypatch.setattr(append, "_kernels", lambda q: kernels)
+    monkeypatch.setattr(latent, "kernels_for", lambda name, *tensors: kernels if name == "decode" else None)
     layer, draw = made(kind).float(), random.Random(kind)
     with torch.no_grad():
         for _ in range(8):
