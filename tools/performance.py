@@ -138,6 +138,7 @@ class Suite(NamedTuple):
     unit: str
     value: Callable[[Cell, Cell], float]  # of a run and one of its cells
     passes: tuple[str, ...] = ("forward", "backward")
+    command: str = ""  # what `fulmen bench run` takes to measure it; the name unless given
 
 
 def tflops(run: Cell, cell: Cell) -> float:
@@ -170,7 +171,7 @@ SUITES = (
     Suite(
         "flash-decode", "Decoding", "bf16, without gradients. Replays of a CUDA graph, so the host does not count.",
         {"sdpa-cudnn": "cuDNN", "sdpa-fa2": "FlashAttention-2", "fulmen triton": "`triton`"}, "us", microseconds,
-        ("forward",),
+        ("forward",), "decode --shape op=flash",
     ),
     Suite(
         "flash-small", "Short sequences",
@@ -273,7 +274,8 @@ def render() -> str:
         for pass_ in suite.passes:
             names = [f"`auto`, {suite.unit}", *suite.rivals.values(), "times as fast"]
             blocks += [f"**{PASSES[pass_]}**", table(["case", *names], rows(suite, pass_)[0])]
-    commands = [*(f"fulmen bench run {s.name} --out {s.name}.jsonl" for s in SUITES), "fulmen bench report *.jsonl"]
+    commands = [f"fulmen bench run {s.command or s.name} --out {s.name}.jsonl" for s in SUITES]
+    commands.append("fulmen bench report *.jsonl")
     blocks += [
         "## Method",
         "Competitors of a case are interleaved, in a new order each round. L2 is overwritten before each sample. "

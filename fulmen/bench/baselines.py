@@ -92,6 +92,12 @@ def equal_heads(module: str, package: str, case: Case, device: torch.device) -> 
     return no_gpu(device) or absent(module, package)
 
 
+def fp32_states(case: Case, device: torch.device) -> str | None:
+    if case.get("state_dtype") == "bfloat16":
+        return "writes states in fp32, and the case has bf16"
+    return needs_fla(case, device)
+
+
 # ----------------------------------------------------------------------------------------------------- calls
 
 
@@ -113,6 +119,17 @@ def fla(name: str, x: Any) -> Tensor:
     q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
     o, _ = getattr(simple_gla, name)(q, k, v, g_gamma=None if x.decay is None else -x.decay, scale=x.scale)
     return o.transpose(1, 2)
+
+
+def fla_step(given: Any) -> tuple[Tensor, Tensor]:
+    """o, and the states after the step, in memory of their own."""
+    from fla.ops.simple_gla import fused_recurrent_simple_gla  # type: ignore[import-not-found, unused-ignore]
+
+    x = given.call
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+    options = {"scale": x.scale, "initial_state": x.state, "output_final_state": True}
+    o, state = fused_recurrent_simple_gla(q, k, v, g_gamma=-x.decay, **options)
+    return o.transpose(1, 2), state
 
 
 def lightning_attention_2(x: Any) -> Tensor:
@@ -176,6 +193,7 @@ BASELINES = {
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), lambda case, device: None),
     "fla-chunk": Baseline("lightning", functools.partial(fla, "chunk_simple_gla"), needs_fla, FLA),
     "fla-fused-chunk": Baseline("lightning", functools.partial(fla, "fused_chunk_simple_gla"), needs_fla, FLA),
+    "fla-recurrent": Baseline("step", fla_step, fp32_states, FLA),
     "lightning-attention-2": Baseline(
         "lightning", lightning_attention_2, needs_la2, ("lightning-attn", "lightning_attn")
     ),

@@ -114,7 +114,7 @@ def baseline(line: Line, device: torch.device, name: str) -> Competitor:
     own = {key: line.case[key] for key in adapter.KEYS if key in line.case}
     try:
         own = adapter.complete(own)
-        function, refusal = adapter.function(own), entry.requires(line.case, device)
+        function, refusal = adapter.function(own), entry.requires(line.case | own, device)
     except ValueError as error:
         function, refusal = entry.op, str(error)
     return Competitor(

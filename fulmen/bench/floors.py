@@ -7,6 +7,8 @@ counts here are minima over all known algorithms, exact where they can be:
               backward  4 pairs (D + E)           four products; those who recompute the scores need 2 pairs D more
     linear    forward   4 N D E                   the recurrence, or the quadratic form where N is so short that it wins
               backward  8 N D E                   dq, dk, dv and the reversed state, with the forward's states saved
+    decoding                                      a step of linear attention reads and writes its states, too;
+                                                  a latent cache is read once: its first E columns are the values
     layers    forward   2 tokens in out           for each projection
               backward  twice that                less the gradient of the layer's own input, which may not be wanted
 
@@ -55,6 +57,7 @@ class Shape(NamedTuple):
     D: int
     E: int
     itemsize: int
+    kv: int  # elements of k and v, for a token and head
 
     @property
     def queries(self) -> int:
@@ -65,7 +68,7 @@ class Shape(NamedTuple):
         return sum(B * N_KV for B, _, N_KV in self.batches)
 
     @classmethod
-    def of(cls, case: Mapping[str, Any]) -> Shape | None:
+    def of(cls, case: Mapping[str, Any], op: str = "") -> Shape | None:
         """None where the case does not say enough."""
         size = ITEMSIZE.get(dtype_name(case.get("dtype", "")) or "")
         H, D = _int(case, "H"), _int(case, "D")
@@ -78,7 +81,8 @@ class Shape(NamedTuple):
             batches = ((B, N_Q, N_KV),) if B and N_Q and N_KV else ()
         if not (size and H and D and batches):
             return None
-        shape = cls(batches, H, _int(case, "H_KV") or H, D, _int(case, "E") or D, size)
+        E = _int(case, "E") or D
+        shape = cls(batches, H, _int(case, "H_KV") or H, D, E, size, D if op == "latent" else D + E)
         positive = min(shape[1:]) > 0 and max(N_Q for _, N_Q, _ in batches) > 0 and min(map(min, batches)) >= 0
         return shape if positive else None
 
@@ -113,9 +117,9 @@ class Mask(NamedTuple):
 def family(op: str, function: str = "") -> str | None:
     """ "softmax" or "linear", from the words for what is computed, or else from the operation's name."""
     for text in (function.lower(), op.lower()):
-        if re.search(r"softmax|flash|sdpa|scaled.dot", text):
+        if re.search(r"softmax|flash|sdpa|scaled.dot|^latent$", text):
             return "softmax"
-        if re.search(r"linear|lightning|retention|recurren", text):
+        if re.search(r"linear|lightning|retention|recurren|^step$", text):
             return "linear"
     return None
 
@@ -184,7 +188,7 @@ def seen(N_Q: int, N_KV: int, mask: Mask) -> tuple[int, int]:
 
 def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work | None:
     """The floor of one pass of a benchmark case; None where the operation is not known or the case says too little."""
-    shape, kind = Shape.of(case), family(op, function)
+    shape, kind = Shape.of(case, op), family(op, function)
     if shape is None or kind is None or pass_ not in PASSES:
         return None
     work = attention(kind, shape, case, pass_)
@@ -193,8 +197,8 @@ def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work
 
 
 def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
-    """Softmax attention, or linear attention with or without decay; states that enter or leave are left out."""
-    H, D, E = shape.H, shape.D, shape.E
+    """Softmax attention, or linear attention with or without decay; of states only those of a decoding step count."""
+    H, D, E, states = shape.H, shape.D, shape.E, state_bytes(shape, case)
     keys = read = shape.keys
     if kind == "softmax":
         each = [(B, *seen(N_Q, N_KV, Mask.of(case))) for B, N_Q, N_KV in shape.batches]
@@ -203,19 +207,26 @@ def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> W
     else:
         keys = read = shape.queries
         mask = Mask(right=None if case.get("causal", True) is False else 0)
-        forward = H * sum(B * min(4.0 * N * D * E, 2.0 * seen(N, N, mask)[0] * (D + E)) for B, N, _ in shape.batches)
+        both = [(B, 4.0 * N * D * E, 2.0 * seen(N, N, mask)[0] * (D + E)) for B, N, _ in shape.batches]
+        forward = H * sum(B * (steps if states else min(steps, quadratic)) for B, steps, quadratic in both)
     flops = forward * {"forward": 1, "backward": 2, "total": 3}[pass_]
     recomputed = {"forward": 0, "backward": 0.5, "total": 0.5}[pass_] if kind == "softmax" else 0
     size = float(shape.itemsize)
     q, o = (size * shape.queries * H * width for width in (D, E))
-    kv, kv_read = (size * n * shape.H_KV * (D + E) for n in (keys, read))
+    kv, kv_read = (size * n * shape.H_KV * shape.kv for n in (keys, read))
     given, grads = q + kv_read, q + kv
     reads, writes, usual = {
         "forward": (given, o, given + o),
         "backward": (given + o, grads, given + o + grads),  # reads dO, as large as o
         "total": (given + o, o + grads, 2 * (given + o) + grads),
     }[pass_]
-    return Work(flops, reads, writes, flops + recomputed * forward, usual)
+    return Work(flops, reads + states, writes + states, flops + recomputed * forward, usual + 2 * states)
+
+
+def state_bytes(shape: Shape, case: Mapping[str, Any]) -> float:
+    """Of the states that a decoding step reads and writes, which a case with a `state_dtype` is."""
+    size = ITEMSIZE.get(dtype_name(case.get("state_dtype", "")) or "", 0)
+    return float(size * sum(B for B, _, _ in shape.batches) * shape.H * shape.D * shape.E)
 
 
 def layer(pass_: str, within: Work, shape: Shape, sizes: list[tuple[int, int]]) -> Work:
@@ -241,14 +252,15 @@ def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, 
     The peak of a call with gradients holds inputs, output and gradients; dO may be one number, expanded. The inputs of
     a layer are its x and its weights.
     """
-    shape = Shape.of(case)
+    shape = Shape.of(case, op)
     if shape is None or not (op.startswith("layer") or family(op)):
         return None
-    inputs = shape.queries * shape.H * shape.D + shape.keys * shape.H_KV * (shape.D + shape.E)
+    inputs = shape.queries * shape.H * shape.D + shape.keys * shape.H_KV * shape.kv
     output = shape.queries * shape.H * shape.E
     if op.startswith("layer") and (sizes := projections_of(case)):
         inputs, output = shape.queries * sizes[0][0] + sum(a * b for a, b in sizes), shape.queries * sizes[-1][1]
     given, made = (float(shape.itemsize * count) for count in (inputs, output))
+    given += state_bytes(shape, case)
     least = {"inputs": given, "output": made, "gradients": given, "saved": 0.0}
     return least | {"peak": given + made + (given if pass_ != "forward" else 0.0)}
 

@@ -308,7 +308,7 @@ def evaluate(problem: Problem, attend: Attend, backward: bool = True) -> dict[st
         except RuntimeError as error:
             if "No available kernel" not in str(error):  # torch's SDPA, pinned to a kernel that is not deterministic
                 raise
-        poison_free_memory(next(iter(problem.leaves.values())).device, 2 * problem.bytes())
+        poison_free_memory(next(iter(problem.tensors().values())).device, 2 * problem.bytes())
         return _evaluate(problem, attend, backward)
 
 

@@ -307,7 +307,7 @@ def test_a_backend_is_not_the_baseline_of_its_name() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"suites": ("nonsense",)}, "there are flash"),
+        ({"suites": ("nonsense",)}, "there are decode, flash"),
         ({"backends": ("trion",)}, "no backend 'trion'"),
         ({"baselines": ("nobody",)}, "no baseline 'nobody'"),
         ({"shapes": ("N",)}, "must be key=value"),
