@@ -13,7 +13,7 @@ TRITON ?= triton==3.6.0
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-gpu check bench clean
+.PHONY: help setup browser test test-gpu check docs wheel bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(if $(TRITON),$(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)")
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[bench,cuda,dev]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[bench,cuda,dev,docs]"
 	@touch $@
 
 setup: $(STAMP)  ## make or update .venv
@@ -36,7 +36,7 @@ browser:
 	} || echo "chromium could not be installed"
 
 test: $(STAMP) browser  ## everything that needs no GPU; PYTEST="-k decay" narrows it
-	$(PY) -m pytest -m "not gpu" -n 2 $(PYTEST)
+	$(PY) -m pytest -m "not gpu" -n 2 --dist worksteal $(PYTEST)
 
 test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton, pytest-xdist there
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and not slow" -n 8 tests $(PYTEST)
@@ -49,6 +49,13 @@ check: $(STAMP)  ## lint, format, types, size limits, generated tables
 	$(PY) tools/size_guard.py
 	$(PY) tools/dispatch_table.py --check
 	$(PY) tools/parallel_plans.py --check
+	$(PY) tools/performance.py --check
+
+docs: $(STAMP)  ## build the site into build/site; fails on a broken link
+	$(VENV)/bin/mkdocs build --quiet
+
+wheel:  ## build the wheel and try it in a clean venv with core dependencies alone
+	$(PYTHON) tools/check_wheel.py
 
 bench: $(STAMP)  ## the suite `quick` on this machine and its report, into build/bench; BENCH="--dtype fp32" is passed on
 	rm -f build/bench/quick.jsonl

@@ -9,18 +9,22 @@ if TYPE_CHECKING:
     from fulmen import decay, parallel
     from fulmen.dispatch import explain
     from fulmen.flash import flash_attention, flash_attention_with_lse
+    from fulmen.latent import latent_attention
     from fulmen.lightning import lightning_attention, lightning_attention_with_state, lightning_attn_func
+    from fulmen.step import lightning_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # public name -> module that holds it; loaded at first use, so that `fulmen --help` does not wait for torch
 _HOMES = {
     "explain": "fulmen.dispatch",
     "flash_attention": "fulmen.flash.op",
     "flash_attention_with_lse": "fulmen.flash.op",
+    "latent_attention": "fulmen.latent.op",
     "lightning_attention": "fulmen.lightning.op",
     "lightning_attention_with_state": "fulmen.lightning.op",
     "lightning_attn_func": "fulmen.lightning.op",
+    "lightning_step": "fulmen.step.op",
 }
 
 __all__ = [
@@ -28,9 +32,11 @@ __all__ = [
     "explain",
     "flash_attention",
     "flash_attention_with_lse",
+    "latent_attention",
     "lightning_attention",
     "lightning_attention_with_state",
     "lightning_attn_func",
+    "lightning_step",
     "parallel",
 ]
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
+from torch._library.autograd import Info as AutogradInfo
+from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
 _is_compiling = torch.compiler.is_compiling
@@ -184,6 +186,11 @@ def aligned(*tensors: Tensor) -> bool:
     return True
 
 
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy with its memory order that the copy engine can read."""
+    return x if aligned(x) else empty_rows(x, x.shape[1], x.shape[3]).copy_(x)
+
+
 def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Dtypes were settled in the op's checks; inside, autocast must not touch what a backend computes in fp32."""
 
@@ -222,8 +229,59 @@ def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> N
         )
 
 
+def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a backward may follow a call with these tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    hidden = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return hidden or any(t is not None and t.requires_grad for t in tensors)  # under vmap it cannot be seen
+
+
+# --------------------------------------------------------------------------------- torch.library operators
+
+
+def register_operator(
+    library: torch.library.Library,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradients: Callable[..., Any],
+    save: Callable[..., Any] | None = None,
+) -> None:
+    """Defines an operator of the namespace fulmen.
+
+    gradients, save  the backward and setup_context of `torch.library.register_autograd`
+
+    In compiled code no argument requires a gradient. Such a call runs at once, where register_autograd's own kernel
+    would send it through the dispatcher a second time.
+    """
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fulmen::{name}", fake, lib=library)
+    operator = getattr(torch.ops.fulmen, name).default
+    general = make_autograd_impl(operator, AutogradInfo(gradients, save))
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        given = [a for a in args if isinstance(a, Tensor)]
+        if is_plain_eager(*given) and not needs_gradient(given):
+            return implementation(*args)
+        return general(keyset, *args)
+
+    library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
 def no_second_derivative(op: str) -> Callable[..., Any]:
     def refuse(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         raise NotImplementedError(f"{op} has no second derivative; backend='reference' is twice differentiable")
+
+    return refuse
+
+
+def no_gradient(op: str) -> Callable[..., Any]:
+    """The backward of operations that have none."""
+
+    def refuse(*args: Any) -> Any:
+        raise NotImplementedError(f"{op} has no gradient")
 
     return refuse

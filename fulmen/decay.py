@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+__all__ = ["alibi", "minimax", "ring"]
+
 
 def alibi(num_heads: int) -> torch.Tensor:
     """ALiBi's geometric slopes 2^(-8 h / H), h = 1..H (TransNormerLLM, Lightning Attention).

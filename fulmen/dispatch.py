@@ -18,7 +18,7 @@ import torch
 
 from fulmen import hardware
 
-OPS = ("lightning", "flash")
+OPS = ("lightning", "step", "flash", "latent")
 
 
 class Choice(NamedTuple):
@@ -29,12 +29,16 @@ class Choice(NamedTuple):
     tile: Any  # what the kernel is launched with: a tuple of numbers, or None
     splits: int  # flash: blocks that share the keys of a tile; lightning: segments of a sequence
     backward: str  # whose backward follows: a backend or kernel
+    backward_tile: Any = None  # what that is launched with, if it is the backend's own
+    workspace: int = 0  # bytes the backward allocates beside its results
 
     def __str__(self) -> str:
         words = [self.kernel] if self.kernel != self.backend else []
         words += [str(self.tile)] if self.tile is not None else []
         words += [f"{self.splits} splits"] if self.splits > 1 else []
         words += [f"backward {self.backward}"] if self.backward not in (self.backend, self.kernel) else []
+        words += [f"backward {self.backward_tile}"] if self.backward_tile is not None else []
+        words += [f"{self.workspace / 2**20:.1f} MiB workspace"] if self.workspace else []
         return ", ".join(words)
 
 
@@ -50,7 +54,8 @@ class Kernel(NamedTuple):
               with the same shapes and strides, each of which begins at a multiple of 16 bytes; for lightning it
               returns what is saved for the backward, too
     prepare_backward  (spec, residuals, what the backward takes after them) -> the same for the backward
-    saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None
+    saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None. If it is a
+              shape for one token, it is a formula of sizes, which may be symbols
     """
 
     op: str

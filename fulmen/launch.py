@@ -68,16 +68,16 @@ def describable(*tensors: Tensor) -> bool:
 
 
 class Ready:
-    """A launch that was made once and can be repeated with other tensors, each at a multiple of 16 bytes.
+    """A compiled launch that can be repeated with other tensors, each at a multiple of 16 bytes.
 
-    Making it runs the kernel, which compiles it.
+    Making it runs nothing: a kernel may change its arguments.
     """
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.described = {i: facts_of(launch.tensors[i], rows) for i, rows in launch.blocks.items()}  # type: ignore[arg-type]
         with torch.cuda.device(self.device):
-            self.compiled: Any = run(launch)
+            self.compiled: Any = compiled(launch)
         self.grid, self.rest = launch.grid, launch.rest
         self.slow = launch._replace(tensors=())
         if self.grid:
@@ -132,8 +132,7 @@ def repeat(
     if ready is None:
         if len(_ready) >= MAX_READY:
             _ready.clear()
-        _ready[key] = [Ready(launch, device) for launch in make()]  # which runs them
-        return
+        ready = _ready[key] = [Ready(launch, device) for launch in make()]
     for call, given in zip(ready, tensors, strict=True):
         call(*given)
 
@@ -145,6 +144,12 @@ def run_all(launches: Sequence[Launch], device: torch.device) -> None:
             run(launch)
 
 
-def run(launch: Launch) -> Any:
-    """Through Triton's own launch; the compiled kernel."""
-    return launch.kernel[(launch.grid,)](*launch.args, **launch.options) if launch.grid else None
+def run(launch: Launch) -> None:
+    """Through Triton's own launch."""
+    if launch.grid:
+        launch.kernel[(launch.grid,)](*launch.args, **launch.options)
+
+
+def compiled(launch: Launch) -> Any:
+    """The kernel that `run` would launch; None if it would not."""
+    return launch.kernel.warmup(*launch.args, grid=(launch.grid,), **launch.options) if launch.grid else None

@@ -6,6 +6,7 @@ in a process of its own: `Compiler()` starts this file as a program that answers
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -62,6 +63,45 @@ class FlashCase(NamedTuple):
         return name_of(self)
 
 
+class StepCase(NamedTuple):
+    """A decoding step of lightning attention; a draft adds the kernel that stores it."""
+
+    arch: int
+    T: int = 1
+    D: int = 128
+    E: int | None = None
+    state: str = "float32"
+    draft: bool = False
+    slots: bool = True
+    decay: bool = True
+    dtype: str = "bfloat16"
+    B: int = 64
+    H: int = 64
+    H_KV: int | None = None
+
+    def __str__(self) -> str:
+        named = [f"{n}={v}" for n, v in zip(self._fields, self, strict=True) if v != self._field_defaults.get(n)]
+        return "-".join(named)
+
+
+class LatentCase(NamedTuple):
+    """The same for attention over a latent cache."""
+
+    arch: int
+    pass_: str = "forward"
+    D: int = 576
+    E: int = 512
+    H: int = 128
+    N_Q: int = 1
+    page: int | None = None
+    dtype: str = "bfloat16"
+    B: int = 4
+    N: int = 8192
+
+    def __str__(self) -> str:
+        return name_of(self)
+
+
 class CacheCase(NamedTuple):
     """Softmax attention over a cache, with split keys and without."""
 
@@ -92,6 +132,17 @@ class RotaryCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
+class LayerCase(NamedTuple):
+    """The lightning layer: what comes before the attention and after it."""
+
+    arch: int
+    preset: str
+    H: int = 16
+    D: int = 128
+    interleaved: bool = False
+    dtype: str = "bfloat16"
+
+
 class RanksCase(NamedTuple):
     """What ranks call beside lightning attention's own kernels: `fulmen.parallel.triton`."""
 
@@ -101,7 +152,7 @@ class RanksCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
-def name_of(case: Case | FlashCase | CacheCase) -> str:
+def name_of(case: Case | FlashCase | CacheCase | LatentCase) -> str:
     named = list(zip(case._fields, case, strict=True))[3:]
     odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
     return "-".join([f"sm_{case.arch}", case.pass_, f"D={case.D}", *odd])
@@ -125,7 +176,7 @@ class Compiler:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, case: Case | FlashCase | CacheCase | RotaryCase | RanksCase) -> list[Usage]:
+    def __call__(self, case: Any) -> list[Usage]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([type(case).__name__, *case]), file=self.process.stdin, flush=True)
@@ -199,6 +250,51 @@ def flash_launches(case: FlashCase) -> list[Any]:
     return module.backward_launches(spec, tiles, x, module.Backward(o, lse, o, None, lse, q, dk, dv))
 
 
+def step_launches(case: StepCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.hardware import TARGETS
+    from fulmen.step import policy
+    from fulmen.step import triton as module
+    from fulmen.step.spec import MAX_TOKENS, Tensors, spec_of
+
+    B, H, H_KV, T, D, E = case.B, case.H, case.H_KV or case.H, case.T, case.D, case.E or case.D
+    make = functools.partial(torch.empty, device="meta")
+    rows, ints = functools.partial(make, dtype=getattr(torch, case.dtype)), make(B, dtype=torch.int32)
+    draft = rows(B, H_KV, MAX_TOKENS, D), rows(B, H_KV, MAX_TOKENS, E), ints
+    x = Tensors(
+        rows(B, H, T, D), rows(B, H_KV, T, D), rows(B, H_KV, T, E), make(H) if case.decay else None,
+        make(B, H, D, E, dtype=getattr(torch, case.state)), ints if case.slots else None,
+        *(draft if case.draft else (None, None, None)),
+    )  # fmt: skip
+    spec = spec_of(x, 1.0)
+    return module.launches(spec, policy.choose(spec, TARGETS[case.arch], "triton").tile, x, rows(B, H, T, E))
+
+
+def latent_launches(case: LatentCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.hardware import TARGETS
+    from fulmen.latent import policy
+    from fulmen.latent import triton as module
+    from fulmen.latent.spec import LatentSpec, Residuals
+
+    B, H, N_Q, N, D, E, page = case.B, case.H, case.N_Q, case.N, case.D, case.E, case.page
+    dtype = getattr(torch, case.dtype)
+    make = functools.partial(torch.empty, device="meta")
+    table = None if page is None else make(B, N // page, dtype=torch.int32)
+    kv = make(*((B, N) if page is None else (2 * B * N // page, page)), D, dtype=dtype)
+    x = Residuals(make(B, H, N_Q, D, dtype=dtype), kv, make(B, dtype=torch.int32), table)
+    spec = LatentSpec(B, H, N_Q, N, D, E, dtype, kv.device, D**-0.5, N_Q > 1, True, N, page)
+    choice = policy.choose(spec, TARGETS[case.arch], "triton")
+    work = module.workspace(spec, choice.splits)
+    return module.forward_launches(spec, choice, x, make(B, H, N_Q, E, dtype=dtype), work)
+
+
 def cache_launches(case: CacheCase) -> list[Any]:
     import torch
 
@@ -234,8 +330,9 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     import torch
 
-    from fulmen.layers.fused import latent
+    from fulmen.layers.fused import decode, latent
     from fulmen.layers.fused import rotary as module
+    from fulmen.layers.fused import sums as adding
 
     B, N, H, nope, dim, E, R, R_Q = 2, 2048, 32, 128, 64, 128, 512, 1536
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
@@ -244,19 +341,59 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     norm = rows(B, N, R + dim), rows(R), rows(B, N, R)
     q_norm = rows(B, N, R_Q), rows(R_Q), rows(B, N, R_Q)
     rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(latent.PROGRAMS, R_Q + R, device="meta")
+    ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
+    heads, memory = rows(2, B, N, 8, 128).unbind(0), rows(B, 8, 64, 128)
     found = [
         module.turn_launch(q, k, cos, cos, 1.0, case.interleaved),
         latent.norm_launch(*q_norm, *norm, rstd, (1e-6, 1e-6)),
         latent.norm_launch(*norm, *norm, rstd[:1], (1e-6,)),
         latent.norm_backward_launch(*q_norm, rows(B, N, 0), q_norm[0], *norm, rope, norm[0], rstd, sums),
-        latent.sum_launch(sums, q_norm[1], norm[1]),
+        adding.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
-    ]
+        *(
+            decode.latent_step_launch(
+                q[..., nope:], norm[2], rope, cos, cos, ints, ints, table if paged else ints[None],
+                rows(64 if paged else B, 64 if paged else 8192, R + dim),
+                rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:], case.interleaved, paged,
+            )
+            for paged in (False, True)
+        ),
+        *(
+            decode.kv_step_launch(
+                q[..., :128], heads[0], heads[1], cos, cos, ints, ints, table if paged else ints[None], memory, memory,
+                q[..., :128].contiguous(), turns, case.interleaved, paged,
+            )
+            for paged in (False, True) for turns in (False, True)
+        ),
+    ]  # fmt: skip
     if case.arch == 90:
         flat = k.view(B * N, -1), v.view(B * N, -1), rows(H * (nope + E), R), rows(B * N, R)
         found += [latent.gather_launch(*flat, H, nope, width) for width in latent.WIDTHS]
     return found
+
+
+def layer_launches(case: LayerCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.layers.fused import lightning as module
+
+    B, N, H, D = 2, 2048, case.H, case.D
+    rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
+    ring = case.preset == "ring"
+    facts = module.Heads(H, H, D, D, None if ring else "silu", "before" if ring else None, 1e-6, case.interleaved)
+    x, q, o, norm, weight = rows(B, N, 3 * H * D), rows(B, N, H, D), rows(B, N, H * D), rows(D), rows(H * D)
+    cos = torch.empty(N, D // 4 if ring else 0, device="meta")
+    parts, sums = torch.empty(module.HEAD_PROGRAMS, 2 * D, device="meta"), rows(module.GATE_PROGRAMS, H * D).float()
+    options = 4 if ring else 1, 1e-6, True
+    return [
+        module.heads_launch(x, q, q, q, norm, norm, cos, cos, facts),
+        module.heads_backward_launch(x, q, q, q, x, norm, norm, cos, cos, parts, facts),
+        module.gate_launch(o, o, weight, o, *options),
+        module.gate_backward_launch(o, o, weight, o, o, o, sums, *options),
+    ]
 
 
 def ranks_launches(case: RanksCase) -> list[Any]:
@@ -312,13 +449,17 @@ def usage(launch: Any, compiled: Any) -> Usage:
 
 
 def serve() -> None:
+    gc.set_threshold(100_000)  # what modules make at import stays
     for line in sys.stdin:
         kind, *fields = json.loads(line)
         made: dict[str, tuple[Any, Any]] = {
             "Case": (Case, launches),
             "FlashCase": (FlashCase, flash_launches),
+            "StepCase": (StepCase, step_launches),
+            "LatentCase": (LatentCase, latent_launches),
             "CacheCase": (CacheCase, cache_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
+            "LayerCase": (LayerCase, layer_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }
         case = made[kind][0](*fields)

@@ -5,15 +5,30 @@ Tests that need the real compiler start a process of their own: see `tests/aot.p
 
 from __future__ import annotations
 
+import functools
+import gc
+import hashlib
 import os
+import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests import aot, builds
+
+gc.disable()  # until tests are collected: what modules make at import stays
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are the parallelism
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,3 +52,99 @@ def poisoned():
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = was
+
+
+# --------------------------------------------------------------------------------- once a run, or once for all runs
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """Triton's compiler, in a process of its own."""
+    process = aot.Compiler()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_compiled_once():
+    """NVRTC's machine code is kept in build/tests."""
+    from fulmen.cuda import compile as module
+
+    compile_text = module.compile_text
+
+    @functools.wraps(compile_text)
+    def kept(*source: Any) -> tuple[bytes, str]:
+        def make(file: Path) -> None:
+            file.write_bytes(pickle.dumps(compile_text(*source)))
+
+        return pickle.loads(builds.once(("NVRTC", module.nvrtc()[1], *source), make).read_bytes())
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(module, "compile_text", kept)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def references_computed_once():
+    """What inputs must give is remembered for the backends and modes that get the same ones next."""
+    from fulmen.testing import flash, lightning
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (flash, lightning):
+            monkeypatch.setattr(module, "expected", remembered(module.expected))
+        yield
+
+
+def remembered(expected: Any) -> Any:
+    """The same, which keeps its last answers about tensors on a CPU."""
+    answers: dict[Any, Any] = {}
+
+    @functools.wraps(expected)
+    def ask(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.q.device.type != "cpu":
+            return expected(x, *args, **kwargs)
+        key = tuple(map(content, x)), args, tuple(kwargs.items()), torch.is_grad_enabled()
+        if key not in answers:
+            answers[key] = expected(x, *args, **kwargs)
+            if len(answers) > 256:
+                del answers[next(iter(answers))]
+        return answers[key]
+
+    return ask
+
+
+def content(x: Any) -> Any:
+    """A value, or all that a tensor is but its place."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    numbers = x.detach().reshape(-1).view(torch.uint8).numpy()
+    return x.dtype, x.shape, x.stride(), hashlib.sha256(numbers).digest()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once():
+    """Triton's interpreter patches its language for a launch, and again for every device function that is called in it,
+    which makes each operation slower than the one before. Here a module's functions patch it once a launch."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch, patched = getattr(interpreter, "_patch_lang", None), set()
+    if patch is None:  # a Triton without it is slower, no more
+        yield
+        return
+
+    def patch_once(fn: Any) -> Any:
+        if id(fn.__globals__) in patched:
+            return None  # only a launch uses the answer
+        launch, scope = not patched, patch(fn)
+        patched.add(id(fn.__globals__))
+        if launch:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        yield

@@ -7,12 +7,13 @@ every path from such products to the wait that ends them.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from tests import builds
 
 PRODUCT = re.compile(r"HGMMA\.\S+ R\d+, R(\d+), gdesc.*")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
@@ -37,13 +38,15 @@ STORES = (
 def disassemble(cubin: bytes) -> str:
     import triton
 
-    tool = next(Path(triton.__file__).parent.rglob("nvdisasm"))
-    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
-        file.write(cubin)
-    try:
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    finally:
-        os.unlink(file.name)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+
+    def make(file: Path) -> None:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as code, file.open("w") as text:
+            code.write(cubin)
+            code.flush()
+            subprocess.run([tool, "-c", "-ndf", code.name], stdout=text, stderr=subprocess.DEVNULL, check=True)
+
+    return builds.once(("nvdisasm", triton.__version__, cubin), make).read_text()
 
 
 class Instruction(NamedTuple):

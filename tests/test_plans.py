@@ -10,7 +10,7 @@ import torch
 
 import fulmen
 from fulmen import dispatch, plans
-from fulmen.flash import op as flash_op
+from fulmen.flash import plan as flash_plan
 from fulmen.flash.spec import Residuals
 
 
@@ -181,7 +181,9 @@ def test_an_operator_follows_deterministic_mode():
     for mode in (False, True, False):
         torch.use_deterministic_algorithms(mode)
         torch.ops.fulmen.flash_forward(*given, *facts, "eager")
-        wanted.append(flash_op._planned(("flash operator", *facts, "eager"), Residuals(*given), (*facts, "eager")).spec)
+        wanted.append(
+            flash_plan.planned(("flash operator", *facts, "eager"), Residuals(*given), (*facts, "eager")).spec
+        )
     assert [spec.deterministic for spec in wanted] == [False, True, False]
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/dispatch.md, what each architecture runs, from `policy.py`; with --check, fails if it is out of date."""
+"""Writes docs/internals/dispatch.md, what each GPU runs, from `policy.py`; with --check, fails if it is out of date."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from pathlib import Path
 import torch
 
 from fulmen.flash import policy as flash
+from fulmen.flash.kernels import backward
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
+from fulmen.latent import policy as latent
+from fulmen.latent.spec import LatentSpec
 from fulmen.lightning import policy as lightning
 from fulmen.lightning.kernels import sweep
 from fulmen.lightning.spec import LightningSpec
 
-PATH = Path(__file__).parent.parent / "docs" / "dispatch.md"
+PATH = Path(__file__).parent.parent / "docs" / "internals" / "dispatch.md"
 HEAD_DIMS = (16, 64, 128, 256)
 INTRODUCTION = """\
 # What each GPU runs
 
-Made by `tools/dispatch_table.py` from `fulmen/lightning/policy.py` and `fulmen/flash/policy.py`; `make check` and the
-tests fail when they differ. A policy picks tiles from the facts a device reports, so a GPU that is not listed gets the
-row whose facts it shares. Measurements stand beside the rows in the code. `fulmen.explain(...)` prints the choice for
-one call.
+Made by `tools/dispatch_table.py` from `policy.py` of each operation; `make check` and the tests fail when they differ.
+A policy picks tiles from the facts a device reports, so a GPU that is not listed gets the row whose facts it shares.
+Measurements stand beside the rows in the code. `fulmen.explain(...)` prints the choice for one call.
 
 ## Lightning attention, backends `triton` and `triton_split`
 
@@ -86,6 +88,35 @@ many queries.
 | D, E up to | mask | keys from | first |
 |---|---|---|---|
 """
+BACKWARD = """
+## Softmax attention, the backward of `cuda`
+
+On compute capability 9.0. Stages are tiles of q and of do in flight. Where cuDNN cannot serve the call (an option but
+`causal`, a gradient of lse, deterministic mode) triton's follows instead of it.
+
+| D, E | backward | tile | stages | shared memory |
+|---|---|---|---|---|
+"""
+
+LATENT = """
+## Latent attention
+
+`auto` takes `cuda` on compute capability 9.0 where it serves the call, else `triton`. A block of `cuda` owns {rows}
+queries, of any heads, and takes {keys} keys at a time. An entry of `triton` is the same, with warps and stages.
+
+| GPU | shared memory | up to 16 queries and heads | more | fp32 |
+|---|---|---|---|---|
+"""
+
+
+def latent_lines() -> list[str]:
+    lines = [LATENT.format(rows=latent.CUDA_ROWS, keys=latent.CUDA_KEYS)]
+    for hw in TARGETS.values():
+        spec = LatentSpec(16, 16, 1, 8192, 576, 512, torch.bfloat16, torch.device("cuda"), 1.0, max_kv_length=8192)
+        specs = (spec, spec._replace(H=128), spec._replace(dtype=torch.float32))
+        picked = [str(latent.choose(each, hw, "triton").tile) for each in specs]
+        lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {' | '.join(picked)} |\n")
+    return lines
 
 
 def flash_lines() -> list[str]:
@@ -101,6 +132,14 @@ def flash_lines() -> list[str]:
     lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, **limits))
     for r in flash.ROWS:
         lines.append(f"| {r.D} | {'causal' if r.causal else 'full'} | {r.keys} | {r.first} |\n")
+    lines.append(BACKWARD)
+    for D, E in flash.SM90_HEAD_DIMS:
+        spec = FlashSpec(2, 16, 16, 8192, 8192, D, E, torch.bfloat16, torch.device("cuda"), 1.0, needs_grad=True)
+        choice = flash.choose(spec, TARGETS[90], "cuda")
+        cost, tile = " | |", choice.backward_tile
+        if tile is not None:
+            cost = f"{tile} | {tile.q_stages}, {tile.o_stages} | {backward.shared_bytes(spec, tile):,} B"
+        lines.append(f"| {D}, {E} | {choice.backward} | {cost} |\n")
     return lines
 
 
@@ -132,7 +171,7 @@ def render() -> str:
                 spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"))
                 picked.append(str(lightning.choose(spec, hw, "triton").tile))
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
-    return INTRODUCTION + "".join([*lines, *lightning_cuda_lines(), *flash_lines()])
+    return INTRODUCTION + "".join([*lines, *lightning_cuda_lines(), *flash_lines(), *latent_lines()])
 
 
 def main(arguments: list[str]) -> int:
@@ -141,7 +180,7 @@ def main(arguments: list[str]) -> int:
         return 2
     text = render()
     if not arguments:
-        PATH.parent.mkdir(exist_ok=True)
+        PATH.parent.mkdir(parents=True, exist_ok=True)
         PATH.write_text(text, encoding="utf-8")
     elif not PATH.exists() or PATH.read_text(encoding="utf-8") != text:
         print(f"{PATH} is out of date: run tools/dispatch_table.py and commit the difference")

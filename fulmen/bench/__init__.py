@@ -1,4 +1,4 @@
-"""Measuring: `fulmen bench`, and `verify_and_time` for a kernel of your own; see docs/benchmarking.md."""
+"""Measuring: `fulmen bench`, and `verify_and_time` for a kernel of your own; see docs/bench.md."""
 
 from __future__ import annotations
 

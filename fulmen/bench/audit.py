@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from fulmen.bench import floors, schema
+from fulmen.bench.floors import Limits
 
 SUSPECT_SHARE = 1.05  # faster than the measured ceiling by this is more than noise
 CPU_SHARE = 2.0  # the same for a CPU, whose ceiling is measured beside other processes
@@ -100,23 +101,6 @@ def _forget(cell: schema.Cell, names: Sequence[str]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- one cell
-
-
-class Limits(NamedTuple):
-    """The ceilings that hold for one cell, in FLOP/s and B/s. None: not known."""
-
-    flops_hard: float | None
-    bytes_hard: float | None
-    flops_reached: float | None  # by a matrix product on this machine, or else the data sheet's
-    bytes_reached: float | None  # by a copy
-    l2_bytes: float = 0.0
-    measured: bool = False
-    gpu: bool = True
-
-    def floor_ms(self, flops: float, size: float, reached: bool = False) -> float | None:
-        """Milliseconds for so much work at the hard ceilings, or at those reached; None where neither is known."""
-        F, W = (self.flops_reached, self.bytes_reached) if reached else (self.flops_hard, self.bytes_hard)
-        return max((1e3 * amount / top for amount, top in ((flops, F), (size, W)) if top), default=None)
 
 
 def limits(run: schema.Run, dtype: object) -> Limits:
@@ -255,8 +239,7 @@ def withhold(cell: schema.Cell, why: str) -> None:
     cell.status, cell.reason = "withheld", f"impossible: {why}"
     cell.audit.setdefault("arithmetic", why)
     cell.audit.pop("efficiency", None)
-    cell.stats, cell.samples_ms, cell.clocks_mhz = {}, [], []
-    cell.device_ms = cell.kernels_ms = cell.host_ms = None
+    cell.drop_times()
 
 
 def _host_flag(cell: schema.Cell, work: floors.Work, median: float, bounds: Limits) -> None:

@@ -7,9 +7,8 @@ Where there is no git, REF is a folder that holds the other version.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -80,7 +79,7 @@ def started(ref: str, selection: Selection, out: Path) -> Iterator[Base]:
     with checked_out(ref) as (tree, sha):
         command = [sys.executable, "-m", "fulmen.bench.base"]
         where: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(tree)}, "cwd": tree}
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where) as process:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **where) as process:
             base = Base(ref, process, Journal(out))
             try:
                 base.start(selection, tree, sha)
@@ -90,51 +89,46 @@ def started(ref: str, selection: Selection, out: Path) -> Iterator[Base]:
 
 
 class Base:
-    """What `runner.run` takes turns with."""
+    """What `runner.run` takes turns with. A question is (number, method of `Server`, arguments), an answer (number,
+    result or None, what is wrong or None), both pickled."""
 
-    def __init__(self, ref: str, process: subprocess.Popen[str], journal: Journal) -> None:
+    def __init__(self, ref: str, process: subprocess.Popen[bytes], journal: Journal) -> None:
         self.ref, self.process, self.journal = ref, process, journal
         self.asked, self.begun, self.done = 0, False, False
 
-    def ask(self, do: str, **more: Any) -> dict[str, Any]:
+    def ask(self, do: str, *arguments: Any) -> Any:
         """One question, one answer; those to questions that an interrupt cut off come first, and are dropped."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.asked += 1
-        answer: dict[str, Any] = {}
+        number, result, wrong = 0, None, None
         try:
-            print(json.dumps({"do": do, "number": self.asked} | more), file=self.process.stdin, flush=True)
-            while answer.get("number") != self.asked:
-                line = self.process.stdout.readline()
-                answer = json.loads(line) if line else {"error": "the process ended", "number": self.asked}
-        except (BrokenPipeError, json.JSONDecodeError) as error:
-            answer = {"error": f"the process ended ({error})"}
-        if "error" in answer:
-            raise Refused(f"--base {self.ref}: {answer['error']}")
-        return answer
+            _send(self.process.stdin, (self.asked, do, arguments))
+            while number != self.asked:
+                number, result, wrong = pickle.load(self.process.stdout)  # type: ignore[arg-type]
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+            wrong = "the process ended"
+        if wrong:
+            raise Refused(f"--base {self.ref}: {wrong}")
+        return result
 
     def start(self, selection: Selection, tree: Path, sha: str | None) -> None:
-        answer = self.ask("start", selection=dataclasses.asdict(selection))
-        if Path(answer["package"]) != (tree / "fulmen").resolve():
-            raise Refused(f"--base {self.ref}: its process took {answer['package']}, which is not that commit")
-        run = schema.parse(answer["run"], f"--base {self.ref}")
-        assert isinstance(run, schema.Run)
+        run, package = self.ask("start", selection)
+        if package != (tree / "fulmen").resolve():
+            raise Refused(f"--base {self.ref}: its process took {package}, which is not that commit")
         clean = {"dirty": None, "diff": None} if sha is None else {"dirty": False, "diff": ""}
         run.commit = {"sha": sha, "source": run.commit.get("source")} | clean
         self.journal.write(run)
 
     def prepare(self, line: Line) -> None:
-        self.begun = True
-        self.done = self.ask("prepare", suite=line.suite, case=line.case)["done"]
+        self.begun, self.done = True, self.ask("prepare", line)
 
     def sample(self) -> None:
-        self.done = self.ask("sample")["done"]
+        self.done = self.ask("sample")
 
     def finish(self) -> None:
         if self.begun:
             self.begun = False
-            for text in self.ask("finish")["cells"]:
-                self.journal.write(schema.parse(text, f"--base {self.ref}"))
+            for cell in self.ask("finish"):
+                self.journal.write(cell)
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -149,40 +143,45 @@ class Base:
 class Server:
     """The process of the other commit: each method answers one question."""
 
-    def start(self, selection: dict[str, Any]) -> dict[str, Any]:
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in selection.items()}
-        self.session = Session(Selection(**given))
+    def start(self, selection: Selection) -> tuple[schema.Run, Path]:
+        self.session = Session(selection)
         self.plans = self.session.plans()
-        return {"run": schema.dumps(self.session.run), "package": str(environment.PACKAGE.resolve())}
+        return self.session.run, environment.PACKAGE.resolve()
 
-    def prepare(self, suite: str, case: dict[str, Any]) -> dict[str, Any]:
-        line, who = next(plan for plan in self.plans if plan[0].suite == suite and plan[0].case == case)
+    def prepare(self, asked: Line) -> bool:
+        line, who = next(plan for plan in self.plans if plan[0] == asked)
         self.group = self.session.group(line, [(c, self.session.cells(line, c)) for c in who if c.ours])
         self.group.prepare()
-        return {"done": self.group.done}
+        return self.group.done
 
-    def sample(self) -> dict[str, Any]:
+    def sample(self) -> bool:
         self.group.sample()
-        return {"done": self.group.done}
+        return self.group.done
 
-    def finish(self) -> dict[str, Any]:
-        return {"cells": [schema.dumps(cell) for cell in self.group.finish(self.session.run)]}
+    def finish(self) -> list[schema.Cell]:
+        return self.group.finish(self.session.run)
 
 
-def serve(stdin: IO[str], stdout: IO[str]) -> None:
+def _send(pipe: Any, message: tuple[Any, ...]) -> None:
+    pipe.write(pickle.dumps(message))
+    pipe.flush()
+
+
+def serve(questions: IO[bytes], answers: IO[bytes]) -> None:
     server = Server()
-    for line in stdin:
-        asked = json.loads(line)
-        number = asked.pop("number", None)
+    while True:
         try:
-            answer = getattr(server, asked.pop("do"))(**asked)
+            number, do, arguments = pickle.load(questions)
+        except EOFError:
+            return
+        try:
+            _send(answers, (number, getattr(server, do)(*arguments), None))
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer | {"number": number}), file=stdout, flush=True)
+            _send(answers, (number, None, f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: whoever asks decides, and has its answer
-    answers = os.fdopen(os.dup(1), "w")
+    own = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anybody prints must not be an answer
-    serve(sys.stdin, answers)
+    serve(sys.stdin.buffer, own)

@@ -1,14 +1,4 @@
-"""Suites: what is measured, read from `suites/*.toml`. Nothing here imports torch.
-
-description = "Softmax attention over N"
-op = "flash"                          # keys above `cases` hold for every case
-backends = ["auto", "*", "-eager"]    # "*": all that are registered but the reference; "-name": not that one
-baselines = ["sdpa-cudnn"]            # names of `fulmen.bench.baselines`
-seconds = 0.4                         # a field of `Settings`
-cases = [
-    { B = 4, H = 32, N = [1024, 2048], D = 64 },    # a list of values makes a case of each
-]
-"""
+"""Suites: what is measured, read from `suites/*.toml` (docs/benchmarking.md). Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -64,6 +54,13 @@ class Line:
     settings: Settings = Settings()
 
 
+def toml(text: str, where: str, error: type[Refused]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as wrong:
+        raise error(f"{where}: {wrong}") from None
+
+
 FOLDER = resources.files("fulmen.bench") / "suites"
 
 
@@ -86,10 +83,7 @@ def read(suite: str) -> list[Line]:
 
 
 def parse(text: str, suite: str) -> list[Line]:
-    try:
-        shared = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadSuite(f"suite {suite}: {error}") from None
+    shared = toml(text, f"suite {suite}", BadSuite)
     shared.pop("description", None)
     given = shared.pop("cases", None)
     if not isinstance(given, list) or not given:

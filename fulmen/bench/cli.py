@@ -153,19 +153,17 @@ def list_() -> None:
     """The suites with their cases, our backends, and the baselines with what keeps them away."""
     import torch
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from fulmen import dispatch
     from fulmen.bench import adapters, cases
     from fulmen.bench.baselines import BASELINES
 
-    console = Console()
-    table = Table("suite", "cases", "what it measures", title="suites")
-    for name in cases.names():
-        table.add_row(name, str(len(cases.read(name))), escape(cases.description(name)))
-    console.print(table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    suites, who = Table("suite", "cases", "what it measures"), Table("name", "computes", f"on {device}")
+    for name in cases.names():
+        suites.add_row(name, str(len(cases.read(name))), Text(cases.description(name)))
     rows = [
         (f"fulmen {name}", op, reason)
         for op in sorted({line.op for suite in cases.names() for line in cases.read(suite)})
@@ -174,10 +172,9 @@ def list_() -> None:
     for name, baseline in sorted(BASELINES.items()):
         case = adapters.of(baseline.op).complete({"dtype": "bfloat16"})
         rows.append((name, baseline.op, baseline.requires(case, device)))
-    table = Table("name", "computes", "here", title=f"competitors on {device}")
     for name, op, reason in rows:
-        table.add_row(name, op, "yes" if reason is None else f"[yellow]no[/]: {escape(reason)}")
-    console.print(table)
+        who.add_row(name, op, "yes" if reason is None else Text(f"no: {reason}", style="yellow"))
+    Console().print(suites, who)
 
 
 @bench.command()
@@ -194,7 +191,7 @@ def scaling(ways: tuple[str, ...], ranks: str, tokens: str, device: str, out: Pa
     from rich.console import Console
 
     from fulmen.bench import runner
-    from fulmen.bench.scaling import BadScaling, Scaling, measure, render
+    from fulmen.bench.scaling import Scaling, measure, render
 
     try:
         counts, lengths = (tuple(int(n) for n in text.split(",")) for text in (ranks, tokens))
@@ -203,11 +200,7 @@ def scaling(ways: tuple[str, ...], ranks: str, tokens: str, device: str, out: Pa
     dtype = "float32" if device == "cpu" else "bfloat16"
     selection = Scaling(ways or Scaling.ways, counts, lengths, 1, device=device, dtype=dtype, **sizes)
     out = out or runner.default_out(("scaling",))
-    try:
-        rows = measure(selection, out)
-    except BadScaling as error:
-        fail(error)
-    render(rows, Console())
+    render(measure(selection, out), Console())
     click.echo(f"results: {out}")
 
 
@@ -245,14 +238,10 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
 
     from fulmen.bench import comparing
 
-    try:
-        rule = None if fail_on is None else comparing.parse_fail_on(fail_on)
-        verdicts = comparing.compare(read(a), read(b))
-    except ValueError as error:
-        fail(error)
+    rule = None if fail_on is None else comparing.parse_fail_on(fail_on)
+    verdicts = comparing.compare(read(a), read(b))
     comparing.render(verdicts, Console())
-    failed = comparing.failures(verdicts, rule)
-    if failed:
+    if failed := comparing.failures(verdicts, rule):
         fail(f"{len(failed)} cells fail --fail-on {fail_on}")
 
 
@@ -270,10 +259,7 @@ def audit(files: tuple[Path, ...], map_path: Path | None, fail_on: str | None) -
     console, flags = Console(), {"wrong": published.BAD, "doubtful": (*published.BAD, *published.DOUBTFUL)}
     failed = 0
     for file in files:
-        try:
-            findings = published.audit_file(file, map_path, [other for other in files if other != file])
-        except (ValueError, OSError) as error:
-            fail(error)
+        findings = published.audit_file(file, map_path, [other for other in files if other != file])
         if len(files) > 1:
             click.echo(f"{file}:")
         published.render(findings, console)

@@ -2,12 +2,7 @@
 
 Cells are matched by what was measured (`config_hash`), and only on the same GPU by the same protocol. The ratio is the
 Hodges-Lehmann estimate, the median of all quotients b/a of a sample of b and one of a, with its 95 % interval; p is
-that of Mann and Whitney's test.
-
-    FASTER, SLOWER   p < 0.002, a ratio at least 2 % from 1, the medians' intervals apart, and the same in clock cycles
-    SAME             a ratio less than 1 % from 1, and no room in the interval for more than 5 %
-    INCONCLUSIVE     neither
-    INCOMPARABLE     another GPU or protocol, or no time in one of the files; missing cells, too
+that of Mann and Whitney's test. docs/benchmarking.md says what a verdict means.
 
 GPU clocks move with heat and power. Where both files hold clocks, cycles (time x clock) are compared as well. A change
 in time without one in cycles is the clock's, and the cell is SAME. A kernel that waits for memory takes equally long at
@@ -29,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulmen.bench import schema
+from fulmen.bench import Refused, schema
 from fulmen.bench.audit import median_interval, ms, number, time_ms
 
 VERDICTS = ("FASTER", "SLOWER", "SAME", "INCONCLUSIVE", "INCOMPARABLE")
@@ -90,8 +85,7 @@ class Verdict:
     @property
     def name(self) -> str:
         cell, hot = self.cell, " (hot)" if self.cell.cache == "hot" else ""
-        case = " ".join(sorted(f"{k}={v}" for k, v in cell.case.items()))
-        return f"{cell.suite}: {cell.competitor}, {cell.pass_}{hot}, {case}"
+        return f"{cell.suite}: {cell.competitor}, {cell.pass_}{hot}, {' '.join(schema.case_words(cell.case))}"
 
 
 # --------------------------------------------------------------------------------------------- statistics
@@ -204,12 +198,12 @@ def parse_fail_on(text: str) -> Rule:
         if match:
             amount = float(match[1] or 0) / (100 if match[2] else 1)
             if amount >= 1 and not match[2]:
-                raise ValueError(f"--fail-on {part}: {match[1]} is {100 * amount:.0f} %; did you mean {match[1]}%?")
+                raise Refused(f"--fail-on {part}: {match[1]} is {100 * amount:.0f} %; did you mean {match[1]}%?")
             rule = rule._replace(slower=amount)
         elif part in ("missing", "broken"):
             rule = rule._replace(**{part: True})
         else:
-            raise ValueError(f"--fail-on {part!r}: must be slower, slower:5%, missing or broken, joined by commas")
+            raise Refused(f"--fail-on {part!r}: must be slower, slower:5%, missing or broken, joined by commas")
     return rule
 
 

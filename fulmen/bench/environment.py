@@ -216,7 +216,7 @@ def ceilings(device: torch.device, timer: Timer, known: dict[str, Any]) -> dict[
     if memory and bits:
         found["bytes_hard"] = 2 * memory * 1e6 * bits / 8
     sheet = floors.gpu(known["device"])
-    if sheet is not None and (rated := floors.of_gpu(sheet, "bf16").flops_rated) is not None:
+    if sheet is not None and (rated := floors.of_gpu(sheet, "bf16").flops_reached) is not None:
         found["flops_nominal"] = rated
     if clock:
         found["clock_max_mhz"] = clock

@@ -31,19 +31,16 @@ PASSES = ("forward", "backward", "total")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
+DTYPES = {
+    "bf16": "bf16|bfloat16", "fp16": "fp16|float16|half|f16", "tf32": "tf32", "fp32": "fp32|float32|float|f32",
+    "fp64": "fp64|float64|double|f64", "fp8": "fp8.*|float8.*|e4m3.*|e5m2.*|f8",
+}  # fmt: skip
+
+
 def dtype_name(dtype: object) -> str | None:
     """fp64, fp32, tf32, bf16, fp16 or fp8, for the many ways in which people write them."""
-    return _dtype_name(str(dtype))
-
-
-@functools.lru_cache(maxsize=1024)
-def _dtype_name(dtype: str) -> str | None:
-    text = re.sub(r"[^a-z0-9]", "", dtype.lower().rpartition(".")[2])
-    patterns = {
-        "bf16": "bf16|bfloat16", "fp16": "fp16|float16|half|f16", "tf32": "tf32", "fp32": "fp32|float32|float|f32",
-        "fp64": "fp64|float64|double|f64", "fp8": "fp8.*|float8.*|e4m3.*|e5m2.*|f8",
-    }  # fmt: skip
-    return next((name for name, pattern in patterns.items() if re.fullmatch(pattern, text)), None)
+    text = re.sub(r"[^a-z0-9]", "", str(dtype).lower().rpartition(".")[2])
+    return next((name for name, pattern in DTYPES.items() if re.fullmatch(pattern, text)), None)
 
 
 # ------------------------------------------------------------------------------------------------ a case's sizes
@@ -311,12 +308,7 @@ GPUS = (
 
 def gpu(name: object) -> Gpu | None:
     """The data sheet of a GPU by its name; the fastest variant where the name leaves several."""
-    return _gpu(str(name))
-
-
-@functools.lru_cache(maxsize=1024)
-def _gpu(name: str) -> Gpu | None:
-    text = re.sub(r"[-_()/]+", " ", name.lower())
+    text = re.sub(r"[-_()/]+", " ", str(name).lower())
     return next((g for g in GPUS if re.search(g.pattern, text)), None)
 
 
@@ -342,23 +334,34 @@ def rate(arch: int, dtype: str, geforce: bool = False) -> tuple[float, float] | 
     return (FP64.get(arch, 4), FP64.get(arch, 4)) if dtype == "fp64" else None
 
 
-class Ceilings(NamedTuple):
-    """FLOP/s and B/s: hard ones no kernel passes, rated ones of the data sheet. None: not known."""
+class Limits(NamedTuple):
+    """Ceilings in FLOP/s and B/s; None: not known.
 
-    flops_hard: float | None = None
-    flops_rated: float | None = None
-    bytes_hard: float | None = None
-    l2_bytes: float | None = None
+    hard      what no kernel passes
+    reached   by a matrix product and by a copy on the machine at hand, or else what the data sheet says
+    measured  those reached were measured
+    """
+
+    flops_hard: float | None
+    bytes_hard: float | None
+    flops_reached: float | None
+    bytes_reached: float | None
+    l2_bytes: float = 0.0
+    measured: bool = False
+    gpu: bool = True
+
+    def floor_ms(self, flops: float, size: float, reached: bool = False) -> float | None:
+        """Milliseconds for so much work at the hard ceilings, or at those reached; None where neither is known."""
+        F, W = (self.flops_reached, self.bytes_reached) if reached else (self.flops_hard, self.bytes_hard)
+        return max((1e3 * amount / top for amount, top in ((flops, F), (size, W)) if top), default=None)
 
 
-def of_gpu(sheet: Gpu, dtype: str) -> Ceilings:
+def of_gpu(sheet: Gpu, dtype: str) -> Limits:
     """The ceilings of a GPU of which only the name is known."""
     per_clock = rate(sheet.arch, dtype, geforce=sheet.tensor == GEFORCE.get(sheet.arch))
-    found = Ceilings(bytes_hard=sheet.gb_s * 1e9, l2_bytes=sheet.l2_mb * 2**20)
-    if per_clock is None:
-        return found
-    hard, rated = (sheet.sms * 1e6 * each for each in per_clock)
-    return found._replace(flops_hard=hard * sheet.max_mhz, flops_rated=rated * sheet.boost_mhz)
+    hard, rated = (None, None) if per_clock is None else (sheet.sms * 1e6 * each for each in per_clock)
+    memory = sheet.gb_s * 1e9
+    return Limits(hard and hard * sheet.max_mhz, memory, rated and rated * sheet.boost_mhz, memory, sheet.l2_mb * 2**20)
 
 
 def of_device(arch: int, sm_count: int, clock_max_mhz: float, name: str, dtype: str) -> float | None:

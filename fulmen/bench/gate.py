@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, NORMS, Expected
+from fulmen import testing
+from fulmen.testing import NORMS, Expected
 
 DOUT_SEED = 1 << 40  # so that dO is not drawn from the numbers of an argument
 Attend = Callable[[Any], Any]  # a problem's arguments -> its first output, or several
@@ -85,7 +86,7 @@ def exchange(a: Problem, b: Problem) -> None:
 
 
 class Formula:
-    """Makes problems whose truth is a plain formula: exact in fp64, and how much it errs in the inputs' own dtype."""
+    """Makes problems whose truth is a plain formula, by the tolerance of `fulmen.testing.expected`."""
 
     def __init__(self, formula: Callable[..., Any], output: str = "o") -> None:
         self.formula, self.output = formula, output
@@ -99,53 +100,31 @@ class Formula:
             if not t.is_leaf:
                 raise ValueError(f"{name} must be a leaf: call requires_grad_() last")
         with torch.no_grad():
-            shapes = self._outputs(arguments)
-        generator = torch.Generator(next(iter(shapes.values())).device).manual_seed(seed + DOUT_SEED)
-        douts = {n: torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype) for n, o in shapes.items()}
+            given = self.formula(*arguments)
+        outs = given if isinstance(given, list | tuple) else (given,)
+        generator = torch.Generator(outs[0].device).manual_seed(seed + DOUT_SEED)
+        drawn = (torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype) for o in outs)
+        douts = {f"{self.output}{i or ''}": dout for i, dout in enumerate(drawn)}
         constants = {name: t for name, t in tensors.items() if name not in leaves}
 
         def expected() -> dict[str, Expected]:
-            exact, low = (self._evaluate(arguments, douts, list(leaves), dtype) for dtype in (torch.float64, None))
-            return {name: self._expected(name, low[name], value) for name, value in exact.items()}
+            found = testing.expected(self.formula, arguments, list(douts.values()))
+            results = [*douts, *(f"d{name}" for name in leaves)]
+            return {name: self._widened(name, wanted) for name, wanted in zip(results, found, strict=True)}
 
         return Problem(x, leaves, douts, expected, constants)
 
-    def _outputs(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
-        given = self.formula(*arguments)
-        outs = given if isinstance(given, list | tuple) else (given,)
-        return {f"{self.output}{i or ''}": o for i, o in enumerate(outs)}
-
-    def _evaluate(
-        self, arguments: Sequence[Any], douts: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
-    ) -> dict[str, Tensor]:
-        """Outputs and gradients, in another dtype or in the arguments' own."""
-
-        def cast(t: Any) -> Any:
-            if not isinstance(t, Tensor):
-                return t
-            new = t.detach().to(dtype) if dtype is not None and t.is_floating_point() else t.detach().clone()
-            return new.requires_grad_(t.requires_grad)
-
-        own = [cast(t) for t in arguments]
-        outs = self._outputs(own)
-        results = {name: o.detach() for name, o in outs.items()}
-        leaves = [t for t in own if isinstance(t, Tensor) and t.requires_grad]
-        if leaves:
-            back = [douts[name].to(o.dtype) for name, o in outs.items()]
-            grads = torch.autograd.grad(list(outs.values()), leaves, back, materialize_grads=True)
-            results |= {f"d{name}": g for name, g in zip(names, grads, strict=True)}
-        return results
-
-    def _expected(self, name: str, low: Tensor, exact: Tensor) -> Expected:
-        """The factor grows if the formula has erred more on other arguments: a small error here may be luck."""
+    def _widened(self, name: str, wanted: Expected) -> Expected:
+        """With a larger factor if the formula has erred more on other arguments: a small error here may be luck."""
         ratio = 1.0
         for _, order in NORMS:
-            size, error = (float(torch.linalg.vector_norm(y, order)) for y in (exact, low.double() - exact))
+            errors = wanted.low.double() - wanted.exact
+            size, error = (float(torch.linalg.vector_norm(y, order)) for y in (wanted.exact, errors))
             if size and error:
                 worst = max(self.worst.get((name, order), 0.0), error / size)
                 self.worst[name, order] = worst
                 ratio = max(ratio, worst * size / error)
-        return Expected(low, exact, ratio * (GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR))
+        return wanted._replace(factor=ratio * wanted.factor)
 
 
 # ------------------------------------------------------------------------------------------- one evaluation

@@ -99,8 +99,7 @@ def fail(cell: schema.Cell, error: BaseException) -> None:
     if isinstance(error, Wrong):
         reason, cell.correctness = text, error.correctness or cell.correctness
     cell.status, cell.reason = status, reason
-    cell.samples_ms, cell.clocks_mhz, cell.stats = [], [], {}
-    cell.device_ms = cell.kernels_ms = cell.host_ms = None
+    cell.drop_times()
 
 
 @dataclass(eq=False)

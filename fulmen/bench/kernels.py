@@ -114,7 +114,7 @@ def compiled(launch: Any, arch: int) -> Any:
 
 
 class Job(NamedTuple):
-    """The kernels of a backend at a shape."""
+    """The kernels of a backend at a shape; `fully`: with every output the operation has."""
 
     op: str
     case: dict[str, Any]

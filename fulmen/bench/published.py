@@ -90,13 +90,12 @@ def work_of(facts: dict[str, Any], pass_: str | None) -> floors.Work | None:
     return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_) if pass_ and op else None
 
 
-def limits_of(facts: dict[str, Any]) -> audit.Limits | None:
+def limits_of(facts: dict[str, Any]) -> floors.Limits | None:
     """The data sheet's ceilings, or the bandwidth that the page tells of an unknown GPU."""
     sheet, bandwidth = floors.gpu(facts.get("gpu", "")), audit.number(facts.get("bandwidth"))
     if sheet is None:
-        return audit.Limits(None, bandwidth, None, bandwidth, math.inf) if bandwidth else None
-    top = floors.of_gpu(sheet, str(facts["dtype"]))
-    return audit.Limits(top.flops_hard, top.bytes_hard, top.flops_rated, top.bytes_hard, top.l2_bytes or 0.0)
+        return floors.Limits(None, bandwidth, None, bandwidth, math.inf) if bandwidth else None
+    return floors.of_gpu(sheet, str(facts["dtype"]))
 
 
 def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -302,7 +301,7 @@ def _ceilings(page: Published) -> Iterator[Finding]:
     claimed, sheet = audit.number(page.facts.get("peak_tflops")), floors.gpu(page.facts.get("gpu", ""))
     if claimed is None or sheet is None:
         return
-    dense = (floors.of_gpu(sheet, "fp16").flops_rated or math.inf) / 1e12
+    dense = (floors.of_gpu(sheet, "fp16").flops_reached or math.inf) / 1e12
     if claimed > 1.5 * dense:
         why = f"{claimed:g} TFLOP/s is the peak with sparsity; dense it is {dense:.0f}"
         yield Finding("WRONG-CEILING", page.path.name, sheet.name, why)
@@ -383,7 +382,7 @@ def _own_results(path: Path) -> list[Finding]:
     if audited:
         told.append(("AUDITED", "", f"{audited} of {len(results.cells)} cells were compared with the hardware"))
     for cell in results.cells:
-        what = f"{cell.competitor}, {cell.pass_}, {' '.join(f'{k}={v}' for k, v in cell.case.items())}"
+        what = f"{cell.competitor}, {cell.pass_}, {' '.join(schema.case_words(cell.case))}"
         told += [(str(mark.get("flag")), what, str(mark.get("why"))) for mark in cell.audit.get("flags", [])]
     told += [("NOTE", f"{s.cell.competitor}, {s.cell.pass_}", s.verdict) for s in relations.scaling]
     found = [Finding(flag if flag in FLAGS else "NOTE", path.name, what, why) for flag, what, why in told]

@@ -16,16 +16,16 @@ that names a unit ("Backward time (ms)") makes unknown columns of numbers those 
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fulmen.bench import floors
+from fulmen.bench.cases import toml
 from fulmen.bench.schema import BadResults, text_of
 
 SIZES = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "hidden")
@@ -146,14 +146,7 @@ def read_map(path: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: kind() for name, kind in SECTIONS.items()}
     if path is None:
         return found
-    try:
-        toml = importlib.import_module("tomllib")  # since Python 3.11
-    except ImportError:
-        toml = importlib.import_module("tomli")
-    try:
-        found |= toml.loads(text_of(path))
-    except toml.TOMLDecodeError as error:
-        raise BadResults(f"{path}: cannot be read: {error}") from None
+    found |= toml(text_of(path), f"{path}: cannot be read", BadResults)
 
     def demand(right: bool, what: str) -> None:
         if not right:
@@ -293,7 +286,7 @@ def _csv_table(path: Path, text: str) -> Iterator[Table]:
         yield Table("table", lines[0], [(i, list(line)) for i, line in enumerate(lines[1:], 2) if any(line)])
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

@@ -103,14 +103,15 @@ def preview(selection: Selection, device: torch.device) -> list[tuple[str, int, 
     """By suite: cases, cells to measure, cells nobody can measure here, and the seconds that takes at the most."""
     found = []
     for suite in selection.suites:
-        lines, cells, refused, seconds = lines_of(replace(selection, suites=(suite,)), device), 0, 0, 0.0
+        lines, able, refused, seconds = lines_of(replace(selection, suites=(suite,)), device), 0, 0, 0.0
         for line in lines:
-            passes = len(line.settings.passes)
-            who = competitors.of(line, device, selection.backends, selection.baselines)
-            able = passes * sum(c.refusal is None for c in who)
-            cells, refused = cells + able, refused + passes * len(who) - able
-            seconds += able * (line.settings.seconds + PREPARING) + 2 * PREPARING
-        found.append((suite, len(lines), cells, refused, seconds))
+            for competitor in competitors.of(line, device, selection.backends, selection.baselines):
+                cells = len(line.settings.passes)
+                if competitor.refusal is None:
+                    able, seconds = able + cells, seconds + cells * (line.settings.seconds + PREPARING)
+                else:
+                    refused += cells
+        found.append((suite, len(lines), able, refused, seconds + 2 * PREPARING * len(lines)))
     return found
 
 

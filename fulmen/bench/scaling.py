@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from fulmen import decay, parallel
-from fulmen.bench import environment
+from fulmen.bench import Refused, environment
 from fulmen.flash.op import flash_attention
 from fulmen.lightning.op import lightning_attention
 from fulmen.parallel import groups
@@ -37,7 +37,7 @@ from fulmen.parallel import groups
 WAYS = ("lightning", "ring", "zigzag", "ulysses")
 
 
-class BadScaling(Exception):
+class BadScaling(Refused):
     """What cannot be measured here, and why."""
 
 

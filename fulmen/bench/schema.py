@@ -42,6 +42,32 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+ORDER = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "dtype", "causal", "decay")
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def case_words(case: dict[str, Any]) -> list[str]:
+    """["B4 H32 D64", "bf16", "causal", "decay"]. Sizes that follow from others are not said again."""
+    sizes, others = [], []
+    for k in sorted(case, key=lambda k: (ORDER.index(k) if k in ORDER else len(ORDER), k)):
+        v = case[k]
+        if v is None or v == case.get({"H_KV": "H", "E": "D"}.get(k, "")):
+            continue
+        if k.isupper():
+            sizes.append(f"{k}{text(v)}" if len(k) == 1 else f"{k} {text(v)}")
+        elif isinstance(v, bool):
+            others.append(k if v else f"no {k}" if k != "causal" else "full")
+        else:
+            others.append(DTYPES.get(text(v), text(v)) if k == "dtype" else f"{k} {text(v)}")
+    return [" ".join(sizes), *others] if sizes else others
+
+
 class BadResults(Refused):
     """A results file that cannot be read, with its name, line and what is wrong."""
 
@@ -110,6 +136,10 @@ class Cell:
     @property
     def median_ms(self) -> float | None:
         return self.stats.get("median")
+
+    def drop_times(self) -> None:
+        self.samples_ms, self.clocks_mhz, self.stats = [], [], {}
+        self.device_ms = self.kernels_ms = self.host_ms = None
 
     def flags(self) -> list[str]:
         return [str(f.get("flag")) for f in self.audit.get("flags", [])]

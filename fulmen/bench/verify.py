@@ -1,22 +1,8 @@
-"""A kernel of your own, under the same gate and clock as ours.
+"""A kernel of your own, under the same gate and clock as ours: `verify_and_time(my_kernel, plain, inputs)`.
 
-    import torch
-    from fulmen.bench import verify_and_time
-
-    def inputs(seed, odd=False):              # fresh values for each seed; what requires grad is a leaf
-        g = torch.Generator().manual_seed(seed)
-        make = lambda: torch.randn(2, 4, 333 if odd else 1024, 64, generator=g).cuda().requires_grad_()
-        return make(), make(), make()
-
-    def plain(q, k, v):                       # as one would write it, for any dtype
-        return torch.softmax(q @ k.mT / 8, -1) @ v
-
-    outcome = verify_and_time(my_kernel, plain, inputs)
-    print(outcome)                            # forward 0.12 ms ... or: failed, dk: largest error ...
-
-The reference is evaluated in fp64 for the exact result and in the inputs' own dtype for the tolerance: the kernel may
-err twice as much as that does on these or a few other inputs (gradients: three times), plus one rounding. A kernel that
-fails gets no time.
+docs/benchmarking.md has an example. The reference is evaluated in fp64 for the exact result and in the inputs' own
+dtype for the tolerance: the kernel may err twice as much as that does on these or a few other inputs (gradients: three
+times), plus one rounding. A kernel that fails gets no time.
 """
 
 from __future__ import annotations
@@ -102,7 +88,7 @@ def verify_and_time(
     samples: tuple[int, int] = (30, 100), case: dict[str, Any] | None = None, op: str = OP, function: str = "",
     seed: int | None = None,
 ) -> Outcome:  # fmt: skip
-    """Proves `fn` right against `reference`, then times it; the top of the file shows how it is used.
+    """Proves `fn` right against `reference`, then times it.
 
     inputs    seed -> the arguments of a call; with a parameter `odd`, also those of an odd shape for the gate. Tensors
               that require grad have their gradients compared; without any, only the forward is measured.

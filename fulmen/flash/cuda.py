@@ -1,11 +1,14 @@
-"""Softmax attention in CUDA C++, forward; the backward, from the same o and lse, is cuDNN's where `sdpa` has it, else
-that of `triton`. policy.py chooses the kernel and its tile; kernels/ has the sources and their launchers.
+"""Softmax attention in CUDA C++.
+
+policy.py chooses the kernel and its tile; kernels/ has the sources and their launchers. The backward, from the same o
+and lse, is our own where policy.py says so, else cuDNN's where `sdpa` has it, else that of `triton`.
 
     sm90          for Hopper: D/E of 64/64, 128/128, 192/128 and 256/256, every option, also over a cache; `combine`
                   follows where keys are split
     small         up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
                   Hopper up to 256 keys of queries that do not fill the GPU
     single_tile   for Hopper: up to 256 keys of any number of queries, else as `small`
+    backward      for Hopper: D = E of 64 or 128, every option
 
 All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for TMA, which sm90
 loads with, those that repeat (stride 0). NVRTC compiles a source at the first call that needs it (`fulmen.cuda`), in
@@ -21,8 +24,10 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
+from fulmen.boundary import empty_rows
 from fulmen.dispatch import Choice, register
 from fulmen.flash import sdpa, triton
+from fulmen.flash.kernels import backward as backward_kernel
 from fulmen.flash.kernels import combine, single_tile, sm90, small
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
 from fulmen.plans import allocator
@@ -49,7 +54,18 @@ def supports(spec: FlashSpec) -> str | None:
     why = cuda.problem(kernel.variant(spec, hw, choice), spec.device, kernel.shared_bytes(spec, choice))
     if why is None and choice.splits > 1:
         why = cuda.problem(combine.variant(spec), spec.device, combine.SHARED_BYTES)
+    if why is None and choice.backward == "cuda" and spec.needs_grad:
+        why = backward_problem(spec, choice)
     return why
+
+
+def backward_problem(spec: FlashSpec, choice: Choice) -> str | None:
+    tile = choice.backward_tile
+    shared = (backward_kernel.SHARED_OF_ENDS, backward_kernel.shared_bytes(spec, tile), 0)
+    for variant, size in zip(backward_kernel.variants(spec, tile), shared, strict=True):
+        if (why := cuda.problem(variant, spec.device, size)) is not None:
+            return why
+    return backward_kernel.unsupported_reason(spec)
 
 
 def chosen(spec: FlashSpec) -> Choice:
@@ -114,17 +130,58 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor
 def backward(
     spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    if chosen(spec).backward == "cudnn":
+    choice = chosen(spec)
+    if choice.backward == "cudnn":
         return sdpa.backward(spec, x, o, lse, do, dlse, "cudnn")
-    return triton.backward(spec, x, o, lse, do, dlse)
+    if choice.backward == "triton":
+        return triton.backward(spec, x, o, lse, do, dlse)
+    for name in ("q", "k", "v"):
+        if not readable(getattr(x, name), repeats=False):
+            x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
+    if not readable(do, repeats=False):
+        do = do.clone(memory_format=torch.contiguous_format)
+    dq, dk, dv = empty_gradients(spec, x)
+    work = backward_kernel.empty_workspace(spec, choice.backward_tile)
+    launch = backward_kernel.launcher(spec, choice.backward_tile, x, o, do, dq, dk, dv)
+    launch(tuple(map(address, (*x[:6], o, lse, do, dlse, work, dq, dk, dv))))
+    if x.sinks is None:
+        return dq, dk, dv, None
+    return dq, dk, dv, backward_kernel.sinks_gradient(spec, choice.backward_tile, x.sinks, work)
+
+
+def empty_gradients(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_rows(x.q, spec.H, spec.D), empty_rows(x.k, spec.H_KV, spec.D), empty_rows(x.v, spec.H_KV, spec.E)
 
 
 def prepare_backward(
     spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
-    if chosen(spec).backward == "cudnn":
+    """The backward of calls with these shapes and strides at the least cost for the host."""
+    choice = chosen(spec)
+    if choice.backward == "cudnn":
         return sdpa.prepare_backward(spec, x, o, lse, do, dlse, "cudnn")
-    return triton.prepare_backward(spec, x, o, lse, do, dlse)
+    if choice.backward == "triton":
+        return triton.prepare_backward(spec, x, o, lse, do, dlse)
+    given = all(readable(t, repeats=False) for t in (*x[:3], do)) and do.stride(3) == 1
+    if not given or not (dlse is None or dlse.is_contiguous()):
+        return None
+    results, tile = empty_gradients(spec, x), choice.backward_tile
+    launch = backward_kernel.launcher(spec, tile, x, o, do, *results)
+    made = (backward_kernel.empty_workspace(spec, tile), *results)
+    new_work, new_dq, new_dk, new_dv = (allocator(t) for t in made)
+
+    def again(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        work, dq, dk, dv = new_work(), new_dq(), new_dk(), new_dv()
+        launch((
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), address(sinks), address(cu_q), address(cu_k), o.data_ptr(),
+            lse.data_ptr(), do.data_ptr(), address(dlse), work.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        ))  # fmt: skip
+        dsinks = None if sinks is None else backward_kernel.sinks_gradient(spec, tile, sinks, work)
+        return dq, dk, dv, dsinks
+
+    return again
 
 
 register(

@@ -17,13 +17,14 @@ from fulmen.boundary import (
     check_scale,
     empty_rows,
     is_plain_eager,
+    needs_gradient,
     no_second_derivative,
-    outside_autocast,
     refuse_derivatives_we_lack,
+    register_operator,
 )
+from fulmen.flash.plan import TENSORS, given_tensors, plain_options, plan_for, planned
 from fulmen.flash.spec import (
     Causal,
-    FlashSpec,
     Residuals,
     Window,
     check_cache,
@@ -32,10 +33,9 @@ from fulmen.flash.spec import (
     check_max_kv_length,
     check_values,
     empty_lse,
-    needs_gradient,
     spec_of,
 )
-from fulmen.plans import Plan, Repeated
+from fulmen.plans import Plan
 
 
 def flash_attention(
@@ -123,89 +123,19 @@ def flash_attention_with_lse(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------- kernels and plans
-
-
-def _plan(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...]) -> Plan:
-    """Both directions of `kernel`, and their prepared launches if it has any."""
-
-    @outside_autocast
-    def forward(*tensors: Any) -> tuple[Tensor, Tensor | None]:
-        return kernel.forward(spec, Residuals(*tensors))
-
-    @outside_autocast
-    def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        assert kernel.backward is not None, "natively differentiable backends do not come here"
-        *given, o, lse, do, dlse = tensors
-        return kernel.backward(spec, Residuals(*given), o, lse, *tidy_gradients(o, do, dlse))
-
-    def prepare(*tensors: Any) -> Any:
-        assert kernel.prepare is not None
-        return kernel.prepare(spec, Residuals(*tensors))
-
-    def prepare_backward(*tensors: Any) -> Any:
-        assert kernel.prepare_backward is not None
-        return kernel.prepare_backward(spec, Residuals(*tensors[:TENSORS]), *tensors[TENSORS:])
-
-    return Plan(
-        spec,
-        Repeated(forward, kernel.prepare and prepare),
-        lambda: Repeated(backward, kernel.prepare_backward and prepare_backward),
-        arguments,
-        spec.needs_grad,
-    )
-
-
-def _given(tensors: tuple[Any, ...]) -> tuple[int, tuple[Tensor, ...]]:
-    """Which tensors are given, and these, for `plans.find`; cu_seqlens that serve q and k count once."""
-    return plans.given(tensors if tensors[5] is not tensors[4] else (*tensors[:5], None, *tensors[6:]))
-
-
-def _planned(key: tuple[Any, ...], x: Residuals, arguments: tuple[Any, ...]) -> Plan:
-    """The plan of a call whose arguments are right: tensors, and after them what the operators take."""
-    check_values(x)
-    which, given = _given(x)
-    plan = plans.find((which, *key), given)
-    if plan is None:
-        spec = spec_of(x, *arguments[:-1])
-        plan = plans.keep((which, *key), given, _plan(spec, dispatch.pick("flash", spec, arguments[-1]), arguments))
-    return plan
-
-
-def plan_of(spec: FlashSpec, x: Residuals, backend: str) -> Plan:
-    """The plan of a spec that was not built from a call's arguments, as in `fulmen.parallel`."""
-    which, given = _given(x)
-    key = (which, "flash spec", spec, backend)
-    return plans.find(key, given) or plans.keep(key, given, _plan(spec, dispatch.pick("flash", spec, backend), ()))
-
-
-def tidy_gradients(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Incoming gradients as backends take them: autograd leaves out what was not used, and expands, as for o.sum()."""
-    if do is None:
-        do = torch.zeros_like(o)
-    elif (do.stride(3) != 1 and do.shape[3] > 1) or do.is_neg():
-        do = do.resolve_neg().contiguous()
-    return do, None if dlse is None else dlse.resolve_neg().contiguous()
-
-
 # ------------------------------------------------------------------------- the torch.library boundary
 
 
 _lib = torch.library.Library("fulmen", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _FACTS = "float scale, int? left, int? right, bool top_left, float? softcap, bool with_lse, bool needs_grad"
-_lib.define(f"flash_forward({_TENSORS}, {_FACTS}, str backend) -> (Tensor o, Tensor lse)")
-_lib.define(
-    f"flash_backward({_TENSORS}, Tensor o, Tensor lse, Tensor do, Tensor? dlse, {_FACTS}, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
-)
-TENSORS, FACTS = 6, 7
+FACTS = 7
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     tensors = args[:TENSORS]
     arguments = args[TENSORS:]
-    plan = _planned(("flash operator", *arguments), Residuals(*tensors), arguments)
+    plan = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
     o, lse = plan.forward.run(*tensors)
     return o, lse if plan.spec.wants_lse else _nothing(o)
 
@@ -226,7 +156,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if lse.shape != tensors[0].shape[:3]:
         raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
     arguments, given = args[TENSORS + 4 :], args[: TENSORS + 4]
-    plan = _planned(("flash operator", *arguments), Residuals(*tensors), arguments)
+    plan = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
     dq, dk, dv, dsinks = plan.gradients(*given)
     return dq, dk, dv, _nothing(lse) if dsinks is None else dsinks
 
@@ -254,12 +184,22 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
     return *_operator_gradients(ctx.saved_tensors, do, dlse, ctx.arguments), *[None] * (2 + FACTS + 1)
 
 
-_lib.impl("flash_forward", _forward, "CompositeExplicitAutograd")
-_lib.impl("flash_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::flash_forward", _forward_fake, lib=_lib)
-torch.library.register_fake("fulmen::flash_backward", _backward_fake, lib=_lib)
-torch.library.register_autograd("fulmen::flash_forward", _gradients, setup_context=_save, lib=_lib)
-torch.library.register_autograd("fulmen::flash_backward", no_second_derivative("flash_attention"), lib=_lib)
+register_operator(
+    _lib,
+    f"flash_forward({_TENSORS}, {_FACTS}, str backend) -> (Tensor o, Tensor lse)",
+    _forward,
+    _forward_fake,
+    _gradients,
+    _save,
+)
+register_operator(
+    _lib,
+    f"flash_backward({_TENSORS}, Tensor o, Tensor lse, Tensor do, Tensor? dlse, {_FACTS}, str backend)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _backward,
+    _backward_fake,
+    no_second_derivative("flash_attention"),
+)
 
 
 # ------------------------------------------------------------------------------------- over a cache
@@ -278,7 +218,7 @@ def _cache_plan(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], back
     plan = plans.find((which, *key), given)
     if plan is None:
         spec = spec_of(x, *facts)
-        plan = plans.keep((which, *key), given, _plan(spec, dispatch.pick("flash", spec, backend), ()))
+        plan = plans.keep((which, *key), given, plan_for(spec, dispatch.pick("flash", spec, backend), ()))
     return plan
 
 
@@ -309,7 +249,7 @@ def _attend_cache(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     tensors: Any = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
     key = ("flash cache", causal, window, softcap, scale, most, backend, with_lse)
-    plain, plan = _plain_options(causal, window, softcap, scale, backend) and (most is None or type(most) is int), None
+    plain, plan = plain_options(causal, window, softcap, scale, backend) and (most is None or type(most) is int), None
     if plain:
         which, given = plans.given(tensors)
         plan = plans.find((which, *key), given)
@@ -364,10 +304,10 @@ def _attend(
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
-    plain, plan = _plain_options(causal, window, softcap, scale, backend), None
+    plain, plan = plain_options(causal, window, softcap, scale, backend), None
     if plain:
         alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
-        which, given = (7, (q, k, v)) if alone else _given(tensors)
+        which, given = (7, (q, k, v)) if alone else given_tensors(tensors)
         plan = plans.find((which, "flash", causal, window, softcap, scale, backend, with_lse), given)
         if plan is not None and cu_seqlens_k is None and cu_seqlens_q is not None and q.shape[2] != k.shape[2]:
             plan = None  # which is wrong, and checked below
@@ -377,7 +317,7 @@ def _attend(
         tensors = x[:TENSORS]
         factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
         cap = None if softcap is None else float(softcap)
-        facts = (factor, left, right, top_left, cap, with_lse, needs_gradient(x))
+        facts = (factor, left, right, top_left, cap, with_lse, needs_gradient(x[:4]))
         if dispatch.differentiable_as_it_is("flash", backend):  # plain PyTorch: no boundary to cross
             check_values(x)
             spec = spec_of(x, *facts)
@@ -386,7 +326,7 @@ def _attend(
         if not is_plain_eager(*x):
             return torch.ops.fulmen.flash_forward(*tensors, *facts, backend)
         key = (causal, window, softcap, scale, backend, with_lse) if plain else (*facts, backend)
-        plan = _planned(("flash", *key), x, (*facts, backend))
+        plan = planned(("flash", *key), x, (*facts, backend))
     elif cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         tensors = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
@@ -395,14 +335,3 @@ def _attend(
         return plan.forward.run(*tensors)
     outputs = _apply(plan, *tensors)
     return outputs if with_lse else (outputs, None)
-
-
-def _plain_options(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
-    """Whether every option has an exact built-in type, so that it can be part of a plan's key."""
-    return (
-        type(causal) in (bool, str)
-        and type(backend) is str
-        and (scale is None or type(scale) is float)
-        and (softcap is None or type(softcap) is float)
-        and (window is None or (type(window) is tuple and all(w is None or type(w) is int for w in window)))
-    )

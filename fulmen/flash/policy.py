@@ -5,11 +5,12 @@ backends. Where to look:
 
     what "auto" takes      ROWS, `fastest` and, for few queries, `decode`
     a tile                 `sm90_base_tile`, SINGLE_TILES, `small_tile`, HOPPER_TILES and OTHER_TILES for triton
+    cuda's own backward    OWN_BACKWARD, and policy_backward.py
     when keys are split    `splits`
     the answer             `order` (backends, fastest first) and `choose` (one `Choice`)
 
-Measurements beside a row are medians on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6, bf16; fp16 is taken to be the
-same). Shapes are written B2 H32/8 N4096; 1 x 8192 is one query of 8192 keys. `fulmen tune` proposes rows for triton.
+Measurements are medians on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6, bf16; fp16 is taken to be the same). Shapes are
+written B2 H32/8 N4096; 1 x 8192 is one query of 8192 keys. `fulmen tune` proposes rows for triton.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.flash import policy_cache, sdpa
-from fulmen.flash.spec import FlashSpec
+from fulmen.flash.policy_backward import backward_tile, workspace
+from fulmen.flash.spec import FlashSpec, tiles_of
 from fulmen.hardware import Hardware
 
 # --------------------------------------------------------------------------------------------------- tile types
@@ -120,8 +122,8 @@ class TritonTiles(NamedTuple):
 
 
 PASSES = ("forward", "dq", "dkdv")
-
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.24, over triton 1.3 to 1.8 (options)
 SMALL_MAX_TOKENS = 512
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
 
@@ -145,7 +147,7 @@ class Row(NamedTuple):
     first: str
 
 
-# sdpa: ms of triton and cuDNN, forward / backward. cuda: TFLOP/s of cuda and cuDNN; its backward is cuDNN's, too.
+# sdpa: ms of triton and cuDNN, forward / backward. cuda: TFLOP/s of cuda and cuDNN; its backward follows if D = E.
 ROWS = [
     Row(64, True, 0, "sdpa"),  # N 512: 0.030, 0.026; 2048: 0.053 / 0.147, 0.050 / 0.139
     Row(64, True, 1024, "cuda"),  # 1024: 233, 190 (32 heads), 313, 320 (256); 2048: 323, 253; 4096: 467, 433
@@ -406,11 +408,6 @@ MANY_TILES = 512  # of a head: their schedule is not worked out
 MAX_SPLITS = 264  # that the combine kernel has room for
 
 
-def tiles_of(spec: FlashSpec, rows: int, block: int) -> int:
-    """Tiles of one head; packed, as many as any mix of lengths may need."""
-    return math.ceil(rows / block) if spec.sequences is None else rows // block + spec.sequences
-
-
 def query_tiles(spec: FlashSpec, rows: int) -> int:
     """Tiles of all heads together, where nothing is packed."""
     return math.ceil(spec.N_Q / rows) * spec.B * spec.H
@@ -566,9 +563,9 @@ def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
     if backend == "cuda":
         short = short_tile(spec, hw) if hw.arch == 90 else small_tile(spec, hw)
         if short is not None:
-            return Choice(backend, short.kernel, short, 1, cuda_backward(spec, hw))
+            return with_backward(spec, hw, Choice(backend, short.kernel, short, 1, ""))
         tile = sm90_tile(spec, hw)
-        return Choice(backend, tile.kernel, tile, splits(spec, tile, hw), cuda_backward(spec, hw))
+        return with_backward(spec, hw, Choice(backend, tile.kernel, tile, splits(spec, tile, hw), ""))
     return Choice(backend, backend, None, 1, backend)
 
 
@@ -586,7 +583,18 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    cuDNN's is faster than triton's, but has no option except causal, no gradient of lse and no fixed order of sums.
+    Our own where it was measured (OWN_BACKWARD). cuDNN's is faster than triton's, but has no option except causal, no
+    gradient of lse and no fixed order of sums, and builds a plan for every new shape.
     """
+    if hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD:
+        return "cuda"
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
     return "cudnn" if cudnn else "triton"
+
+
+def with_backward(spec: FlashSpec, hw: Hardware, choice: Choice) -> Choice:
+    name = cuda_backward(spec, hw)
+    if name != "cuda" or not spec.needs_grad:
+        return choice._replace(backward=name)
+    tile = backward_tile(spec)
+    return choice._replace(backward=name, backward_tile=tile, workspace=4 * workspace(spec, tile).end)

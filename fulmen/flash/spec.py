@@ -6,6 +6,7 @@ One clear error for each wrong argument. Values of `cu_seqlens` are read on the 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from fulmen.boundary import (
     check_scale,
     empty_rows,
     is_number,
+    needs_gradient,
     plain_memory,
     require_tensors,
 )
@@ -268,7 +270,7 @@ def checked_spec(
         x = check_inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
     most = check_max_kv_length(max_kv_length)
     scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
-    return spec_of(x, scale, *mask, softcap, with_lse, not cached and needs_gradient(x), most)
+    return spec_of(x, scale, *mask, softcap, with_lse, not cached and needs_gradient(x[:4]), most)
 
 
 def plain_spec(device: torch.device) -> FlashSpec:
@@ -277,14 +279,12 @@ def plain_spec(device: torch.device) -> FlashSpec:
     return FlashSpec(2, 16, 16, 8192, 8192, 128, 128, dtype, device, 128**-0.5, right=0, needs_grad=True)
 
 
-def needs_gradient(x: Residuals) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    hidden = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    return hidden or any(t is not None and t.requires_grad for t in x[:4])  # under vmap requires_grad cannot be seen
+# ---------------------------------------------------------------------- tiles and allocation, shared by backends
 
 
-# ---------------------------------------------------------------------------- allocation, shared by backends
+def tiles_of(spec: FlashSpec, rows: int, block: int) -> int:
+    """Tiles of one head; packed, as many as any mix of lengths may need."""
+    return math.ceil(rows / block) if spec.sequences is None else rows // block + spec.sequences
 
 
 def empty_lse(q: Tensor) -> Tensor:

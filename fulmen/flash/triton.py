@@ -34,8 +34,8 @@ from fulmen import dispatch, hardware
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash import triton_cache
-from fulmen.flash.policy import TritonTile, TritonTiles, tiles_of
-from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
+from fulmen.flash.policy import TritonTile, TritonTiles
+from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs, tiles_of
 from fulmen.launch import Launch, Ready, describable, run_all
 from fulmen.plans import allocator
 from fulmen.tiles import (

@@ -21,6 +21,15 @@ from torch import Tensor
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
 from fulmen.integrations import kvcache
 
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
 Output = Tensor | tuple[Tensor, Tensor, None]
 WindowSize = tuple[int, int]
 

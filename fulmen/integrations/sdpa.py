@@ -27,6 +27,8 @@ from fulmen import dispatch
 from fulmen.boundary import outside_autocast
 from fulmen.flash.spec import FlashSpec, Residuals, checked_spec
 
+__all__ = ["install", "installed", "uninstall"]
+
 NAME = "fulmen"
 Window = tuple[int | None, int | None]
 

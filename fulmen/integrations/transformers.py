@@ -38,6 +38,8 @@ from fulmen import dispatch
 from fulmen.flash.op import flash_attention
 from fulmen.layers.inputs import many_rows, one_row
 
+__all__ = ["register", "unregister"]
+
 Window = tuple[int | None, int | None]
 
 _registered: set[str] = set()

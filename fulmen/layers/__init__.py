@@ -11,18 +11,26 @@ from fulmen.layers.attention import (
 from fulmen.layers.cache import KVCache, LatentCache, StateCache
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
+from fulmen.layers.pool import KVPool, LatentPool, StatePool
 from fulmen.layers.rotary import Rotary, apply_rotary
+from fulmen.layers.sequences import PoolFull, Sequence, Sequences
 
 __all__ = [
     "GroupedQueryAttention",
     "KVCache",
+    "KVPool",
     "LatentCache",
+    "LatentPool",
     "LightningAttention",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
     "MultiQueryAttention",
+    "PoolFull",
     "Rotary",
+    "Sequence",
+    "Sequences",
     "StateCache",
+    "StatePool",
     "apply_rotary",
 ]

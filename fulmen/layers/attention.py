@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fulmen.boundary import check_scale
+from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.layers import weights
 from fulmen.layers.cache import KVCache
+from fulmen.layers.fused import kernels_for
 from fulmen.layers.fused.projections import project
 from fulmen.layers.inputs import (
     USUAL_N,
@@ -44,12 +46,18 @@ from fulmen.layers.inputs import (
     number,
     whole,
 )
+from fulmen.layers.pool import KVPool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, rotary_of
-from fulmen.layers.softmax import Options, attend
-from fulmen.layers.tensor_parallel import FusedHeads, Heads, HeadwiseNorm, KeyHeads, RMSNorm, check_shares
+from fulmen.layers.sequences import Sequences
+from fulmen.layers.softmax import Options, attend, local_sinks
+from fulmen.layers.tensor_parallel import FusedHeads, Heads, HeadwiseNorm, KeyHeads, RMSNorm, check_shares, ranks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+
+MAX_STEP = 16  # tokens of a call that is a decoding step
+NO_LENGTHS = ("sdpa", "flash_attn")  # backends without kv_lengths
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -93,6 +101,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
     """
 
     cache_type = KVCache
+    pool_type = KVPool
 
     def __init__(
         self,
@@ -162,7 +171,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | KVPool | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         *,
@@ -174,13 +183,18 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
         positions   int64 (N,) or (B, N), for RoPE alone: what a token sees goes by its place in x. Unless given, a
                     row's tokens are counted on from those in the cache, padding is not, packed sequences start at 0.
-        cache       a `KVCache`: x's tokens go on where it stopped, and are appended.
+        cache       a `KVCache`: x's tokens go on where it stopped, and are appended. Or a pool, by `new_pool`.
         mask        bool (B, N), True for a token; padding, on either side or between, is not seen, and its y is 0.
         cu_seqlens  int32 (sequences + 1,): B is 1 and x holds packed sequences, which do not see each other.
         context     (B, N_KV, context_dim): k and v are made of it (cross-attention), with a mask or offsets of its own.
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
+        if context is None and cache is not None and self._steps(x, call, cache):
+            y = self.o_proj(self._step(x, cache))
+            if isinstance(cache, KVCache):
+                cache.extend(x.shape[1], call.counts, self)
+            return call.back(y)
         if context is None:
             if self.context_dim != self.embed_dim:
                 raise ValueError(
@@ -197,15 +211,66 @@ class GroupedQueryAttention(weights.AttentionLayer):
         tables = None if self.rope is None else call.rotations(self.rope)
         q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
         end = None
-        if cache is not None:
+        if isinstance(cache, KVCache):
             k, v, end = cache.offer(k, v, call.counts)
             if end.lengths is not None:
                 rows = Counts(full_counts(x, call.counts), end.lengths)
         o = attend(q, k, v, self.options, self.sinks, rows, self.dropout if self.training else 0.0, self.cp)
         y = self.o_proj(o.transpose(1, 2).flatten(2))
-        if cache is not None and end is not None:
+        if isinstance(cache, KVCache) and end is not None:
             cache.advance(end, self)
         return call.back(y)
+
+    def _steps(self, x: Tensor, call: Inputs, cache: KVCache | KVPool) -> bool:
+        """Whether `_step` serves: a pool, or a few tokens after those of a preallocated cache, without gradients."""
+        if isinstance(cache, KVPool):
+            return True
+        limit = None if self.rope is None else self.rope.max_positions
+        return (
+            cache.max_length is not None
+            and cache.length > 0
+            and x.shape[1] <= MAX_STEP
+            and self.options.backend not in NO_LENGTHS
+            and not torch.is_grad_enabled()
+            and call.positions is None
+            and not (self.dropout and self.training)
+            and (limit is None or limit >= cache.max_length)
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    def _step(self, x: Tensor, cache: KVCache | KVPool) -> Tensor:
+        """o (B, N, H * head_dim) of tokens that are written after the cache's; where, the device alone knows."""
+        q, k, v = (t.transpose(1, 2) for t in self._project(x, x))  # (B, N, heads, head_dim)
+        at = cache.at(k, v)
+        k_all, v_all = (t.transpose(1, 2) for t in at.memory)
+        if self.qk_norm == "before" and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        fits = self.qk_norm != "after" and k.stride() == v.stride() and k_all.stride() == v_all.stride()
+        kernels = kernels_for("decode", q, k, v, k_all) if fits else None
+        if kernels is None:
+            tables = None if self.rope is None else self.rope(at.positions(x.shape[1]), x.dtype)
+            after = self.qk_norm == "after"
+            q, k = (
+                self._place(t.transpose(1, 2), norm if after else None, tables).transpose(1, 2)
+                for t, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
+            for memory, new in zip(at.memory, (k, v), strict=True):
+                at.write(memory, new)
+        else:
+            tables = None if self.rope is None else self.rope.span(0, at.limit, x.device, x.dtype)
+            turns = self.rope is not None and self.rope.interleaved
+            q = kernels.kv_step(q, k, v, tables, at.begin, at.end, at.table, k_all, v_all, turns)
+        o = flash_attention(
+            q.transpose(1, 2), k_all, v_all, sinks=local_sinks(self.sinks, q.dtype), kv_lengths=at.end,
+            page_table=at.table, **self.options._asdict(),
+        )  # fmt: skip
+        return o.transpose(1, 2).flatten(2)
+
+    def new_pool(self, sequences: Sequences) -> KVPool:
+        """Memory of this layer for `sequences`, on its device and in its dtype; the layer takes it as `cache`."""
+        check_positions_of(self.rope, sequences)
+        heads, weight = max(self.num_kv_heads // ranks_of(self.mesh), 1), self.o_proj.weight
+        return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""
@@ -250,7 +315,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
             return context, None
         return context, Counts(full_counts(call.x, call.counts), full_counts(context, counts))
 
-    def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | None) -> None:
+    def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | KVPool | None) -> None:
         if self.fused_qkv:
             raise ValueError("context is given to a layer whose q, k and v are one product: use MultiHeadAttention")
         check_tokens("context", context, self.context_dim, "context_dim")

@@ -13,6 +13,10 @@ gaps at the start of its memory, whichever side was padded, and the next ones ar
 on the device; it is None as long as all rows have `length` tokens. `length` is on the host: the most any row can have.
 So nothing synchronises.
 
+**Steps in a CUDA graph.** A preallocated cache counts its tokens on the device, too, in `ends` (B,), which never moves.
+A decoding step reads nothing else, so that it can be captured. Replays change `ends` and the memory; `length` and
+`lengths` stay what they were at the capture.
+
 **One cache for each layer.** A cache refuses a layer other than the one that wrote its tokens. An empty cache (new,
 after `reset` or `crop(0)`) takes any layer. A copy of the layer may continue with the cache, and a copy of the cache
 takes any layer until it is written. Compiled calls do not check: layers that share a graph would need one each.
@@ -43,6 +47,38 @@ class End(NamedTuple):
     length: int
     lengths: Tensor | None
     held: tuple[Tensor, ...]
+
+
+class Step(NamedTuple):
+    """Where a decoding step reads and writes tokens. All of it is on the device, so that the step can be captured.
+
+    memory  tensors (B, capacity, ...), or (pages, page, ...) with a table
+    begin   int32 (B,): tokens of each row before the step
+    end     int32 (B,): and after it; a row that has no tokens in this step writes nothing
+    table   None, or int32 (B, pages of a row)
+    limit   the most tokens a row can have
+    """
+
+    memory: tuple[Tensor, ...]
+    begin: Tensor
+    end: Tensor
+    table: Tensor | None
+    limit: int
+
+    def positions(self, N: int) -> Tensor:
+        """int64 (B, N): where the step's tokens stand."""
+        place = self.begin.long()[:, None] + torch.arange(N, device=self.begin.device)
+        return place.clamp(max=self.limit - 1)
+
+    def write(self, memory: Tensor, new: Tensor) -> None:
+        """Writes new (B, N, ...) to its places, in plain PyTorch; a table's last page is for rows without tokens."""
+        place = self.positions(new.shape[1])
+        if self.table is None:
+            memory[torch.arange(new.shape[0], device=new.device)[:, None], place] = new
+            return
+        page = self.table.long().gather(1, place // memory.shape[1])
+        page = torch.where((self.end > self.begin)[:, None], page, memory.shape[0] - 1)
+        memory[page, place % memory.shape[1]] = new
 
 
 class Written:
@@ -81,6 +117,7 @@ class TokenCache(Written):
         self.max_length = None if max_length is None else whole("max_length", max_length)
         self.length = 0
         self.lengths: Tensor | None = None
+        self.ends: Tensor | None = None
         self._held: tuple[Tensor, ...] = ()
 
     @property
@@ -93,6 +130,7 @@ class TokenCache(Written):
         self.length, self.lengths, self.writer = 0, None, None
         if self.max_length is None:
             self._held = ()
+        self._count()
 
     def crop(self, length: int) -> None:
         """Keeps the first `length` tokens of each row; if negative, drops that many of each row's last ones."""
@@ -120,6 +158,7 @@ class TokenCache(Written):
                     t[:, : self.length] = new
             else:
                 self._held = tuple(_room(t, self.max_length) for t in moved)
+        self._count()
 
     def advance(self, end: End, layer: AttentionLayer | None = None) -> None:
         """Makes the tokens last offered part of the cache; `layer` is the one that wrote them, if any."""
@@ -127,6 +166,36 @@ class TokenCache(Written):
         if not self.length:
             self.lengths = self.writer = None  # no row has any
         self._note_writer(layer)
+        self._count()
+
+    def at(self, *new: Tensor) -> Step:
+        """Where a preallocated cache takes tokens like `new` (B, N, ...), in a step that the host does not count."""
+        N = new[0].shape[1]
+        held = self._memory(new, self.length + N)
+        assert self.ends is not None
+        return Step(held, self.ends, self.ends + N, None, held[0].shape[1])
+
+    def extend(self, N: int, counts: Tensor | None, layer: AttentionLayer) -> None:
+        """Counts N tokens more, or counts[b] in row b, which were written where `at` said."""
+        assert self.ends is not None
+        self.ends.add_(N if counts is None else counts)
+        if counts is not None or self.lengths is not None:
+            self.lengths = self.ends.long()
+        self.length += N
+        self._note_writer(layer)
+
+    def _count(self) -> None:
+        """Brings `ends` up to `length` and `lengths`."""
+        if self.max_length is None or not self._held:
+            return
+        held = self._held[0]
+        if self.ends is None or self.ends.shape[0] != held.shape[0] or self.ends.device != held.device:
+            with _not_inference():
+                self.ends = torch.empty(held.shape[0], dtype=torch.int32, device=held.device)
+        if self.lengths is None:
+            self.ends.fill_(self.length)
+        else:
+            self.ends.copy_(self.lengths)
 
     def _offer(self, new: tuple[Tensor, ...], counts: Tensor | None) -> tuple[tuple[Tensor, ...], End]:
         """Writes new (B, N, ...) after the cache's tokens; they count from the call of `advance` with the end on.
@@ -226,18 +295,18 @@ class KVCache(TokenCache):
 
 
 class LatentCache(TokenCache):
-    """Latents and rotated keys of one latent-attention layer."""
+    """Latents and rotated keys of one latent-attention layer, side by side in one tensor (B, N, R + P)."""
 
     def append(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """latent (B, N, R), k_rope (B, N, P): the next tokens. Returns all of both; `counts` as in `KVCache`."""
-        latent, k_rope, end = self.offer(latent, k_rope, counts)
+        kv, end = self.offer(torch.cat([latent, k_rope], 2), counts)
         self.advance(end)
-        return latent, k_rope
+        return kv[..., : latent.shape[2]], kv[..., latent.shape[2] :]
 
-    def offer(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, End]:
-        """As `KVCache.offer`."""
-        (latent, k_rope), end = self._offer((latent, k_rope), counts)
-        return latent, k_rope, end
+    def offer(self, kv: Tensor, counts: Tensor | None = None) -> tuple[Tensor, End]:
+        """As `KVCache.offer`, of [latent | k_rope] (B, N, R + P)."""
+        (kv,), end = self._offer((kv,), counts)
+        return kv, end
 
 
 class StateCache(Written):

@@ -31,6 +31,7 @@ from fulmen.boundary import check_offset_values, check_offsets, is_plain_eager, 
 
 if TYPE_CHECKING:
     from fulmen.layers.cache import StateCache, TokenCache
+    from fulmen.layers.pool import Pool
     from fulmen.layers.rotary import Rotary
     from fulmen.layers.weights import AttentionLayer
     from fulmen.parallel.context import ContextParallel
@@ -169,14 +170,24 @@ def _check_positions(positions: Tensor, x: Tensor) -> None:
 
 
 def _check_cache(layer: AttentionLayer, cache: Any, B: int, causal: bool) -> None:
-    if not isinstance(cache, layer.cache_type):
-        raise ValueError(f"cache is a {type(cache).__name__}, must be a {layer.cache_type.__name__}")
+    pooled = isinstance(cache, layer.pool_type)
+    if not pooled and not isinstance(cache, layer.cache_type):
+        kinds = f"{layer.cache_type.__name__} or a {layer.pool_type.__name__}"
+        raise ValueError(f"cache is a {type(cache).__name__}, must be a {kinds}")
     if not causal:
         raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
-    if cache.lengths is not None and cache.lengths.shape[0] != B:
+    if not pooled and cache.lengths is not None and cache.lengths.shape[0] != B:
         raise ValueError(
             f"cache holds {cache.lengths.shape[0]} rows, and x has B={B}: call reset() before another batch"
         )
+
+
+def _check_pooled(positions: Tensor | None, mask: Tensor | None) -> None:
+    if mask is not None or positions is not None:
+        given = "mask" if mask is not None else "positions"
+        raise ValueError(f"{given} is given with a pool: Sequences.step says how many tokens the rows have, and where")
+    if torch.is_grad_enabled():
+        raise ValueError("a pool is written in place, without gradients: call the layer under torch.no_grad()")
 
 
 class Inputs(NamedTuple):
@@ -188,7 +199,7 @@ class Inputs(NamedTuple):
 
     x: Tensor
     positions: Tensor | None
-    cache: TokenCache | StateCache | None
+    cache: TokenCache | StateCache | Pool | None
     padding: Padding | None
     cu_seqlens: Tensor | None
     cp: ContextParallel | None
@@ -218,6 +229,8 @@ class Inputs(NamedTuple):
         check_kind("x", x, projection)
         if cache is not None:
             cache.check_writer(layer)
+        if cache is not None and isinstance(cache, layer.pool_type):
+            _check_pooled(positions, mask)
         padding = None if mask is None else Padding.of(mask)
         return cls(x if padding is None else padding.front(x), positions, cache, padding, cu_seqlens, layer.cp)
 
@@ -248,7 +261,7 @@ class Inputs(NamedTuple):
         if self.cu_seqlens is not None:
             return rope(packed_positions(torch.arange(N, device=device), self.cu_seqlens), dtype)
         if self.cache is not None and self.cache.lengths is not None:
-            return rope(self.cache.lengths[:, None] + torch.arange(N, device=device), dtype)
+            return rope(self.cache.lengths[:B, None].long() + torch.arange(N, device=device), dtype)
         return rope.span(0 if self.cache is None else self.cache.length, N, device, dtype)
 
     def back(self, y: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ W_kvb = [W_k | W_v] is applied to the queries and to the outputs instead of to e
     q k^T = (q_nope W_k^T) c^T + rope(q_rope) rope(k_rope)^T,    o = (p c) W_v
 
 so that all heads read the one cached latent: multi-query attention with a head dim of kv_rank + rope_dim = 576 and
-values of 512. No kernel of `flash_attention` takes such heads (256 is the most), so these products are plain PyTorch,
-the softmax in fp32. A step of one token reads the cache once and writes no key at all.
+values of 512, which is `latent_attention`. With gradients, a window, a softcap or sinks these products are plain
+PyTorch, the softmax in fp32. A step of a preallocated cache (`_step`) takes positions and lengths from the device, so
+that it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from fulmen.boundary import is_plain_eager
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
+from fulmen.latent.op import latent_attention
 from fulmen.layers import weights
 from fulmen.layers.cache import End, LatentCache
 from fulmen.layers.fused import kernels_for
@@ -46,7 +48,9 @@ from fulmen.layers.inputs import (
     number,
     whole,
 )
+from fulmen.layers.pool import LatentPool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, config_size, config_value, rotary_kernels, rotary_of
+from fulmen.layers.sequences import Sequences
 from fulmen.layers.softmax import Options, attend, local_sinks, visible
 from fulmen.layers.softmax import weights as softmax_weights
 from fulmen.layers.tensor_parallel import (
@@ -80,6 +84,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     """
 
     cache_type = LatentCache
+    pool_type = LatentPool
 
     def __init__(
         self,
@@ -182,13 +187,18 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
-        cos, sin = call.rotations(self.rope)
         queries, down = project(x, self._q_first(), self.kv_a_proj_with_mqa)
         if self.q_b_proj is not None and self.q_a_layernorm is not None:
             queries, _, latent, k_rope = normed((queries, self.q_a_layernorm), (down, self.kv_a_layernorm))
             queries = self.q_b_proj(queries)
         else:
             latent, k_rope = normed((down, self.kv_a_layernorm))
+        if cache is not None and self._steps(latent, call, cache):
+            y = self.o_proj(self._step(queries, latent, k_rope, call, cache))
+            if isinstance(cache, LatentCache):
+                cache.extend(x.shape[1], call.counts, self)
+            return call.back(y)
+        cos, sin = call.rotations(self.rope)
         served = cache is None and rotary_kernels(cos, sin, queries, latent, k_rope) is not None
         weight = self._up_weight(latent) if served else None
         if weight is not None:
@@ -218,13 +228,15 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     ) -> tuple[Tensor, End]:
         """o (B, N, H, value_dim) of tokens that come after the cache's, expanded or absorbed, and the cache's end."""
         N, rows = q_nope.shape[1], call.rows
-        all_latent, all_k_rope, end = cache.offer(latent, k_rope, call.counts)
+        kv, end = cache.offer(torch.cat([latent, k_rope], 2), call.counts)
         if cache.length == 0 and not self._absorbs(N, N):  # nothing but itself to see
             return self._expanded(q_nope, q_rope, latent, k_rope, rows), end
         if end.lengths is not None:
             rows = Counts(full_counts(latent, call.counts), end.lengths)
-        way = self._absorbed if self._absorbs(N, all_latent.shape[1]) else self._expanded
-        return way(q_nope, q_rope, all_latent, all_k_rope, rows), end
+        if self._absorbs(N, kv.shape[1]):
+            return self._absorbed(q_nope, q_rope, kv, rows), end
+        latent, k_rope = kv.split([self.kv_rank, self.rope_dim], dim=2)
+        return self._expanded(q_nope, q_rope, latent, k_rope, rows), end
 
     def _absorbs(self, N: int, keys: int) -> bool:
         """Whether N queries and so many keys take fewer multiplications the absorbed way."""
@@ -268,21 +280,103 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, self.options, self.sinks, rows, dropout, self.cp).transpose(1, 2)
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rows: Rows | None) -> Tensor:
-        """o (B, N, H, value_dim), all heads reading the latents."""
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kv: Tensor, rows: Rows | None) -> Tensor:
+        """o (B, N, H, value_dim), all heads reading the latents and rotated keys, kv (B, keys, kv_rank + rope_dim)."""
         N, H = q_nope.shape[1:3]
-        latent, k_rope = summed_gradient(latent, self.mesh), summed_gradient(k_rope, self.mesh)
-        up = local(self.kv_b_proj.weight).unflatten(0, (H, self.nope_dim + self.value_dim))
-        w_k, w_v = up.split([self.nope_dim, self.value_dim], dim=1)  # (H, nope_dim, R), (H, value_dim, R)
+        kv = summed_gradient(kv, self.mesh)
+        w_k, w_v = self._up_weights()
         q_latent = torch.einsum("bnhd,hdr->bhnr", q_nope, w_k)  # a product for each head: the weights are read once
-        s = q_latent.flatten(1, 2) @ latent.mT + q_rope.transpose(1, 2).flatten(1, 2) @ k_rope.mT  # (B, H * N, keys)
-        s = s.to(torch.promote_types(s.dtype, torch.float32)).unflatten(1, (H, N)) * self.options.scale
-        seen = visible(q_latent, latent[:, None], self.options, rows)
-        if seen is not None:
-            seen = seen | ~seen.any(-1, keepdim=True)  # padding sees all: its y is zeroed
-        p = softmax_weights(s, self.options, local_sinks(self.sinks, q_latent.dtype), seen).to(latent.dtype)
-        o_latent = (p.flatten(1, 2) @ latent).unflatten(1, (H, N))
+        q = torch.cat([q_latent, q_rope.transpose(1, 2)], 3)
+        if self._plain() and not (torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad)):
+            lengths = None if rows is None else _last_positions(rows, N)
+            o_latent = self._attend(q, kv, lengths)
+        else:
+            s = (q.flatten(1, 2) @ kv.mT).unflatten(1, (H, N))
+            s = s.to(torch.promote_types(s.dtype, torch.float32)) * self.options.scale
+            seen = visible(q, kv[:, None], self.options, rows)
+            if seen is not None:
+                seen = seen | ~seen.any(-1, keepdim=True)  # padding sees all: its y is zeroed
+            p = softmax_weights(s, self.options, local_sinks(self.sinks, q.dtype), seen).to(kv.dtype)
+            o_latent = (p.flatten(1, 2) @ kv[..., : self.kv_rank]).unflatten(1, (H, N))
         return torch.einsum("bhnr,her->bnhe", o_latent, w_v)
+
+    def _up_weights(self) -> tuple[Tensor, ...]:
+        """W_k (H, nope_dim, kv_rank) and W_v (H, value_dim, kv_rank) of this rank's heads."""
+        up = local(self.kv_b_proj.weight).unflatten(0, (-1, self.nope_dim + self.value_dim))
+        return up.split([self.nope_dim, self.value_dim], dim=1)
+
+    def _plain(self) -> bool:
+        """Whether `latent_attention` has the layer's options."""
+        options = self.options
+        return options.causal and options.window is None and options.softcap is None and self.sinks is None
+
+    def _attend(self, q: Tensor, kv: Tensor, lengths: Tensor | None, table: Tensor | None = None) -> Tensor:
+        return latent_attention(
+            q, kv, value_dim=self.kv_rank, kv_lengths=lengths, page_table=table, causal=True, scale=self.options.scale
+        )
+
+    # ------------------------------------------------------------------------------------- a decoding step
+
+    def _steps(self, latent: Tensor, call: Inputs, cache: LatentCache | LatentPool) -> bool:
+        """Whether `_step` serves: a pool, or a preallocated cache, the absorbed way, without gradients."""
+        if isinstance(cache, LatentPool):
+            return True
+        N, limit = latent.shape[1], self.rope.max_positions
+        return (
+            cache.max_length is not None
+            and cache.length > 0
+            and not torch.is_grad_enabled()
+            and self._plain()
+            and self._absorbs(N, cache.length + N)
+            and call.positions is None
+            and (limit is None or limit >= cache.max_length)
+            and local(self.kv_b_proj.weight).dtype == latent.dtype
+            and not torch.is_autocast_enabled(latent.device.type)
+        )
+
+    def _step(
+        self, queries: Tensor, latent: Tensor, k_rope: Tensor, call: Inputs, cache: LatentCache | LatentPool
+    ) -> Tensor:
+        """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows.
+
+        queries are before RoPE, (B, N, H * (nope_dim + rope_dim)), as is k_rope (B, N, rope_dim).
+        """
+        (B, N, R), P = latent.shape, self.rope_dim
+        queries = queries.unflatten(2, (-1, self.nope_dim + P))
+        q_nope, q_rope = queries.split([self.nope_dim, P], dim=3)
+        at = cache.at(latent[..., :1].expand(B, N, R + P))
+        (kv,) = at.memory
+        w_k, w_v = self._up_weights()
+        H = w_k.shape[0]
+        kernels = kernels_for("decode", queries, latent, k_rope, kv)
+        if kernels is None or not is_plain_eager(w_k):
+            cos, sin = self.rope(at.positions(N), latent.dtype)
+            q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved)
+            k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
+            at.write(kv, torch.cat([latent, k_rope], 2))
+            q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope], 3)
+            return torch.einsum("bhnr,her->bnhe", self._attend(q, kv, at.end, at.table), w_v).flatten(2)
+        q = torch.empty(H, B, N, R + P, dtype=latent.dtype, device=latent.device)  # as the products read and write it
+        tables = self.rope.span(0, at.limit, latent.device, latent.dtype)
+        turned = q.permute(1, 2, 0, 3)[..., R:]
+        kernels.latent_step(
+            q_rope, latent, k_rope, tables, at.begin, at.end, at.table, kv, turned, self.rope.interleaved
+        )
+        torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), w_k, out=q.view(H, B * N, R + P)[..., :R])
+        o = self._attend(q.transpose(0, 1), kv, at.end, at.table).transpose(0, 1).reshape(H, B * N, R)
+        y = torch.empty(B, N, H * self.value_dim, dtype=latent.dtype, device=latent.device)
+        torch.bmm(o, w_v.mT, out=y.view(B * N, H, self.value_dim).transpose(0, 1))
+        return y
+
+    def new_pool(self, sequences: Sequences) -> LatentPool:
+        """Memory of this layer for `sequences`, on its device and in its dtype; a layer takes it as `cache`."""
+        if not self._plain():
+            raise NotImplementedError(
+                "latent_attention has no window, softcap or sinks, so that this layer has no pool"
+            )
+        check_positions_of(self.rope, sequences)
+        weight = self.o_proj.weight
+        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype)
 
     # ------------------------------------------------------------------------------- weights and ranks
 
@@ -348,6 +442,12 @@ def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
         first, rest = x.split([R, x.shape[2] - R], dim=2)
         found += [norm(first), rest]
     return tuple(found)
+
+
+def _last_positions(rows: Rows, N: int) -> Tensor:
+    """The kv_lengths with which query i of N stands where it does in its row, padding after the row's queries."""
+    assert isinstance(rows, Counts), "a cache has no packed sequences"
+    return (rows.k - rows.q + N).to(torch.int32)
 
 
 DEEPSEEK_NAMES = {

@@ -11,6 +11,10 @@
 
 `qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value. This is
 MiniMax's order where every head has its own, and a rank's share of the heads is contiguous.
+
+On a GPU one kernel lies between the projections and the attention and one behind it (fused/lightning.py). Saved for the
+backward are x, the output of `qkv_proj`, q and k (and v, if it is activated), o, the gate and the input of `out_proj`:
+with dim = H D and as many heads of k and v, 10u in minimax and 9u in ring, where u is the bytes of q.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from fulmen import decay as slopes
 from fulmen.boundary import check_scale
 from fulmen.layers import weights
 from fulmen.layers.cache import StateCache
+from fulmen.layers.fused import kernels_for
+from fulmen.layers.fused.projections import has_no_hooks, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Inputs,
@@ -42,8 +48,18 @@ from fulmen.layers.inputs import (
     one_row,
     whole,
 )
+from fulmen.layers.pool import StatePool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value, rotary_of
-from fulmen.layers.tensor_parallel import Heads, HeadsNorm, HeadwiseNorm, RMSNorm, ShardedHeadsNorm, check_shares
+from fulmen.layers.sequences import Sequences
+from fulmen.layers.tensor_parallel import (
+    Heads,
+    HeadsNorm,
+    HeadwiseNorm,
+    RMSNorm,
+    ShardedHeadsNorm,
+    check_shares,
+    ranks_of,
+)
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM, LightningSpec
 
@@ -95,6 +111,7 @@ class LightningAttention(weights.AttentionLayer):
 
     decay: Tensor | None
     cache_type = StateCache
+    pool_type = StatePool
 
     def __init__(
         self,
@@ -221,55 +238,106 @@ class LightningAttention(weights.AttentionLayer):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        cache: StateCache | None = None,
+        cache: StateCache | StatePool | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """y (B, N, embed_dim).
 
         positions   (N,) or (B, N) for RoPE; counted on from the cache's tokens, without padding, unless given.
-        cache       a `StateCache`: x goes on where it stopped, and it is brought up to x's last token.
+        cache       a `StateCache`: x goes on where it stopped, and it is brought up to x's last token. Or a pool made
+                    by `new_pool`.
         mask        bool (B, N), True for a token: padding is not seen and does not decay the state; its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, each with a state of its own.
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.out_proj)
         x = call.x
-        q, k, v = self._project(x)
-        if self.rope is not None:
-            cos, sin = call.rotations(self.rope)
-            q, k = (apply_rotary(t, cos, sin, self.rope.interleaved) for t in (q, k))
-        if self.qk_norm == "after":
-            q, k = self._normed(q, k)
+        if self.output_gate is None:
+            qkv, gate = self.qkv_proj(x), None
+        else:
+            qkv, gate = project(x, self.qkv_proj, self.output_gate)
+        q, k, v = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
         o, state = self._attend(q, k, v, call)
-        o = o.transpose(1, 2).flatten(2)
-        if self.norm is not None:
-            o = self.norm(o)
-        if self.output_gate is not None:
-            o = o * torch.sigmoid(self.output_gate(x))
-        y = self.out_proj(o)
-        if cache is not None and state is not None:
+        y = self.out_proj(self._gated(o.transpose(1, 2).flatten(2), gate))
+        if isinstance(cache, StateCache) and state is not None:
             cache.update(state, x.shape[1], call.counts, self)
         return call.back(y)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads."""
-        qkv = self.qkv_proj(x)
+    def _heads(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads; tables: cos and sin."""
+        kernels = self._head_kernels(qkv, tables)
+        if kernels is not None:
+            q, k, v = kernels.Prepared.apply(self._facts(qkv, kernels), qkv, *self._norm_weights(qkv), *tables)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.activation is not None:
             qkv = ACTIVATIONS[self.activation](qkv)
         q, k, v = qkv.unflatten(2, (-1, sum(self._widths()))).split(self._widths(), dim=3)
-        q = q.unflatten(3, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return (*self._normed(q, k), v) if self.qk_norm == "before" else (q, k, v)
+        q = q.unflatten(3, (-1, self.head_dim)).flatten(2, 3)
+        if self.qk_norm == "before":
+            q, k = self._normed(q, k)
+        cos, sin = tables
+        if self.rope is not None and cos is not None and sin is not None:
+            q, k = (apply_rotary(t.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2) for t in (q, k))
+        if self.qk_norm == "after":
+            q, k = self._normed(q, k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
         assert self.k_norm is not None
-        return self.q_norm(q.transpose(1, 2)).transpose(1, 2), self.k_norm(k.transpose(1, 2)).transpose(1, 2)
+        return self.q_norm(q), self.k_norm(k)
+
+    def _head_kernels(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None]) -> Any:
+        """The kernels that make q, k and v of the projection's output, or None."""
+        if self.activation is None and self.qk_norm is None and self.rope is None:
+            return None
+        if self.q_norm is not None and self.k_norm is not None:
+            same = self.q_norm.eps is not None and self.q_norm.eps == self.k_norm.eps
+            if not same or not has_no_hooks(self.q_norm, self.k_norm, kind=RMSNorm):
+                return None
+        if any(t is not None and not (t.is_contiguous() and t.dtype == torch.float32) for t in tables):
+            return None
+        return kernels_for("lightning", qkv) if qkv.is_contiguous() else None
+
+    def _facts(self, qkv: Tensor, kernels: Any) -> Any:
+        H_KV = qkv.shape[2] // sum(self._widths())
+        H = self.num_heads // self.num_kv_heads * H_KV
+        eps = 0.0 if self.q_norm is None else self.q_norm.eps
+        turn = self.rope is not None and self.rope.interleaved
+        return kernels.Heads(H, H_KV, self.head_dim, self.value_dim, self.activation, self.qk_norm, eps, turn)
+
+    def _norm_weights(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.q_norm is None or self.k_norm is None:
+            return None, None
+        return self.q_norm.weight_for(x), self.k_norm.weight_for(x)
+
+    def _gated(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """o (B, N, H * E), normed and multiplied by sigmoid(gate)."""
+        kernels = self._gate_kernels(o, gate)
+        if kernels is not None and self.norm is None:
+            return kernels.Gated.apply(1, None, o, gate, None)
+        if kernels is not None and self.norm is not None:
+            return kernels.Gated.apply(self.norm.groups_in(o), self.norm.eps, o, gate, self.norm.weight_for(o))
+        if self.norm is not None:
+            o = self.norm(o)
+        return o if gate is None else o * torch.sigmoid(gate)
+
+    def _gate_kernels(self, o: Tensor, gate: Tensor | None) -> Any:
+        """The kernels of the norm and the gate, or None."""
+        if self.norm is None and gate is None:
+            return None
+        if self.norm is not None and (not has_no_hooks(self.norm, kind=HeadsNorm) or self.norm.groups_in(o) is None):
+            return None
+        tensors = [o] if gate is None else [o, gate]
+        kernels = kernels_for("lightning", *tensors) if all(t.is_contiguous() for t in tensors) else None
+        return kernels if kernels is None or o.shape[2] <= kernels.MAX_WIDTH else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs) -> tuple[Tensor, Tensor | None]:
         """o (B, H, N, E) and, with a cache, the state it is to hold."""
         if self.cp is not None:
             return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, call.cu_seqlens), None
+        if isinstance(call.cache, StatePool):
+            return call.cache.attend(q, k, v, self.decay, self.scale, self.backend), None
         options: dict[str, Any] = {"scale": self.scale, "backend": self.backend}
         state = call.cache.state if isinstance(call.cache, StateCache) else None
         B, N = q.shape[0], q.shape[2]
@@ -293,6 +361,16 @@ class LightningAttention(weights.AttentionLayer):
             options["initial_state"] = torch.stack([state, torch.zeros_like(state)], 1).flatten(0, 1)
         o, states = lightning_attention_with_state(q, k, v, self.decay, **options)
         return many_rows(o, B, N), states.unflatten(0, (B, 2))[:, 0].contiguous()
+
+    def new_pool(self, sequences: Sequences, state_dtype: torch.dtype | None = None) -> StatePool:
+        """States of this layer for `sequences`, on its device, in fp32 or bf16; the layer takes it as `cache`."""
+        choice("state_dtype", state_dtype, None, torch.float32, torch.bfloat16)
+        check_positions_of(self.rope, sequences)
+        ranks, weight = ranks_of(self.mesh), self.out_proj.weight
+        return StatePool(
+            sequences, self.num_heads // ranks, self.num_kv_heads // ranks, self.head_dim, self.value_dim,
+            device=weight.device, dtype=weight.dtype, state_dtype=state_dtype,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------- weights and ranks
 

@@ -30,6 +30,11 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def ranks_of(mesh: DeviceMesh | None) -> int:
+    """How many ranks share a layer's heads."""
+    return 1 if mesh is None else mesh.size()
+
+
 def summed_gradient(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """x, the same on every rank and used for other heads on each: its gradient is summed over ranks."""
     if mesh is None:
@@ -66,8 +71,11 @@ class RMSNorm(nn.RMSNorm):
     mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = summed_gradient(local(self.weight), self.mesh).to(x.dtype)
-        return nn.functional.rms_norm(x, tuple(self.normalized_shape), weight, self.eps).to(x.dtype)
+        return nn.functional.rms_norm(x, tuple(self.normalized_shape), self.weight_for(x), self.eps).to(x.dtype)
+
+    def weight_for(self, x: Tensor) -> Tensor:
+        """The weight as x's features on this rank take it, differentiable."""
+        return summed_gradient(local(self.weight), self.mesh).to(x.dtype)
 
 
 class HeadsNorm(nn.Module):
@@ -101,9 +109,18 @@ class HeadsNorm(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.features}, groups={self.groups}, eps={self.eps}"
 
+    def weight_for(self, x: Tensor) -> Tensor:
+        """As `RMSNorm.weight_for`."""
+        return local(self.weight).to(x.dtype)
+
+    def groups_in(self, x: Tensor) -> int | None:
+        """How many groups x's features are; None: part of one."""
+        size = self.features // self.groups
+        return None if x.shape[-1] % size else x.shape[-1] // size
+
     def forward(self, x: Tensor) -> Tensor:
-        weight, size = local(self.weight).to(x.dtype), self.features // self.groups
-        if x.shape[-1] % size == 0:  # whole groups
+        weight, size = self.weight_for(x), self.features // self.groups
+        if self.groups_in(x) is not None:
             parts = x.unflatten(-1, (-1, size))
             return nn.functional.rms_norm(parts, (size,), None, self.eps).flatten(-2) * weight
         assert self.mesh is not None, "only a shard holds part of a group"

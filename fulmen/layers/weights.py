@@ -26,6 +26,7 @@ from fulmen.layers.tensor_parallel import join_rows, split_rows
 if TYPE_CHECKING:
     from fulmen.layers.attention import GroupedQueryAttention
     from fulmen.layers.cache import StateCache, TokenCache
+    from fulmen.layers.pool import Pool
     from fulmen.parallel.context import ContextParallel
 
 PARTS = ("q_proj", "k_proj", "v_proj")
@@ -41,6 +42,7 @@ class AttentionLayer(nn.Module):
     """
 
     cache_type: ClassVar[type[TokenCache] | type[StateCache]]
+    pool_type: ClassVar[type[Pool]]
     embed_dim: int
     number: int | None = None
     mesh: DeviceMesh | None = None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import aligned, empty_rows
+from fulmen.boundary import empty_rows, readable
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
@@ -142,9 +142,12 @@ def gather(
 
 def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What was saved: slots, or states that enter segments."""
-    if saved is None or spec.D == 64:
-        return saved, None
-    return None, saved.view(torch.float32)
+    if saved is None:
+        return None, None
+    shape = saves(spec)
+    assert shape is not None
+    saved = saved.view(shape)
+    return (saved, None) if spec.D == 64 else (None, saved.view(torch.float32))
 
 
 def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, Tensor]:
@@ -262,11 +265,6 @@ def prepare_backward(
         return dq, dk, dv, dinitial
 
     return whole
-
-
-def readable(do: Tensor) -> Tensor:
-    """do, or a copy that the copy engine can read."""
-    return do if aligned(do) else do.clone(memory_format=torch.contiguous_format)
 
 
 register(

@@ -3,13 +3,13 @@
 The sequence is cut into chunks of C rows and the chunks into panels; all chunks of a panel are computed at once as
 batched matrix products, so that Python runs once per panel and per state, never per token:
 
-    p = (q k^T) * mask,  o = p v + (q S) * into          S: the state entering the chunk
+    p = tril(q k^T * mask),  o = p v + (q S) * into      S: the state entering the chunk
     S' = S * whole + (k * left)^T v                      S': the state leaving it
 
 with, for row r of a chunk, mask_rj = scale lambda^(r-j), into_r = scale lambda^(r+1), left_r = lambda^(C-1-r) and
 whole = lambda^C. The backward is the adjoint, right to left, with dS' the gradient of the leaving state:
 
-    dp = (do v^T) * mask,  dq = dp k + (do S^T) * into
+    dp = tril(do v^T * mask),  dq = dp k + (do S^T) * into
     dk = dp^T q + (v dS'^T) * left,  dv = p^T do + (k dS') * left,  dS = dS' * whole + (q * into)^T do
 
 Nothing but q, k, v is saved; a panel bounds the memory of states, and within it heads are taken in parts whose p and
@@ -42,7 +42,7 @@ def supports(spec: LightningSpec) -> str | None:
 class Powers(NamedTuple):
     """The decay factors of a chunk, shaped to broadcast over (B, H, chunks, C, size); None where all are 1."""
 
-    mask: Tensor  # (H, 1, C, C), scaled
+    mask: Tensor | float  # (H, 1, C, C), scaled; nothing above the diagonal is used
     into: Tensor | float  # (H, 1, C, 1), scaled
     left: Tensor | None  # (H, 1, C, 1)
     whole: Tensor | None  # (H, 1, 1)
@@ -50,15 +50,14 @@ class Powers(NamedTuple):
 
 def powers(decay: Tensor | None, scale: float, C: int, like: Tensor) -> Powers:
     """Powers are products of exp(-s) in fp64: exact to the last bit of fp32, and one small exp per call."""
-    r = torch.arange(C, device=like.device)
-    distance = r[:, None] - r[None, :]
     if decay is None:
-        return Powers((distance >= 0).to(like.dtype).mul_(scale)[None, None], scale, None, None)
+        return Powers(scale, scale, None, None)
+    r = torch.arange(C, device=like.device)
     exact = torch.float32 if like.device.type == "mps" else torch.float64  # MPS has no fp64
     each = torch.exp(-decay.to(exact)).view(-1, 1).repeat(1, C + 1)
     each[:, 0] = 1.0
     table = each.cumprod(1).to(like.dtype)  # (H, C + 1): lambda^0 .. lambda^C
-    mask = torch.where(distance >= 0, table[:, distance.clamp(min=0)] * scale, 0.0)
+    mask = table[:, (r[:, None] - r[None, :]).clamp(min=0)] * scale
     column = table[:, None, :, None]
     return Powers(mask[:, None], column[:, :, 1:] * scale, column[:, :, :C].flip(2), table[:, C].view(-1, 1, 1))
 
@@ -134,9 +133,9 @@ def added(a: Tensor, w: Tensor | float | None, b: Tensor, parts: list[Part]) -> 
     return steps
 
 
-def masked(a: Tensor, b: Tensor, mask: Tensor, part: Part) -> Tensor:
-    """(a b^T) * mask of a part."""
-    return (a[part] @ b[part].mT).mul_(of_heads(mask, part[1]))
+def masked(a: Tensor, b: Tensor, mask: Tensor | float, part: Part) -> Tensor:
+    """tril(a b^T * mask) of a part: what tril drops may be NaN, which a factor of zero would keep."""
+    return (a[part] @ b[part].mT).mul_(of_heads(mask, part[1])).tril_()
 
 
 def scan(steps: Tensor, state: Tensor, whole: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,12 @@ or, token by token, S_t = exp(-s) S_{t-1} + k_t v_t^T and o_t = scale * q_t S_t,
 not with N^2. The path of a call: look for the plan of an equal call (`fulmen.plans`); without one
 check arguments, build the spec and let `dispatch.pick` choose a kernel. Nothing but the arguments is saved for the
 backward, unless a kernel asks for it. The gradient of the decay is the same for all of them (slopes.py). Compilers
-and modes see two `torch.library` operators.
+and modes see two `torch.library` operators; what a kernel saves is an output of the first.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from fulmen import dispatch, plans
 from fulmen.boundary import (
     empty_rows,
     is_plain_eager,
+    needs_gradient,
     no_second_derivative,
     outside_autocast,
     refuse_derivatives_we_lack,
+    register_operator,
 )
+from fulmen.lightning.plan import Shape, plan_for
 from fulmen.lightning.spec import LightningSpec, Residuals, check_inputs, check_values, empty_states, spec_of_residuals
-from fulmen.plans import Plan, Repeated
+from fulmen.plans import Plan
 
 
 def lightning_attention(
@@ -96,65 +100,48 @@ def lightning_attn_func(
 # ------------------------------------------------------------------------------------- kernels and plans
 
 
-def _plan(spec: LightningSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...], needs_grad: bool) -> Plan:
-    """Both directions of `kernel`, and their prepared launches if it has any."""
-    shape = kernel.saves(spec) if needs_grad and kernel.saves is not None else None
+def _planned(tensors: tuple[Any, ...], arguments: tuple[Any, ...], needs_grad: bool, operator: bool = False) -> Plan:
+    """The plan of a call whose arguments are right: tensors, and after them what the operators take.
 
-    def residuals(tensors: tuple[Any, ...]) -> Residuals:
-        x = Residuals(*tensors)
-        return x if shape is None else x._replace(saved=x.q.new_empty(shape))
-
-    @outside_autocast
-    def forward(*tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x = residuals(tensors)
-        return *kernel.forward(spec, x), x.saved
-
-    @outside_autocast
-    def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        assert kernel.backward is not None, "natively differentiable backends do not come here"
-        *given, do, dstate = tensors
-        do = do.resolve_neg()
-        if spec.E > 1 and do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
-            do = do.contiguous()
-        dstate = None if dstate is None else dstate.resolve_neg().contiguous()
-        return kernel.backward(spec, Residuals(*given), do, dstate)
-
-    def prepare(*tensors: Any) -> Any:
-        assert kernel.prepare is not None
-        return kernel.prepare(spec, residuals(tensors))
-
-    def prepare_backward(*tensors: Any) -> Any:
-        assert kernel.prepare_backward is not None
-        *given, do, dstate = tensors
-        return kernel.prepare_backward(spec, Residuals(*given), do, dstate)
-
-    return Plan(
-        spec,
-        Repeated(forward, kernel.prepare and prepare),
-        lambda: Repeated(backward, kernel.prepare_backward and prepare_backward),
-        arguments,
-        needs_grad,
-    )
-
-
-def plan_of(spec: LightningSpec, x: Residuals, backend: str) -> Plan:
-    """The plan of a spec that was not built from a call's arguments, as in `fulmen.parallel`; it saves nothing."""
-    which, given = plans.given(x)
-    key = (which, "lightning spec", spec, backend)
-    kernel = dispatch.pick("lightning", spec, backend)
-    return plans.find(key, given) or plans.keep(key, given, _plan(spec, kernel, (), False))
-
-
-def _planned(key: Any, tensors: tuple[Any, ...], arguments: tuple[Any, ...], needs_grad: bool) -> Plan:
-    """The plan of a call whose arguments are right: tensors, and after them what the operators take."""
+    What an operator saves has a shape that its fake implementation knows, too: see `_saved_shape`.
+    """
     check_values(tensors[3], tensors[5], tensors[0].shape[2])
     which, given = plans.given(tensors)
-    plan = plans.find((which, *key), given)
+    key = (which, "lightning operator" if operator else "lightning", *arguments, operator and needs_grad)
+    plan = plans.find(key, given)
     if plan is None:
-        spec = spec_of_residuals(Residuals(*tensors), *arguments[:2])
-        kernel = dispatch.pick("lightning", spec, arguments[2])
-        plan = plans.keep((which, *key), given, _plan(spec, kernel, arguments, needs_grad))
+        spec, backend = spec_of_residuals(Residuals(*tensors), *arguments[:2]), arguments[2]
+        saved = _saved_shape(spec, backend) if operator and needs_grad else None
+        copies = saved is not None and not spec.aligned and backend == "auto"
+        spec = spec._replace(aligned=spec.aligned or copies)
+        kernel = dispatch.pick("lightning", spec, backend)
+        if needs_grad and not operator and kernel.saves is not None:
+            saved = _joined(kernel.saves(spec))
+        plan = plans.keep(key, given, plan_for(spec, kernel, arguments, needs_grad, saved, copies))
     return plan
+
+
+def _saved_shape(spec: LightningSpec, backend: str) -> Shape | None:
+    """What the operators save: a shape that depends on sizes, which may be symbols, and not on what they make the
+    policy choose. None: nothing, or something that not every call of this kind has.
+
+    A kernel that saves after a single token always does. Forward and backward must agree on it, also if their tensors
+    are not aligned alike; `_planned` copies those that are not.
+    """
+    if spec.device.type == "cuda" and not torch.cuda.is_available():  # fake tensors of a GPU that is not here
+        return None
+    group = 1 if spec.H == spec.H_KV else 2
+    sequences = None if spec.sequences is None else 1
+    one = spec._replace(
+        B=1, H=group, H_KV=1, N=1, D=int(spec.D), E=int(spec.E), sequences=sequences, scale=1.0, aligned=True
+    )
+    kernel = dispatch.pick("lightning", one, backend)
+    return _joined(kernel.saves(spec)) if kernel.saves is not None and kernel.saves(one) is not None else None
+
+
+def _joined(shape: Shape | None) -> Shape | None:
+    """Two dimensions for any number: a compiler asks of each symbol whether it is 1, and of their product it is not."""
+    return None if shape is None else (math.prod(shape[:-1]), shape[-1])
 
 
 @outside_autocast
@@ -169,11 +156,6 @@ def _decay_gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tenso
 
 _lib = torch.library.Library("fulmen", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? initial_state, Tensor? cu_seqlens"
-_lib.define(f"lightning_forward({_TENSORS}, float scale, bool with_state, str backend) -> (Tensor o, Tensor state)")
-_lib.define(
-    f"lightning_backward({_TENSORS}, Tensor do, Tensor? dstate, float scale, bool decay_gradient, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor ddecay, Tensor dinitial_state)"
-)
 TENSORS = 6
 
 
@@ -182,33 +164,42 @@ def _nothing(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, arguments = args[:TENSORS], args[TENSORS:]
-    plan = _planned(("lightning operator", *arguments), tensors, arguments, False)
-    o, state, _ = plan.forward.run(*tensors)
-    return o, _nothing(o) if state is None else state
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, with_state: bool, backend: str, needs_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tensors = (q, k, v, decay, initial_state, cu_seqlens)
+    plan = _planned(tensors, (scale, with_state, backend), needs_grad, operator=True)
+    o, state, saved = plan.forward.run(*tensors)
+    return o, _nothing(o) if state is None else state, _nothing(o) if saved is None else saved
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    *tensors, _, with_state, _ = args
-    x = Residuals(*tensors)
-    states = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    o = empty_rows(x.q, x.q.shape[1], x.v.shape[3])
-    return o, empty_states(x.q, states, x.v.shape[3]) if with_state else _nothing(o)
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, with_state: bool, backend: str, needs_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    spec = spec_of_residuals(Residuals(q, k, v, decay, initial_state, cu_seqlens), scale, with_state)
+    shape = _saved_shape(spec, backend) if needs_grad else None
+    o = empty_rows(q, spec.H, spec.E)
+    state = empty_states(q, spec.states, spec.E) if with_state else _nothing(o)
+    return o, state, _nothing(o) if shape is None else q.new_empty(shape)
 
 
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *tensors, do, dstate, scale, decay_gradient, backend = args
-    arguments = (scale, dstate is not None, backend)
-    plan = _planned(("lightning operator", *arguments), tuple(tensors), arguments, False)
-    given = (*tensors, None, do, dstate)
-    dq, dk, dv, dinitial = plan.gradients(*given)
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    do: Tensor, dstate: Tensor | None, scale: float, decay_gradient: bool, backend: str, saved: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    tensors = (q, k, v, decay, initial_state, cu_seqlens)
+    if saved is not None and saved.ndim == 1:  # nothing
+        saved = None
+    plan = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
+    dq, dk, dv, dinitial = plan.gradients(*tensors, saved, do, dstate)
     ddecay = _decay_gradient(plan.spec, Residuals(*tensors), do, dstate) if decay_gradient else _nothing(dq)
     return dq, dk, dv, ddecay, _nothing(dq) if dinitial is None else dinitial
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x, decay_gradient = Residuals(*args[:TENSORS]), args[-2]
+    x, decay_gradient = Residuals(*args[:TENSORS]), args[TENSORS + 3]
     dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
     ddecay = torch.empty_like(x.decay) if decay_gradient and x.decay is not None else _nothing(dq)
     return dq, dk, dv, ddecay, _nothing(dq) if x.initial_state is None else torch.empty_like(x.initial_state)
@@ -217,33 +208,46 @@ def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.arguments = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:TENSORS])
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*inputs[:TENSORS], output[2])
 
 
 def _operator_gradients(
     tensors: Any, do: Tensor | None, dstate: Tensor | None, decay_gradient: bool, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Gradients of the tensors, by the registered operator."""
-    x, (scale, with_state, backend) = Residuals(*tensors), arguments
+    """Gradients of the tensors, by the registered operator; after them, what was saved."""
+    *given, saved = tensors
+    x, (scale, with_state, backend) = Residuals(*given), arguments[:3]
     if do is None:  # only the state was used
         do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
     dq, dk, dv, ddecay, dinitial = torch.ops.fulmen.lightning_backward(
-        *tensors, do, dstate if with_state else None, scale, decay_gradient, backend
+        *given, do, dstate if with_state else None, scale, decay_gradient, backend, saved
     )
     return dq, dk, dv, ddecay if decay_gradient else None, None if x.initial_state is None else dinitial, None
 
 
-def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Any, ...]:
+def _gradients(ctx: Any, do: Tensor | None, dstate: Tensor | None, dsaved: None) -> tuple[Any, ...]:
     grads = _operator_gradients(ctx.saved_tensors, do, dstate, ctx.needs_input_grad[3], ctx.arguments)
-    return *grads, None, None, None
+    return *grads, *[None] * len(ctx.arguments)
 
 
-_lib.impl("lightning_forward", _forward, "CompositeExplicitAutograd")
-_lib.impl("lightning_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::lightning_forward", _forward_fake, lib=_lib)
-torch.library.register_fake("fulmen::lightning_backward", _backward_fake, lib=_lib)
-torch.library.register_autograd("fulmen::lightning_forward", _gradients, setup_context=_save, lib=_lib)
-torch.library.register_autograd("fulmen::lightning_backward", no_second_derivative("lightning_attention"), lib=_lib)
+register_operator(
+    _lib,
+    f"lightning_forward({_TENSORS}, float scale, bool with_state, str backend, bool needs_grad=False)"
+    " -> (Tensor o, Tensor state, Tensor saved)",
+    _forward,
+    _forward_fake,
+    _gradients,
+    _save,
+)
+register_operator(
+    _lib,
+    f"lightning_backward({_TENSORS}, Tensor do, Tensor? dstate, float scale, bool decay_gradient, str backend,"
+    " Tensor? saved=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor ddecay, Tensor dinitial_state)",
+    _backward,
+    _backward_fake,
+    no_second_derivative("lightning_attention"),
+)
 
 
 # ------------------------------------------------------------------------------------------------ the call
@@ -267,7 +271,7 @@ class LightningFunction(torch.autograd.Function):
             do = torch.zeros((*tensors[0].shape[:3], plan.spec.E), dtype=plan.spec.dtype, device=plan.spec.device)
         run = plan.backward_of((*tensors, do, dstate))
         if run is None:
-            return None, *_operator_gradients(tensors[:TENSORS], do, dstate, ctx.needs_input_grad[4], plan.arguments)
+            return None, *_operator_gradients(tensors, do, dstate, ctx.needs_input_grad[4], plan.arguments)
         dq, dk, dv, dinitial = run(*tensors, do, dstate)
         ddecay = None
         if ctx.needs_input_grad[4]:
@@ -282,7 +286,7 @@ def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: s
     plan = None
     if type(scale) is float and type(backend) is str:
         which, given = plans.given(tensors)
-        plan = plans.find((which, "lightning", scale, with_state, backend), given)
+        plan = plans.find((which, "lightning", scale, with_state, backend, False), given)
     if plan is None:
         q, k, v, decay, initial_state, cu_seqlens = tensors
         x = check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens, decay_gradient=True)
@@ -292,11 +296,10 @@ def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: s
             spec = spec_of_residuals(x, scale, with_state)
             return dispatch.pick("lightning", spec, backend).forward(spec, x)
         refuse_derivatives_we_lack("lightning_attention", x)
-        tensors, arguments = x[:TENSORS], (scale, with_state, backend)
+        tensors, arguments, needs_grad = x[:TENSORS], (scale, with_state, backend), needs_gradient(x[:5])
         if not is_plain_eager(*tensors):
-            return torch.ops.fulmen.lightning_forward(*tensors, *arguments)
-        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:5])
-        plan = _planned(("lightning", *arguments), tensors, arguments, needs_grad)
+            return torch.ops.fulmen.lightning_forward(*tensors, *arguments, needs_grad)[:2]
+        plan = _planned(tensors, arguments, needs_grad)
     elif plan.spec.device.type == "cpu":
         check_values(tensors[3], tensors[5], plan.spec.N)
     if not plan.needs_grad:

@@ -36,13 +36,20 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor) -> tupl
 
 
 def quadratic(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """o = ((q k^T) * M) v + exp(-s (t + 1)) q S_0 with M_tj = exp(-s (t - j)) for t >= j."""
+    """o = ((q k^T) * M) v + exp(-s (t + 1)) q S_0 with M_tj = exp(-s (t - j)) for t >= j.
+
+    NaN and inf reach no row before their own: p is cut off, not multiplied by zero, and in v they are taken out of the
+    product and put back, as NaN, from their row on.
+    """
     N = q.shape[2]
     t = torch.arange(N, dtype=q.dtype, device=q.device)
     s = s.view(-1, 1, 1)
     distance = t[:, None] - t[None, :]
-    m = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0.0)  # (H, N, N)
-    o = (q @ k.mT * m) @ v + torch.exp(-s * (t[:, None] + 1)) * (q @ state)
+    m = torch.exp(-s * distance.clamp(min=0))  # (H, N, N)
+    p = torch.where(distance >= 0, q @ k.mT * m, 0.0)
+    finite = v.isfinite()
+    o = p @ torch.where(finite, v, 0.0) + torch.where(finite, 0.0, torch.nan).cumsum(2)
+    o = o + torch.exp(-s * (t[:, None] + 1)) * (q @ state)
     left = torch.exp(-s * (N - 1 - t)[:, None])  # (H, N, 1)
     return o, torch.exp(-s * N) * state + (k * left).mT @ v
 

@@ -57,7 +57,7 @@ class Residuals(NamedTuple):
     decay: Tensor | None  # (H,)
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
-    saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it
+    saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it; (rows, columns)
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -86,14 +86,18 @@ def check_inputs(
     check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
     H, E = q.shape[1], v.shape[3]
     check_scale(scale)
-    _check_decay(q, decay, decay_gradient)
+    check_decay(q, decay)
+    if decay is not None and not decay_gradient and decay.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented, pass decay.detach()"
+        )
     _check_states(q, initial_state, cu_seqlens, E)
     slopes = None if decay is None else decay.reshape(H).contiguous()
     ends = None if cu_seqlens is None else cu_seqlens.contiguous()
     return Residuals(q, k, v, slopes, initial_state, ends)
 
 
-def _check_decay(q: Tensor, decay: Tensor | None, differentiable: bool) -> None:
+def check_decay(q: Tensor, decay: Tensor | None) -> None:
     if decay is None:
         return
     H = q.shape[1]
@@ -103,10 +107,6 @@ def _check_decay(q: Tensor, decay: Tensor | None, differentiable: bool) -> None:
         raise ValueError(f"decay is {decay.dtype}, must be float32")
     if decay.device != q.device:
         raise ValueError(f"decay is on {decay.device}, must be on q's {q.device}")
-    if not differentiable and decay.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented, pass decay.detach()"
-        )
 
 
 def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, E: int) -> None:
@@ -132,10 +132,14 @@ def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | 
             )
 
 
-def check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
-    """Checks values of CPU tensors; reading a GPU's would synchronise."""
+def check_decay_values(decay: Tensor | None) -> None:
     if decay is not None and decay.device.type == "cpu" and not bool(((decay >= 0) & decay.isfinite()).all()):
         raise ValueError(f"decay must be finite and >= 0 (the state decays as exp(-decay)); got {decay.tolist()}")
+
+
+def check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
+    """Checks values of CPU tensors; reading a GPU's would synchronise."""
+    check_decay_values(decay)
     check_offset_values("cu_seqlens", cu_seqlens, N)
 
 

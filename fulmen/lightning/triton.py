@@ -21,7 +21,7 @@ difference >= 0, so nothing overflows.
 
 The two directions differ by one power of lambda, `LAG`: left to right, row r reads the incoming state decayed
 r + 1 times (o_t = q_t (lambda S_{t-1} + k_t v_t^T)); right to left the gradient of the final state reaches the
-last row undecayed, so r times. `docs/lightning.md` derives this and the shared-memory budget.
+last row undecayed, so r times. `docs/internals/kernels.md` derives this and the shared-memory budget.
 """
 
 from __future__ import annotations

@@ -88,13 +88,6 @@ def lightning_scan_kernel(
     carry = tl.zeros([BLOCK], tl.float32)
     if initial_ptr is not None:
         carry = tl.load(initial_ptr + pid_head.to(tl.int64) * SIZE + offs, mask=mask, other=0.0)
-    rate = 0.0
-    if decay_ptr is not None:
-        rate = -LOG2E * tl.load(decay_ptr + pid_head % H)
-    u = tl.arange(0, AT_ONCE)
-    ahead = u[:, None] - 1 - u[None, :]  # whole segments between the end of one and the start of another
-    weights = tl.where(ahead >= 0, tl.exp2(rate * segment * tl.maximum(ahead, 0)), 0.0)
-    since = tl.exp2(rate * segment * u)
     if segment_offsets_ptr is None:
         at = states_ptr + pid_split.to(tl.int64) * num_segments * SIZE
         stride = tl.cast(SIZE, tl.int64)
@@ -106,20 +99,28 @@ def lightning_scan_kernel(
         stride = tl.cast(SIZE, tl.int64) * H
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
         N = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), begin), N) - begin
+    at += offs
+    if decay_ptr is not None:  # products of a rounded factor would drift: keep what rounding it lost, too
+        slope = tl.load(decay_ptr + pid_head % H)
+        exact = tl.exp(slope.to(tl.float64) * -segment)
+        keep = exact.to(tl.float32)
+        rest = (exact - keep).to(tl.float32)
     for first in range(0, num_segments, AT_ONCE):
-        i = first + u
-        where = at + i.to(tl.int64)[:, None] * stride + offs[None, :]
-        there = (i < num_segments)[:, None] & mask[None, :]
-        added = tl.load(where, mask=there, other=0.0)  # all of them on their way at once
-        if AT_ONCE >= 16:
-            entering = tl.dot(weights, added, input_precision="ieee")
-        else:
-            entering = tl.sum(weights[:, :, None] * added[None, :, :], axis=1)
-        entering += since[:, None] * carry[None, :]
-        tl.store(where, entering, mask=there)
-        end = tl.minimum((first + AT_ONCE) * segment, N)
-        left = tl.maximum(end - tl.minimum((i + 1) * segment, N), 0)
-        carry = carry * tl.exp2(rate * (end - first * segment)) + tl.sum(tl.exp2(rate * left)[:, None] * added, axis=0)
+        added = ()
+        for u in tl.static_range(AT_ONCE):
+            there = mask & (first + u < num_segments)
+            added = added + (tl.load(at + u * stride, mask=there, other=0.0),)  # type: ignore[assignment]
+        tl.debug_barrier()  # all loads are on their way before the first store: ptxas would mix them
+        for u in tl.static_range(AT_ONCE):
+            tl.store(at + u * stride, carry, mask=mask & (first + u < num_segments))
+            if decay_ptr is not None:
+                walked = tl.minimum(tl.maximum(N - (first + u) * segment, 0), segment)
+                part = tl.exp2(-LOG2E * slope * walked)
+                added_u = carry * tl.where(walked == segment, rest, 0.0) + added[u]
+                carry = carry * tl.where(walked == segment, keep, part) + added_u
+            else:
+                carry += added[u]
+        at += AT_ONCE * stride
     if final_ptr is not None:
         tl.store(final_ptr + pid_head.to(tl.int64) * SIZE + offs, carry, mask=mask)
 

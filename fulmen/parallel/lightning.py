@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values
-from fulmen.lightning.op import plan_of
+from fulmen.lightning.plan import plan_of
 from fulmen.lightning.spec import Residuals, check_inputs, check_values, spec_of
 from fulmen.parallel import states
 from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of

@@ -15,8 +15,8 @@ with u half the spacing of the dtype, factor 2 for results and 3 for gradients. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,33 @@ class Expected(NamedTuple):
         if self.terms is not None:
             size = max(size, float(torch.linalg.vector_norm(self.terms, order)))
         return self.factor * plain + self.roundings * torch.finfo(dtype).eps / 2 * size
+
+
+def results_of(
+    formula: Callable[..., Any], arguments: Sequence[Any], douts: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """A formula's results, then the gradients of all arguments that require one, in `dtype` or in their own."""
+    own = [_cast(t, dtype) for t in arguments]
+    given = formula(*own)
+    outs = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not (leaves := [t for t in own if isinstance(t, Tensor) and t.requires_grad]):
+        return list(outs)
+    back = [dout.to(o.dtype) for dout, o in zip(douts, outs, strict=True)]
+    return [*(o.detach() for o in outs), *torch.autograd.grad(outs, leaves, back, materialize_grads=True)]
+
+
+def _cast(t: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(t, Tensor):
+        return t
+    new = t.detach().to(dtype) if dtype is not None and t.is_floating_point() else t.detach().clone()
+    return new.requires_grad_(t.requires_grad)
+
+
+def expected(formula: Callable[..., Any], arguments: Sequence[Any], douts: Sequence[Tensor]) -> list[Expected]:
+    """What `results_of` a backend must be where the formula is the plain computation."""
+    low, exact = (results_of(formula, arguments, douts, dtype) for dtype in (None, torch.float64))
+    factors = [FORWARD_FACTOR] * len(douts) + [GRADIENT_FACTOR] * (len(exact) - len(douts))
+    return [Expected(*one) for one in zip(low, exact, factors, strict=True)]
 
 
 def rows(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -202,10 +203,10 @@ def test_an_interrupted_question_does_not_answer_the_next() -> None:
     """What was asked before Ctrl-C is still being answered when `finish` asks for the cells."""
     other = base.Base.__new__(base.Base)
     other.ref, other.asked = "HEAD", 1
-    answers = [{"done": False, "number": 1}, {"cells": [], "number": 2}]
-    pipes = SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO("".join(json.dumps(a) + "\n" for a in answers)))
+    answers = [(1, False, None), (2, ["cells"], None)]
+    pipes = SimpleNamespace(stdin=io.BytesIO(), stdout=io.BytesIO(b"".join(map(pickle.dumps, answers))))
     other.process = pipes  # type: ignore[assignment]
-    assert other.ask("finish")["cells"] == []
+    assert other.ask("finish") == ["cells"]
     with pytest.raises(Refused, match="the process ended"):
         other.ask("sample")
 

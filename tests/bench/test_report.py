@@ -118,7 +118,7 @@ def test_payload(read):
     assert len(data["rows"]) == 324
     assert sum(n for _, n in data["counts"]) == 324
     assert data["counts"][0][0] == "ok"
-    assert data["rows"][7]["samples"] == pytest.approx(read.rows[7].cell.samples_ms, rel=2e-4)
+    assert data["rows"][7]["samples_ms"] == pytest.approx(read.rows[7].cell.samples_ms, rel=2e-4)
     assert any(fit["linear"] for fit in data["fits"])
     assert data["baselines"] == {"lightning": "sdpa-fa2", "flash": "sdpa-fa2"}
 

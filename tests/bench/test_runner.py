@@ -484,7 +484,6 @@ def test_the_screen_shows_verdicts(out: Path, terminal: bool) -> None:
     selection = Selection(("quick",), **QUICK | {"passes": ("forward",), "baselines": ("sdpa-cudnn",)})
     with screen.Screen(console) as watched:
         runner.run(selection, out, monitor=watched)
-        console.print(watched.render())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "fulmen eager" in text
     assert "unsupported" in text

@@ -74,6 +74,9 @@ def test_a_last_line_that_was_cut_off_is_skipped_and_told_of(tmp_path: Path) -> 
     assert schema.read([written(tmp_path / "y.jsonl", RUN, cell())]).notes == []
     with pytest.raises(schema.BadResults, match="cut off"):  # in the middle it is no accident of writing
         schema.read([written(tmp_path / "z.jsonl", RUN, schema.dumps(cell())[:40] + "\n", cell())])
+    for text in (schema.dumps(RUN)[:40], "hello\n"):  # nothing is left without it
+        with pytest.raises(schema.BadResults, match=r"first\.jsonl:1: not JSON"):
+            schema.read([written(tmp_path / "first.jsonl", text)])
 
 
 def test_errors_do_not_drive_the_terminal() -> None:

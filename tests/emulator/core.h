@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <setjmp.h>
 #include <string>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -48,7 +49,9 @@ struct Copy {
 };
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t start;
+    jmp_buf at;                         // where it is, once it has started
+    bool started = false;
     char *stack = nullptr;
     Index thread;
     int id, lane, warp;
@@ -77,7 +80,8 @@ struct Block {
 };
 
 struct State {
-    ucontext_t home, failed;            // the scheduler; where a failure goes
+    jmp_buf home;                       // the scheduler
+    ucontext_t failed;                  // where a failure goes
     Fiber *now = nullptr;
     std::vector<Fiber *> ready;
     std::vector<std::shared_ptr<Copy>> engine;  // copies under way
@@ -108,6 +112,18 @@ inline unsigned below(unsigned n) { return state.random() % n; }
 
 // ------------------------------------------------------------------------------------------------ scheduling
 
+// Not by swapcontext, which asks the kernel for the signal mask every time.
+inline void resume(Fiber *f) {
+    if (_setjmp(state.home)) return;
+    if (f->started) _longjmp(f->at, 1);
+    f->started = true;
+    setcontext(&f->start);
+}
+
+inline void leave(Fiber *f) {
+    if (!_setjmp(f->at)) _longjmp(state.home, 1);
+}
+
 inline void wake(std::vector<Fiber *> &waiting) {
     state.ready.insert(state.ready.end(), waiting.begin(), waiting.end());
     waiting.clear();
@@ -129,7 +145,7 @@ inline void suspend(std::vector<Fiber *> &queue, const char *why) {
     Fiber *me = state.now;
     me->waits = why;
     queue.push_back(me);
-    swapcontext(&me->context, &state.home);
+    leave(me);
     land_any(me);
 }
 
@@ -175,7 +191,7 @@ inline void body() {
     if (!f->products.empty() || !f->product_groups.empty()) fail("a thread ends with products under way");
     f->done = true;
     f->block->running--;
-    swapcontext(&f->context, &state.home);
+    leave(f);
 }
 
 inline bool slow(const Fiber *f) {
@@ -214,7 +230,7 @@ inline void schedule(int total) {
         state.ready[i] = state.ready.back();
         state.ready.pop_back();
         state.now = f;
-        swapcontext(&state.home, &f->context);
+        resume(f);
         done += f->done;
     }
 }

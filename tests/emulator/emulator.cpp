@@ -29,6 +29,23 @@ void read4(unsigned &x, unsigned &y, unsigned &z, unsigned &w, unsigned address)
     x = all[0], y = all[1], z = all[2], w = all[3];
 }
 
+void store4(unsigned address, float x, float y, float z, float w) {
+    const float all[4] = {x, y, z, w};
+    if (address % 16) fail("st.shared.v4: not aligned to 16 bytes");
+    write(address, all, 16);
+}
+
+void wait_for_turn(const int *turns, int turn) {  // blocks run one after the other
+    check_global(turns, 4);
+    if (*turns < turn) fail("waits for a block that starts later");
+    if (*turns > turn) fail("comes after its turn");
+}
+
+void pass_turn(int *turns) {
+    check_global(turns, 4);
+    ++*turns;
+}
+
 void fence_async() {
     for (auto &d : state.now->dirty) {
         Block &b = block_of(d.first);
@@ -108,11 +125,11 @@ static void run_cluster(std::vector<Index> blocks) {
             if (used == (int)state.stacks.size())
                 state.stacks.push_back((char *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
             f.stack = state.stacks[used++];
-            getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack;
-            f.context.uc_stack.ss_size = STACK;
-            f.context.uc_link = nullptr;
-            makecontext(&f.context, body, 0);
+            getcontext(&f.start);
+            f.start.uc_stack.ss_sp = f.stack;
+            f.start.uc_stack.ss_size = STACK;
+            f.start.uc_link = nullptr;
+            makecontext(&f.start, body, 0);
         }
         state.cluster.push_back(std::move(b));
     }

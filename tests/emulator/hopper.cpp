@@ -163,6 +163,37 @@ void tma_store(unsigned from, const void *map, Coordinates where) {
     start_copy(c, state.uses);
 }
 
+void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier_at) {
+    if (to % 16 || (uint64_t)from % 16 || bytes % 16) fail("a bulk copy that is not aligned to 16 bytes");
+    auto c = std::make_shared<Copy>();
+    c->run = [=] {
+        Block &b = block_of(to);
+        check_global(from, bytes);
+        const unsigned at = inside(to, bytes);
+        memcpy(&b.memory[at], from, bytes);
+        memcpy(&b.seen[at], from, bytes);
+        landed(barrier_at, bytes);
+    };
+    c->awaited = true;
+    start_copy(c, state.loads);
+}
+
+void bulk_store(void *to, unsigned from, int bytes, bool add) {
+    if (from % 16 || (uint64_t)to % 16 || bytes % 16) fail("a bulk store that is not aligned to 16 bytes");
+    auto c = std::make_shared<Copy>();
+    c->run = [=] {
+        check_global(to, bytes);
+        const Block &b = block_of(from);
+        for (int i = 0; i < bytes; i += 4) {
+            float x;
+            memcpy(&x, &b.seen[inside(from + i, 4)], 4);
+            ((float *)to)[i / 4] = add ? ((float *)to)[i / 4] + x : x;
+        }
+    };
+    state.now->open_bulk.push_back(c);
+    start_copy(c, state.uses);
+}
+
 void tma_store_commit() {
     state.now->bulk.push_back(std::move(state.now->open_bulk));
     state.now->open_bulk.clear();
@@ -192,7 +223,7 @@ static float operand(const Block &b, uint64_t desc, int along, int k, int transp
 static void execute(Fiber **threads, size_t which) {  // the same product of all 128
     const Product &p = threads[0]->products[which];
     const Block &b = *threads[0]->block;
-    static float a[64][16], z[256][16];
+    static double a[64][16], z[256][16];
     for (int r = 0; r < 64; r++)
         for (int k = 0; k < 16; k++)
             if (!p.from_registers) a[r][k] = operand(b, p.desc_a, r, k, p.trans_a, p.half);
@@ -212,7 +243,7 @@ static void execute(Fiber **threads, size_t which) {  // the same product of all
         for (int j = 0; j < p.n / 2; j++) {
             const int row = i / 32 * 16 + i % 32 / 4 + 8 * (j / 2 % 2), column = 8 * (j / 4) + 2 * (i % 4) + j % 2;
             double sum = q.add ? *q.keep[j] : 0.0;
-            for (int k = 0; k < 16; k++) sum += (double)a[row][k] * z[column][k];
+            for (int k = 0; k < 16; k++) sum += a[row][k] * z[column][k];
             *q.keep[j] = (float)sum;
         }
     }

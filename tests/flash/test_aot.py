@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fulmen.hardware import TARGETS
-from tests.aot import CacheCase, Compiler, FlashCase
+from tests.aot import CacheCase, FlashCase
 
 # The promise of the README: every head size class, both passes, causal or not, everywhere.
 PROMISED = [
@@ -30,13 +30,6 @@ OPTIONS = [
     {"N": 256, "D": 128},  # too small for the copy engine
 ]  # fmt: skip
 VARIED = [FlashCase(arch, pass_, **o) for arch in (86, 90) for o in OPTIONS for pass_ in ("forward", "backward")]
-
-
-@pytest.fixture(scope="session")
-def compiler():
-    process = Compiler()
-    yield process
-    process.close()
 
 
 @pytest.mark.parametrize("case", PROMISED, ids=str)

@@ -67,6 +67,24 @@ def test_packed_is_one_by_one(backend, options):
         torch.testing.assert_close(packed.dsinks, dsinks, rtol=1e-5, atol=1e-3 if x.q.dtype != FP32 else 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN, in Triton's interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("name", "lengths"), [("k", None), ("k", [30, 40]), ("v", [30, 40])])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_finite_and_not_seen_has_no_effect(backend, name, lengths, bad):
+    """Keys that a mask hides, and other sequences. A hidden row of v may be multiplied by zero, which docs say."""
+    options = {"lengths_q": lengths, "lengths_k": lengths} if lengths else {"B": 1, "N_Q": 70}
+    x = testing.inputs(H=2, D=16, causal=True, dtype=dtype_of(backend), **options)
+    why = dispatch.kernels("flash")[backend].supports(x.spec())
+    if why is not None:
+        pytest.skip(why)
+    spoilt = getattr(x, name).clone()
+    spoilt[:, :, 50, 3] = bad
+    clean, o = (testing.backend(backend, with_lse=False)(y)[0] for y in (x, x._replace(**{name: spoilt})))
+    first = 50 if name == "k" else lengths[0]
+    assert torch.equal(o[:, :, :first], clean[:, :, :first])
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_heads_are_expanded_heads(backend, heads):

@@ -1,9 +1,8 @@
-"""Layers together: the example that mixes the three kinds of attention, and tensor parallelism over real processes."""
+"""Layers together: the example that mixes the three kinds of attention."""
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -123,24 +122,3 @@ def test_a_short_text_is_evaluated_whole(hybrid):
     model, alphabet = small(hybrid, "LG")
     ids = alphabet.encode(hybrid.make_text(1))
     assert hybrid.evaluate(model, ids, 10_000) == hybrid.evaluate(model, ids, len(ids) - 1)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_compute_what_one_process_does(ranks, tmp_path):
-    """Latent and lightning layers under their `tp_plan`: see `ranks_worker.py`."""
-    worker, meet = Path(__file__).parent / "ranks_worker.py", tmp_path / "meet"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(ranks), str(meet)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output

@@ -1,6 +1,6 @@
 """The Triton kernels compiled, without a GPU, for each architecture we promise: they fit and do not spill.
 
-What each architecture picks is the table docs/dispatch.md; tests/tools/test_dispatch_table.py compares it.
+What each architecture picks is the table docs/internals/dispatch.md; tests/tools/test_dispatch_table.py compares it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fulmen.hardware import TARGETS
-from tests.aot import Case, Compiler
+from tests.aot import Case
 
 # The promise of the README: every head size class, both passes, decay or not, everywhere.
 PROMISED = [
@@ -36,13 +36,6 @@ OPTIONS = [
     {"backend": "triton_split", "B": 1, "H": 40, "N": 4096, "D": 64, "states": True},  # few segments: another scan
 ]  # fmt: skip
 VARIED = [Case(arch, pass_, **o) for arch in (86, 90) for o in OPTIONS for pass_ in ("forward", "backward")]
-
-
-@pytest.fixture(scope="session")
-def compiler():
-    process = Compiler()
-    yield process
-    process.close()
 
 
 @pytest.mark.parametrize("case", PROMISED, ids=str)

@@ -113,6 +113,24 @@ def test_packed_is_one_by_one(backend, split):
         begin += length
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN, in Triton's interpreter
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("decay", [None, "mixed"])
+@pytest.mark.parametrize(("name", "bad"), [("k", torch.nan), ("k", torch.inf), ("v", torch.nan), ("v", torch.inf)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_finite_reaches_no_earlier_chunk(backend, name, bad, decay, device, split):
+    """Chunks divide 64 rows. `reference` is exact to the row, and so is `eager` in k."""
+    N, row, D, dtype = (100, 70, 16, torch.float32) if device == "cpu" else (8192, 7000, 64, torch.bfloat16)
+    x = testing.inputs(1, 2, N, D, decay=decay, device=device, dtype=dtype)
+    forward = testing.backend(serving(x, backend=backend))
+    spoilt = getattr(x, name).clone()
+    spoilt[:, :, row, 3] = bad
+    clean, o = forward(x)[0], forward(x._replace(**{name: spoilt}))[0]
+    first = row if (backend, name) in {("reference", "k"), ("reference", "v"), ("eager", "k")} else row // 64 * 64
+    assert torch.equal(o[:, :, :first], clean[:, :, :first])
+    assert not o[:, :, row].isfinite().all(2).any()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_backends_agree(device, split):
     """fp32 on each backend that serves it, against eager."""

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fulmen
 from fulmen import dispatch
-from fulmen.lightning.spec import spec_of
+from fulmen.lightning import eager, op
+from fulmen.lightning.spec import spec_of, spec_of_residuals
 from fulmen.testing import lightning as testing
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,127 @@ def test_opcheck(kind, layout, device):
     tensors = (x.q, x.k, x.v, x.decay, x.initial_state, x.cu_seqlens, x.do)
     for dstate in (None, x.dstate):
         torch.library.opcheck(ops.lightning_backward.default, (*tensors, dstate, x.scale, False, "auto"))
+
+
+# ------------------------------------------------------------------------------ what a kernel saves, compiled
+
+
+class Saving:
+    """A backend that saves, as cuda does at D = 64: of every 32 rows the sum of k, which its backward asks for."""
+
+    def __init__(self) -> None:
+        self.saw: list[tuple[int, ...] | None] = []  # the shapes that backwards were given
+
+    def saves(self, spec):
+        return spec.B * spec.H, (spec.N + 31) // 32, spec.D
+
+    def expected(self, spec, x):
+        padded = torch.nn.functional.pad(x.k, (0, 0, 0, -spec.N % 32))
+        return padded.unflatten(2, (-1, 32)).sum(3).flatten(0, 1)
+
+    def forward(self, spec, x):
+        assert spec.aligned
+        if x.saved is not None:
+            x.saved.view(self.saves(spec)).copy_(self.expected(spec, x))
+        return eager.forward(spec, x)
+
+    def backward(self, spec, x, do, dstate):
+        self.saw.append(None if x.saved is None else tuple(x.saved.shape))
+        assert x.saved is None or torch.equal(x.saved.view(self.saves(spec)), self.expected(spec, x))
+        return eager.backward(spec, x, do, dstate)
+
+
+@pytest.fixture
+def saving(monkeypatch):
+    torch._dynamo.reset()
+    dispatch.pick.cache_clear()
+    made = Saving()
+    kernel = dispatch.Kernel("lightning", "saving", lambda spec: None, made.forward, made.backward, saves=made.saves)
+    monkeypatch.setitem(dispatch.kernels("lightning"), "saving", kernel)
+    yield made
+    fulmen.plans.clear()
+    dispatch.pick.cache_clear()
+
+
+def attend_saving(x: testing.Inputs):
+    return fulmen.lightning_attention_with_state(x.q, x.k, x.v, x.decay, **x.options(), backend="saving")
+
+
+@pytest.mark.parametrize("around", ["nothing", "checkpoint"])
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
+def test_compiled_calls_save_and_compile_twice_at_most(saving, mode, around):
+    """The shape of what is saved is a formula of N: only the second length compiles anew."""
+    counter = CompileCounterWithBackend(mode)
+
+    def f(x):
+        return checkpoint(attend_saving, x, use_reentrant=False) if around == "checkpoint" else attend_saving(x)
+
+    compiled, graphs = torch.compile(f, fullgraph=True, backend=counter), []
+    for N in (70, 129, 20, 600):
+        x = testing.inputs(1, 3, N, 16, decay="mixed")
+        got = testing.evaluate(compiled, x)
+        assert saving.saw.pop() == (3 * -(-N // 32), 16)
+        assert_same(got, testing.evaluate(attend_saving, x))
+        graphs.append(counter.frame_count)
+    assert graphs[1:] == graphs[1:2] * 3
+
+
+def test_nothing_is_saved_without_gradients(saving):
+    x = testing.inputs(1, 2, 70, 16)
+    arguments = (x.q, x.k, x.v, None, None, None, 1.0, False, "saving")
+    for needs_grad, shape in ((False, (0,)), (True, (6, 16))):
+        assert torch.ops.fulmen.lightning_forward(*arguments, needs_grad)[2].shape == shape
+        torch.library.opcheck(torch.ops.fulmen.lightning_forward.default, (*arguments, needs_grad))
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        torch.compile(lambda q: fulmen.lightning_attention(q, q, q, backend="saving"), backend=keep)(x.q)
+    (call,) = (n for n in graphs[0].graph.nodes if "lightning_forward" in str(n.target))
+    assert call.args[-1] is False
+
+
+def test_exported_for_training(saving):
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return fulmen.lightning_attention(q, q, q, backend="saving")
+
+    q = testing.inputs(1, 2, 70, 16).q.requires_grad_()
+    n = torch.export.Dim("n", min=2, max=4096)
+    exported = torch.export.export(Attention(), (q,), dynamic_shapes=({2: n},)).module()
+    for N in (70, 300, 9):
+        q = testing.inputs(1, 2, N, 16).q.requires_grad_()
+        got, want = (torch.autograd.grad(f(q).square().sum(), q)[0] for f in (exported, Attention()))
+        assert torch.equal(got, want)
+        assert saving.saw[-2] == (2 * -(-N // 32), 16)
+
+
+def test_operators_that_save_copy_what_is_not_aligned(saving, monkeypatch):
+    """Forward and backward must not choose kernels by where their tensors lie."""
+    x = testing.inputs(1, 2, 70, 16, decay="mixed")
+    want = testing.evaluate(attend, x)
+    dispatch.pick.cache_clear()
+    monkeypatch.setitem(dispatch.kernels("lightning"), "eager", dispatch.kernels("lightning")["saving"])
+    monkeypatch.setattr(op, "spec_of_residuals", lambda *args: spec_of_residuals(*args)._replace(aligned=False))
+
+    def shifted(t):
+        t = t.transpose(1, 2)
+        return torch.empty(t.numel() + 1)[1:].view(t.shape).copy_(t).transpose(1, 2)
+
+    x = x._replace(q=shifted(x.q), k=shifted(x.k))
+
+    def by_operator(x):
+        o, state, saved = torch.ops.fulmen.lightning_forward(*x[:4], None, None, x.scale, True, "auto", True)
+        assert saved.ndim == 2
+        assert o.stride() == x.q.stride()
+        return o, state
+
+    for _ in range(3):
+        assert_same(testing.evaluate(by_operator, x), want)
+        assert saving.saw.pop() is not None
 
 
 # -------------------------------------------------------------------------------- autocast, checkpointing

@@ -13,7 +13,22 @@ _spec.loader.exec_module(ranks)
 
 
 @pytest.fixture(scope="session")
-def _pools():
+def nursery():
+    """nursery("cpu"): the process that groups on that device are forked from."""
+    started = {}
+
+    def of(device: str) -> ranks.Nursery:
+        if device not in started:
+            started[device] = ranks.Nursery(device)
+        return started[device]
+
+    yield of
+    for process in started.values():
+        process.close()
+
+
+@pytest.fixture(scope="session")
+def _pools(nursery):
     pools = {}
     yield pools
     for pool in pools.values():
@@ -21,12 +36,12 @@ def _pools():
 
 
 @pytest.fixture
-def on_ranks(_pools):
+def on_ranks(_pools, nursery):
     """on_ranks(4, "check_lightning", "values", ...) calls that function on 4 ranks; any error on any of them fails."""
 
     def run(size: int, module: str, function: str, transport: str = "gloo", **arguments) -> None:
         key = size, arguments.get("device", "cpu"), transport
-        pool = _pools.get(key) or ranks.Pool(*key[:2], transport=transport)
+        pool = _pools.get(key) or ranks.Pool(nursery(key[1]), size, transport=transport)
         _pools[key] = pool
         wrong = pool.run(module, function, **arguments)
         if any(wrong):
@@ -38,12 +53,12 @@ def on_ranks(_pools):
 
 
 @pytest.fixture
-def new_pool():
+def new_pool(nursery):
     """new_pool(size, timeout): a group of processes for one test."""
     pools = []
 
     def start(size: int, timeout: float):
-        pools.append(ranks.Pool(size, timeout=timeout))
+        pools.append(ranks.Pool(nursery("cpu"), size, timeout))
         return pools[-1]
 
     yield start

@@ -9,7 +9,7 @@ from fulmen import decay as slopes_of
 from fulmen.hardware import TARGETS
 from fulmen.parallel import ring, states
 from fulmen.testing import FORWARD_FACTOR, Expected, assert_close
-from tests.aot import Compiler, RanksCase
+from tests.aot import RanksCase
 
 triton = pytest.importorskip("fulmen.parallel.triton")
 
@@ -156,15 +156,11 @@ def test_on_a_cpu_torch_does_it() -> None:
 
 
 @pytest.mark.skipif(CUDA, reason="what a GPU compiles it also runs, above")
-def test_compiled_for_every_gpu() -> None:
-    compiler = Compiler()
+def test_compiled_for_every_gpu(compiler) -> None:
     cases = [RanksCase(arch, D) for arch in TARGETS for D in (64, 256)]
-    try:
-        for case in [*cases, RanksCase(86, 128, 4), RanksCase(86, 256, 4), RanksCase(90, 128, 4, "float16")]:
-            found = compiler(case)
-            assert len(found) == 4
-            for usage in found:
-                assert usage.shared <= TARGETS[case.arch].smem_bytes, (case, usage)
-                assert usage.stack == 0, (case, usage)
-    finally:
-        compiler.close()
+    for case in [*cases, RanksCase(86, 128, 4), RanksCase(86, 256, 4), RanksCase(90, 128, 4, "float16")]:
+        found = compiler(case)
+        assert len(found) == 4
+        for usage in found:
+            assert usage.shared <= TARGETS[case.arch].smem_bytes, (case, usage)
+            assert usage.stack == 0, (case, usage)

@@ -90,6 +90,21 @@ def small_case(case: dict[str, Any]) -> dict[str, Any]:
     return case | few | ({"N_Q": min(few["N"], case["N_Q"])} if "N_Q" in case else {})
 
 
+def makers(drawn: Callable[..., Any], small_case: Callable[..., Any]) -> tuple[Any, Any]:
+    """`problem` and `small` of an operation whose problems are `drawn(case, device, seed, fully, one_head)`.
+
+    one_head  the seed that draws the head which is compared; None: all are
+    """
+
+    def problem(case: dict[str, Any], device: torch.device, seed: int) -> Any:
+        return drawn(case, device, seed, one_head=seed)
+
+    def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Any:
+        return drawn(small_case(case), device, seed, fully)
+
+    return problem, small
+
+
 def dtype_of(case: dict[str, Any]) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, DTYPES.get(case["dtype"], case["dtype"]))
     return dtype

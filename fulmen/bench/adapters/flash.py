@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.bench.adapters import Call, Heads, dtype_of, empty, normal, shapes, small_case
+from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes, small_case
 from fulmen.bench.gate import Problem
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
 from fulmen.flash.spec import FlashSpec, Residuals
@@ -32,14 +32,6 @@ def complete(case: dict[str, Any]) -> dict[str, Any]:
 
 def function(case: dict[str, Any]) -> str:
     return "causal softmax attention" if case["causal"] else "softmax attention"
-
-
-def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
-    return drawn(case, device, seed, one_head=seed)
-
-
-def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    return drawn(small_case(case), device, seed, fully)
 
 
 def drawn(
@@ -76,6 +68,9 @@ def free_bytes(device: torch.device) -> int:
         return 8 << 30
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, and free
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+problem, small = makers(drawn, small_case)
 
 
 def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:

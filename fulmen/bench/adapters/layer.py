@@ -101,14 +101,6 @@ def filled(layer: nn.Module, generator: torch.Generator) -> nn.Module:
     return layer
 
 
-def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
-    return drawn(case, device, seed, "eager")
-
-
-def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    return drawn(small_case(case), device, seed, "reference")
-
-
 def small_case(case: dict[str, Any]) -> dict[str, Any]:
     """As of any operation, and with a small rank."""
     case = adapters.small_case(case) | {"hidden": None, "rank": min(case["rank"], SMALL_RANK)}
@@ -117,21 +109,25 @@ def small_case(case: dict[str, Any]) -> dict[str, Any]:
     return complete(case)
 
 
-def drawn(case: dict[str, Any], device: torch.device, seed: int, exactly: str) -> Problem:
-    """`exactly`: the backend of the fp64 layer."""
+def drawn(
+    case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
+) -> Problem:
     generator = torch.Generator(device).manual_seed(seed)
     x = normal((case["B"], case["N"], case["hidden"]), dtype_of(case), generator).requires_grad_()
     layer = filled(made(case, device, dtype_of(case), "eager"), generator)
     parameters = dict(layer.named_parameters())
 
     def formula(x: Tensor, *weights: Tensor) -> Tensor:
-        backend = exactly if x.dtype == torch.float64 else "eager"
+        backend = "reference" if x.dtype == torch.float64 and one_head is None else "eager"
         values = dict(zip(parameters, weights, strict=True))
         y: Tensor = functional_call(made(case, device, x.dtype, backend), values, (x,))
         return y
 
     arguments = (x, *parameters.values())
     return Formula(formula).problem(Inputs(x, layer, {}), arguments, ["x", *parameters], seed)
+
+
+problem, small = adapters.makers(drawn, small_case)
 
 
 def attend(backend: str) -> Callable[[Inputs], Tensor]:

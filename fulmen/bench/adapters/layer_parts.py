@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fulmen.bench import floors
-from fulmen.bench.adapters import dtype_of, flash, layer, normal
+from fulmen.bench.adapters import dtype_of, flash, layer, makers, normal
 from fulmen.bench.gate import Formula, Problem
 from fulmen.testing import flash as testing
 
@@ -26,15 +26,9 @@ def function(case: dict[str, Any]) -> str:
     return f"parts of a {layer.function(case)}"
 
 
-def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
-    return drawn(case, device, seed, one_head=seed)
-
-
-def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    return drawn(small_case(case), device, seed, one_head=None)
-
-
-def drawn(case: dict[str, Any], device: torch.device, seed: int, one_head: int | None) -> Problem:
+def drawn(
+    case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
+) -> Problem:
     """The products, and attention of q, k, v as projections leave them, (B, N, H, D); both in one problem."""
     generator = torch.Generator(device).manual_seed(seed)
     made = functools.partial(normal, dtype=dtype_of(case), generator=generator)
@@ -56,6 +50,9 @@ def drawn(case: dict[str, Any], device: torch.device, seed: int, one_head: int |
         (pairs, second.x), first.leaves | second.leaves, first.douts | second.douts,
         lambda: first.expected() | second.expected(), pick=pick,
     )  # fmt: skip
+
+
+problem, small = makers(drawn, small_case)
 
 
 def products(*pairs: Tensor) -> list[Tensor]:

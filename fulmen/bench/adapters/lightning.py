@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulmen import decay
-from fulmen.bench.adapters import Call, Heads, dtype_of, empty, normal, shapes, small_case
+from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes, small_case
 from fulmen.bench.gate import Problem
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
@@ -34,18 +34,9 @@ def function(case: dict[str, Any]) -> str:
     return "causal linear attention with decay" if case["decay"] else "causal linear attention"
 
 
-def problem(case: dict[str, Any], device: torch.device, seed: int) -> Problem:
-    return drawn(case, device, seed, one_head=seed)
-
-
-def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Problem:
-    return drawn(small_case(case), device, seed, fully)
-
-
 def drawn(
     case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
 ) -> Problem:
-    """`one_head`: the seed that draws the head which is compared; None: all are."""
     generator = torch.Generator(device).manual_seed(seed)
     q, k, v, do = (normal(shape, dtype_of(case), generator) for shape in shapes(case))
     exact, state = torch.promote_types(q.dtype, torch.float32), (case["B"], case["H"], case["D"], case["E"])
@@ -67,6 +58,9 @@ def drawn(
 
     douts = {"o": do} if dstate is None else {"o": do, "state": dstate}
     return Problem(x, leaves, douts, expected, {} if slopes is None else {"decay": slopes}, heads.pick)
+
+
+problem, small = makers(drawn, small_case)
 
 
 def attend(backend: str) -> Callable[[testing.Inputs], Tensor]:

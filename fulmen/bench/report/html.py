@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fulmen.bench import comparing, schema
-from fulmen.bench.audit import SHORTEST_MS, number, time_ms
+from fulmen.bench.audit import SHORTEST_MS, number
 from fulmen.bench.report import model, words
 
 PAGE = Path(__file__).parent / "page"
@@ -93,27 +93,14 @@ def run_data(run: schema.Run) -> dict[str, Any]:
 
 
 def row_data(row: model.Row, family: int, step: int) -> dict[str, Any]:
-    """A row, without the numbers of a cell that does not count."""
+    """The cell, as in the results file but with every `step`-th sample, and what the report reads off it."""
     cell = row.cell
-    timed: dict[str, Any] = {}
-    if row.timed:
-        clocks = cell.clocks_mhz[::step] if len(cell.clocks_mhz) == len(cell.samples_ms) else cell.clocks_mhz
-        spread = model.ratio(row.high - row.low, 2 * (row.median or 0)) if row.low and row.high else None
-        timed = {
-            "median": row.median, "low": row.low, "high": row.high, "spread": spread, "stats": cell.stats,
-            "device_ms": time_ms(cell.device_ms), "kernels_ms": time_ms(cell.kernels_ms),
-            "host_ms": time_ms(cell.host_ms), "flops_rate": row.rate("flops"), "bytes_rate": row.rate("bytes"),
-            "efficiency": number(cell.audit.get("efficiency")), "clocks": clocks, "every": step,
-            "samples": cell.samples_ms[::step],
-        }  # fmt: skip
-    return timed | {
-        "run": cell.run_id, "hash": cell.config_hash, "suite": cell.suite, "op": cell.op, "function": cell.function,
-        "case": cell.case, "family": family, "label": row.family.label, "where": row.label, "n": row.n,
-        "competitor": cell.competitor, "pass": cell.pass_, "cache": cell.cache, "status": cell.status, "kind": row.kind,
-        "reason": cell.reason, "backend": cell.backend, "version": cell.version, "correctness": cell.correctness,
-        "resources": cell.resources, "kernels": cell.kernels, "seed": cell.seed, "command": cell.command,
-        "flags": row.flags, "replaced": row.replaced, "worst": row.worst,
-        "arithmetic": str(cell.audit.get("arithmetic", "")),
-        "memory": {part: [row.size(part), row.size(part, "floor")] for part in cell.memory},
-        **{name: number(cell.audit.get(name)) for name in ("flops", "bytes", "floor_ms")},
+    clocks = cell.clocks_mhz[::step] if len(cell.clocks_mhz) == len(cell.samples_ms) else cell.clocks_mhz
+    spread = model.ratio(row.high - row.low, 2 * (row.median or 0)) if row.low and row.high else None
+    return vars(cell) | {
+        "config_hash": cell.config_hash, "samples_ms": cell.samples_ms[::step], "clocks_mhz": clocks, "every": step,
+        "family": family, "label": row.family.label, "where": row.label, "n": row.n, "kind": row.kind,
+        "median": row.median, "low": row.low, "high": row.high, "spread": spread, "flags": row.flags,
+        "flops_rate": row.rate("flops"), "bytes_rate": row.rate("bytes"), "replaced": row.replaced, "worst": row.worst,
+        **{name: row.of_audit(name) for name in ("flops", "bytes", "floor_ms", "efficiency")},
     }  # fmt: skip

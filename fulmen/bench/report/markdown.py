@@ -14,7 +14,6 @@ from fulmen.bench.audit import grouped
 from fulmen.bench.report import model, words
 
 MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~])")
-PARTS = (*model.MEMORY_PARTS, "peak")
 
 
 def safe(value: object) -> str:
@@ -123,10 +122,10 @@ def memory(report: model.Report) -> Iterator[str]:
         for row in rows:
             if (row.n or 0) == longest and row.cell.pass_ == pass_:
                 over = model.ratio(row.size(), row.size("peak", "floor"))
-                sizes = (model.size(row.size(part)) for part in PARTS)
+                sizes = (model.size(row.size(part)) for part in model.MEMORY_PARTS)
                 lines.append([safe(row.cell.competitor), safe(row.label), *sizes, f"{over:.2f}×" if over else ""])
     if lines:
-        head = ("implementation", "case", *(part.replace("_", " ") for part in PARTS), "peak over floor")
+        head = ("implementation", "case", *(part.replace("_", " ") for part in model.MEMORY_PARTS), "peak over floor")
         yield "## Memory at the longest length"
         yield table(head, lines, range(2, len(head)))
 
@@ -134,11 +133,8 @@ def memory(report: model.Report) -> Iterator[str]:
 def correctness(report: model.Report) -> Iterator[str]:
     lines = []
     for one in model.correctness(report):
-        n, share = report.rows[one["row"]].n, one["share"]
-        where, whose = (
-            safe(one["tensor"]) + ("" if n is None else f", N {n:,}"),
-            (one["competitor"], one["suite"], one["dtype"]),
-        )
+        n, share, whose = report.rows[one["row"]].n, one["share"], (one["competitor"], one["suite"], one["dtype"])
+        where = safe(one["tensor"]) + ("" if n is None else f", N {n:,}")
         lines.append([*map(safe, whose), f"{one['tensors']:,}", f"{'✕ ' if share > 1 else ''}{share:.0%}", where])
     if lines:
         yield "## Correctness"
@@ -153,9 +149,8 @@ def remarks(report: model.Report) -> Iterator[str]:
         said += [(words.flag(flag), why) for flag, why in row.flags if why != row.cell.reason]
         for word, why in said:
             if word.severity != "note" or not row.timed:
-                lines.append(
-                    map(safe, (word.short, row.cell.competitor, row.label, row.cell.pass_, why or word.sentence))
-                )
+                whose = (row.cell.competitor, row.label, row.cell.pass_)
+                lines.append(map(safe, (word.short, *whose, why or word.sentence)))
     if lines:
         yield "## Without a number, or to be read with care"
         yield table(("", "implementation", "case", "pass", "why"), lines)

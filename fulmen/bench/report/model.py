@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 from fulmen.bench import audit, schema
 from fulmen.bench.audit import grouped, number, time_ms
 from fulmen.bench.report import words
+from fulmen.bench.schema import text
 
 LENGTHS = ("N", "N_Q", "N_KV")
-ORDER = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "dtype", "causal", "decay")
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-MEMORY_PARTS = ("inputs", "output", "saved", "workspace_forward", "gradients", "workspace_backward")
+MEMORY_PARTS = ("inputs", "output", "saved", "workspace_forward", "gradients", "workspace_backward", "peak")
 
 
 class Family(NamedTuple):
@@ -59,9 +58,12 @@ class Row:
         """Bytes of a part of the memory, or its floor."""
         return number(self.cell.memory.get(part, {}).get(what))
 
+    def of_audit(self, what: str) -> float | None:
+        return number(self.cell.audit.get(what))
+
     def rate(self, what: str) -> float | None:
         """FLOP/s or B/s, counting the floor: the work that cannot be avoided."""
-        work = number(self.cell.audit.get(what))
+        work = self.of_audit(what)
         return None if work is None or self.median is None else number(work / self.median * 1e3)
 
 
@@ -123,7 +125,7 @@ def read(results: schema.Results) -> Report:
 
 
 def judged(cell: schema.Cell, run: schema.Run) -> schema.Cell:
-    """The cell with its audit, as a copy where that writes; raises BadResults for nested fields of the wrong kind."""
+    """A copy of the cell with its audit, and with times only if it counts; raises BadResults for odd nested fields."""
     flags = cell.audit.get("flags", [])
 
     def objects(values: Iterable[Any]) -> bool:
@@ -140,10 +142,14 @@ def judged(cell: schema.Cell, run: schema.Run) -> schema.Cell:
         if not right:
             raise schema.BadResults(f"run {cell.run_id!r}, {cell.competitor!r}, {cell.pass_}: {what}")
     cell = replace(cell, audit=copy.deepcopy(cell.audit), memory=copy.deepcopy(cell.memory))
+    cell.device_ms, cell.kernels_ms, cell.host_ms = map(time_ms, (cell.device_ms, cell.kernels_ms, cell.host_ms))
     if "flags" not in cell.audit:
         audit.judge(cell, run)
     if cell.status == "ok" and times(cell)[0] is None:
         audit.withhold(cell, "the file holds no number that can be a time")
+    elif cell.status != "ok":
+        cell.drop_times()
+        cell.audit.pop("efficiency", None)
     audit.check_roof(cell, run)
     return cell
 
@@ -165,35 +171,16 @@ def ratio(a: Any, b: Any) -> float | None:
     return None if a is None or not b else a / b
 
 
-def text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def length(case: dict[str, Any]) -> int | None:
     return next((case[name] for name in LENGTHS if type(case.get(name)) is int), None)
 
 
 def family_of(cell: schema.Cell) -> Family:
-    """What the cells share whose cases differ in N alone. Sizes that follow from others are not said again."""
-    n, case = length(cell.case), cell.case
-    rest = {k: v for k, v in case.items() if k not in LENGTHS or v != n}
-    said = {k: v for k, v in rest.items() if v is not None}
-    for name, default in (("H_KV", "H"), ("E", "D")):
-        if said.get(name) == case.get(default):
-            said.pop(name, None)
-    sizes, others = [], []
-    for k in sorted(said, key=lambda k: (ORDER.index(k) if k in ORDER else len(ORDER), k)):
-        v = said[k]
-        if k.isupper():
-            sizes.append(f"{k}{text(v)}" if len(k) == 1 else f"{k} {text(v)}")
-        elif isinstance(v, bool):
-            others.append(k if v else f"no {k}" if k != "causal" else "full")
-        else:
-            others.append(DTYPES.get(text(v), text(v)) if k == "dtype" else f"{k} {text(v)}")
-    label = " · ".join(x for x in (" ".join(sizes), *others) if x)
-    return Family(cell.suite, label or "one case", tuple(sorted((k, text(v)) for k, v in rest.items())))
+    """What the cells share whose cases differ in N alone."""
+    n = length(cell.case)
+    rest = {k: v for k, v in cell.case.items() if k not in LENGTHS or v != n}
+    label = " · ".join(schema.case_words(rest)) or "one case"
+    return Family(cell.suite, label, tuple(sorted((k, text(v)) for k, v in rest.items())))
 
 
 # ---------------------------------------------------------------------------------------------- judging
@@ -249,13 +236,7 @@ def correctness(report: Report) -> list[dict[str, Any]]:
             line["wrong"] = line.get("wrong", 0) + (one.get("ok") is False)
             share = ratio(one.get("error"), one.get("bound")) or 0.0
             if share >= line.get("share", 0.0):
-                line |= {
-                    "share": share,
-                    "row": i,
-                    "tensor": tensor,
-                    "error": one.get("error"),
-                    "bound": one.get("bound"),
-                }
+                line |= {"share": share, "row": i, "tensor": tensor} | {k: one.get(k) for k in ("error", "bound")}
     return sorted(lines.values(), key=lambda line: (not line["wrong"], -line["share"]))
 
 
@@ -291,9 +272,8 @@ LABELS = {
 def environment(run: schema.Run) -> list[tuple[str, str]]:
     """The facts and ceilings of a run as name and value, in the order in which a reader looks for them."""
     facts = {k: v for k, v in (run.environment | run.ceilings).items() if v not in (None, "", [], {})}
-    facts["commit"] = str(run.commit.get("sha") or "unknown")[:12] + (
-        " with changes" if run.commit.get("dirty") else ""
-    )
+    changed = " with changes" if run.commit.get("dirty") else ""
+    facts["commit"] = str(run.commit.get("sha") or "unknown")[:12] + changed
     if not number(facts.get("arch")):  # a CPU
         facts.pop("arch", None)
         if facts.get("cpu") == facts.get("device"):

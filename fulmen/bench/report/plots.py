@@ -154,7 +154,7 @@ def curves(axes: Axes, rows: list[model.Row], looks: dict[str, dict[str, Any]]) 
         line = sorted((row.n or 0, row.median or 0.0) for row in some)
         axes.plot(*zip(*line, strict=True), linewidth=1.4, **looks[name])
     for some in grouped(rows, lambda row: row.cell.function).values():
-        floor = sorted({row.n or 0: x for row in some if (x := number(row.cell.audit.get("floor_ms")))}.items())
+        floor = sorted({row.n or 0: x for row in some if (x := row.of_audit("floor_ms"))}.items())
         if floor:
             axes.plot(*zip(*floor, strict=True), "--", color=SOFT, linewidth=1, label="floor")
     axes.set_xscale("log", base=2)

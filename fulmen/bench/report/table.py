@@ -8,8 +8,9 @@ import json
 from typing import Any
 
 from fulmen.bench import schema
-from fulmen.bench.audit import number, time_ms
+from fulmen.bench.audit import number
 from fulmen.bench.report import model
+from fulmen.bench.schema import text
 
 
 def render(report: model.Report) -> str:
@@ -24,24 +25,19 @@ def render(report: model.Report) -> str:
 
 def values(row: model.Row, run: schema.Run, cases: list[str]) -> dict[str, Any]:
     """The columns in their order. A cell that does not count has no time, and nothing made from one."""
-    cell = row.cell
-    flops, size = row.rate("flops"), row.rate("bytes")
-    timed = {
-        "median_ms": row.median, "low_ms": row.low, "high_ms": row.high, "samples": len(cell.samples_ms),
-        "device_ms": time_ms(cell.device_ms), "kernels_ms": time_ms(cell.kernels_ms), "host_ms": time_ms(cell.host_ms),
-        "efficiency": number(cell.audit.get("efficiency")), "tflop_per_s": flops and flops / 1e12,
-        "gb_per_s": size and size / 1e9,
-    }  # fmt: skip
+    cell, flops, size = row.cell, row.rate("flops"), row.rate("bytes")
     return {
         "run_id": cell.run_id, "config_hash": cell.config_hash, "suite": cell.suite, "op": cell.op,
         "function": cell.function, "competitor": cell.competitor, "pass": cell.pass_, "cache": cell.cache,
         "status": cell.status, "reason": cell.reason, "flags": " ".join(flag for flag, _ in row.flags),
         **{name: cell.case.get(name.removeprefix("case_")) for name in cases},
-        **(timed if row.timed else dict.fromkeys(timed)),
-        "floor_ms": number(cell.audit.get("floor_ms")), "worst_error_over_bound": row.worst,
-        **{f"{part}_bytes": row.size(part) for part in (*model.MEMORY_PARTS, "peak")},
+        "median_ms": row.median, "low_ms": row.low, "high_ms": row.high,
+        "samples": len(cell.samples_ms) if row.timed else None, "device_ms": cell.device_ms,
+        "kernels_ms": cell.kernels_ms, "host_ms": cell.host_ms, "efficiency": row.of_audit("efficiency"),
+        "tflop_per_s": flops and flops / 1e12, "gb_per_s": size and size / 1e9, "floor_ms": row.of_audit("floor_ms"),
+        "worst_error_over_bound": row.worst, **{f"{part}_bytes": row.size(part) for part in model.MEMORY_PARTS},
         "backend": cell.backend, "version": cell.version, "seed": cell.seed,
-        "device": model.text(run.environment.get("device", "")), "commit": model.text(run.commit.get("sha", "")),
+        "device": text(run.environment.get("device", "")), "commit": text(run.commit.get("sha", "")),
         "command": cell.command,
     }  # fmt: skip
 

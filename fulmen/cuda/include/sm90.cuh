@@ -135,8 +135,8 @@ __device__ __forceinline__ void tma_store_wait_read() {
 #define D_80 D_64, D8(64), D8(72)
 #define D_88 D_80, D8(80)
 #define D_128 D_88, D8(88), D8(96), D8(104), D8(112), D8(120)
-// d = a b, or d += a b, of 64 rows and N columns: both operands in shared memory, TRANSPOSED if the sum goes over their
-// rows, or a in registers.
+// d = a b, or d += a b, of 64 rows and N columns: both operands in shared memory, TRANSPOSED where the sum goes over an
+// operand's rows, or a in registers.
 #define WGMMA_SHARED(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
     __device__ __forceinline__ void NAME(float (&d)[REGS], u64 a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
@@ -159,6 +159,7 @@ WGMMA_SHARED(wgmma, 80, 160, "%80", "%81", "%82", "0, 0")
 WGMMA_SHARED(wgmma, 88, 176, "%88", "%89", "%90", "0, 0")
 WGMMA_SHARED(wgmma_transposed, 32, 64, "%32", "%33", "%34", "1, 1")
 WGMMA_SHARED(wgmma_transposed, 64, 128, "%64", "%65", "%66", "1, 1")
+WGMMA_SHARED(wgmma_over_rows, 128, 256, "%128", "%129", "%130", "0, 1")
 WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
 WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
 WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133")
@@ -179,13 +180,13 @@ __device__ __forceinline__ void wgmma_wait() {
 
 constexpr int PANEL = 64 * 128;         // bytes of 64 rows of a panel
 
-// Starts y = x z^T over D columns, of 64 rows of x and ROWS rows of z.
-template <int D, int ROWS, int COUNT>
+// Starts y = x z^T over D columns, of 64 of the X_ROWS rows of x and all ROWS rows of z.
+template <int D, int ROWS, int X_ROWS = 64, int COUNT>
 __device__ __forceinline__ void start_over_columns(float (&y)[COUNT], u32 x, u32 z) {
     const u64 a = descriptor(x, 16), b = descriptor(z, 16);
 #pragma unroll
     for (int d = 0; d < D / 16; d++)
-        wgmma(y, a + (d / 4 * PANEL + d % 4 * 32) / 16, b + (d / 4 * ROWS * 128 + d % 4 * 32) / 16, d > 0);
+        wgmma(y, a + (d / 4 * X_ROWS * 128 + d % 4 * 32) / 16, b + (d / 4 * ROWS * 128 + d % 4 * 32) / 16, d > 0);
     wgmma_commit();
 }
 
@@ -209,6 +210,13 @@ template <int COUNT>
 __device__ __forceinline__ void pin(u32 (&x)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(x[i]) :: "memory");
+}
+
+// Accumulators of a product that does not add: their old values are not kept for it.
+template <int COUNT>
+__device__ __forceinline__ void fresh(float (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "=f"(x[i]) :: "memory");
 }
 
 // A use of registers after the product that reads them. Without one the assembler frees them as soon as the product has

@@ -16,6 +16,13 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// 1 - 2 / (e^2x + 1) cancels where x is small.
+__device__ __forceinline__ float tanh_(float x) {
+    float y;
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exp2_(x * 2.885390081777927f) + 1.0f));
+    return fabsf(x) < 0.03f ? x - x * x * x * (1.0f / 3.0f) : 1.0f - 2.0f * y;
+}
+
 struct Softmax {
     float m[2], l[2];                   // maxima, in units of the logits; sums, of this lane alone until the end
 

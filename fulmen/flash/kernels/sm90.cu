@@ -41,6 +41,7 @@
 #include "cuda/include/softmax.cuh"
 #include "cuda/include/mask.cuh"
 #include "cuda/include/pack_gqa.cuh"
+#include "cuda/include/packed.cuh"
 #include "cuda/include/tile_scheduler.cuh"
 
 constexpr int D = HEAD_DIM, E = VALUE_DIM;
@@ -66,13 +67,6 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap &map, u32 barrier
 
 // -------------------------------------------------------------------------------------------------- softmax
 
-// 1 - 2 / (e^2x + 1) cancels where x is small.
-__device__ __forceinline__ float tanh_(float x) {
-    float y;
-    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exp2_(x * 2.885390081777927f) + 1.0f));
-    return fabsf(x) < 0.03f ? x - x * x * x * (1.0f / 3.0f) : 1.0f - 2.0f * y;
-}
-
 // s becomes p, still in fp32; alpha is what o must be scaled with.
 template <bool MASK>
 __device__ __forceinline__ void softmax(float (&s)[S], Softmax &x, float (&alpha)[2], int key, const Keys &seen,
@@ -90,8 +84,6 @@ __device__ __forceinline__ void to_operand(u32 (&p)[P], const float (&s)[S]) {
 }
 
 // --------------------------------------------------------------------------------------------------- tiles
-
-__device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(__ldg(cu + i), 0), n); }
 
 // Keys of row i of the cache.
 __device__ __forceinline__ int length_of_row(const Args &a, int i) {
@@ -130,12 +122,7 @@ struct Tile {
         int slot = RIGHT ? a.tiles - 1 - t / size : t / size;
         begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv, row = head / a.h;
         if (PACKED) {
-            int low = 0, high = a.sequences - 1;
-            while (low < high) {
-                int middle = (low + high + 1) / 2;
-                if (offset(a.cu_q, middle, a.n_q) / length + middle <= slot) low = middle;
-                else high = middle - 1;
-            }
+            const int low = sequence_of_tile(a.cu_q, a.sequences, a.n_q, length, slot);
             begin_q = offset(a.cu_q, low, a.n_q);
             n_q = max(0, offset(a.cu_q, low + 1, a.n_q) - begin_q);
             if (LENGTHS) {

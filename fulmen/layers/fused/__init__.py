@@ -1,7 +1,8 @@
 """Fused operations of the layers: what lies between their products on a GPU, in one pass over memory.
 
 Each replaces several PyTorch operations in plain eager mode; compilers, modes, transforms and other devices take the
-PyTorch operations themselves. `rotary` and `latent` are Triton kernels, `projections` adds gradients inside products.
+PyTorch operations themselves. `rotary`, `latent`, `lightning` and `sums` hold Triton kernels; `projections` adds up
+gradients inside products.
 """
 
 from __future__ import annotations

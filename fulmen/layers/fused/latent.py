@@ -32,12 +32,12 @@ from fulmen import hardware
 from fulmen.launch import Launch, describable
 from fulmen.layers.fused.projections import has_no_hooks
 from fulmen.layers.fused.rotary import angles, p2, pairs, per_row, run, turned
+from fulmen.layers.fused.sums import sum_launch
 from fulmen.layers.tensor_parallel import RMSNorm
 
 PROGRAMS = 528  # of a norm's backward: 4 on each SM of an H200, where it takes 18 us; with 264 and 4096 33 us
 TILE = 2048  # elements of a row, or of several, that it takes at a time
 MAX_WIDTH = 8192  # of a row that a program holds
-COLUMNS = 32  # whose sums of the weight's gradient one program adds
 HEADS = {"forward": 32, "backward": 32}  # that RoPE takes at a time
 WARPS = {"num_warps": 2}  # 32.5 us forward and 32.8 backward at B1 N4096 H64; with 4 warps 33.1 and 39.4
 
@@ -119,24 +119,6 @@ def norm_backward_kernel(
         tl.store(sums + R + j, tl.sum(total2, axis=0), j < R2)
 
 
-@triton.jit
-def sum_kernel(
-    sums_ptr, dweight_ptr, dweight2_ptr, programs,
-    R: tl.constexpr, R2: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The gradients of the weights: the sum of the programs' sums, always in the same order."""
-    i = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, programs, ROWS):
-        n = first + tl.arange(0, ROWS)
-        mask = (n < programs)[:, None] & (i < R + R2)[None, :]
-        total += tl.load(sums_ptr + n[:, None] * (R + R2) + i[None, :], mask, 0.0)
-    found = tl.sum(total, axis=0).to(dweight_ptr.dtype.element_ty)
-    tl.store(dweight_ptr + i, found, i < R)
-    if R2 > 0:
-        tl.store(dweight2_ptr + i - R, found, (i >= R) & (i < R + R2))
-
-
 def warps(elements: int) -> dict[str, int]:
     return {"num_warps": max(4, min(16, elements // 512))}
 
@@ -161,12 +143,6 @@ def norm_backward_launch(*tensors: Tensor) -> Launch:
     sizes = (R, p2(R), rest, p2(max(rest, 1)), R2, p2(max(R2, 1)), rest2, p2(max(rest2, 1)), at_a_time, sums.shape[0])
     options = warps(at_a_time * p2(max(R, R2)))
     return Launch(norm_backward_kernel, sums.shape[0], tensors, (x.stride(1), x2.stride(1), rows, *sizes), options)
-
-
-def sum_launch(sums: Tensor, dweight: Tensor, dweight2: Tensor) -> Launch:
-    (programs, columns), R = sums.shape, dweight.shape[0]
-    sizes = (programs, R, columns - R, COLUMNS, 64)
-    return Launch(sum_kernel, triton.cdiv(columns, COLUMNS), (sums, dweight, dweight2), sizes, {"num_warps": 4})
 
 
 def serves(x: Tensor, norm: RMSNorm) -> bool:

@@ -62,12 +62,14 @@ const WORDS = Object.fromEntries(DATA.words.map(([kind, words]) => [kind, Object
 const wordOf = (kind, name) => own(WORDS[kind], name)
   || ["care", name.toLowerCase(), "A word that this report does not know."];
 const RUNS = new Map(DATA.runs.map((run) => [run.id, run]));
-const ROWS = DATA.rows;
-ROWS.forEach((row, id) => { row.id = id; row.timed = isNumber(row.median); });
+// A cell of a results file, in the words of this page.
+const rowOf = ({ run_id: run, config_hash: hash, pass_: pass, samples_ms: samples, clocks_mhz: clocks, ...cell }) =>
+  ({ ...cell, run, hash, pass, samples, clocks, timed: cell.median > 0 });
+const ROWS = DATA.rows.map((cell, id) => ({ ...rowOf(cell), id }));
 const LIVE = ROWS.filter((row) => !row.replaced);
 const SUITES = unique(ROWS.map((row) => row.suite));
 const COMPETITORS = unique(LIVE.map((row) => row.competitor));
-const peak = (row) => row.memory.peak?.[0];
+const sizeOf = (row, part = "peak", what = "bytes") => [row.memory[part]?.[what]].find(isNumber);
 const interval = (row) => (isNumber(row.low) ? `95 % interval ${digits(row.low)} to ${digits(row.high)}` : "");
 
 // What the charts show. Few competitors in all keep their colour everywhere; many are counted per suite.

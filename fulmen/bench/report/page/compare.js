@@ -22,20 +22,17 @@ function readResults(text, name) {
     }
     const [theirs, ours] = [value?.schema ?? null, DATA.schema].map((x) => JSON.stringify(x));
     demand(theirs === ours, `schema ${theirs}, this report reads ${ours}`);
-    const { run_id: id, time, protocol, environment = {}, samples_ms: samples, clocks_mhz: clocks = [], stats,
-      ...cell } = value;
-    if (value.kind === "run") return runs.set(id, { ...environment, id, time: String(time), protocol });
+    const { run_id: id, environment, stats, ...cell } = value;
+    if (value.kind === "run") return runs.set(id, { ...environment, ...cell, id, time: String(cell.time) });
     demand(runs.has(id), `a cell of run ${JSON.stringify(id)} comes before that run's record`);
-    demand([samples, clocks].every((x) => Array.isArray(x) && x.every(isNumber)),
+    demand([cell.samples_ms, cell.clocks_mhz].every((x) => Array.isArray(x) && x.every(isNumber)),
       "samples_ms and clocks_mhz must be numbers");
-    const strings = ["competitor", "pass_", "status", "config_hash", "cache",
-      "reason"].every((key) => typeof cell[key] === "string");
-    demand(strings && cell.case && typeof cell.case === "object", "not a cell as fulmen writes it");
-    const middle = cell.status === "ok" && samples.length ? stats?.median ?? median(samples) : undefined;
-    cells.set(id + cell.config_hash, { ...cell, run: id, hash: cell.config_hash, pass: cell.pass_, samples, clocks,
-      median: middle, timed: middle > 0,
-      label: Object.entries(cell.case).filter(([key]) => key !== "N").map(([key, x]) =>
-        `${key} ${plain(x)}`).join(" ") });
+    const strings = ["competitor", "pass_", "status", "config_hash", "cache", "reason"];
+    demand(strings.every((key) => typeof cell[key] === "string") && typeof (cell.case ?? 0) === "object",
+      "not a cell as fulmen writes it");
+    const label = Object.entries(cell.case).filter(([key]) => key !== "N").map(([key, x]) => `${key} ${plain(x)}`);
+    const middle = cell.status === "ok" && cell.samples_ms.length ? stats?.median ?? median(cell.samples_ms) : null;
+    cells.set(id + cell.config_hash, { ...rowOf({ ...cell, run_id: id, median: middle }), label: label.join(" ") });
     return undefined;
   });
   if (!cells.size) throw new BadResults(`${name}: no cell in it; nothing was measured`);

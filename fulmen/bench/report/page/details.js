@@ -53,9 +53,9 @@ function drawerTimes(row) {
 // [title, content ...] of each part that the row has.
 function drawerParts(row) {
   const share = row.timed && isNumber(row.efficiency) && `This is ${percent(row.efficiency)} of what is possible.`;
-  const audit = row.arithmetic || row.flags.length || isNumber(row.floor_ms);
+  const { arithmetic } = row.audit, audit = arithmetic || row.flags.length || isNumber(row.floor_ms);
   const flag = ([name, why]) => h("li", {}, badge(wordOf("flag", name)), " ", wordOf("flag", name)[2],
-    why !== row.arithmetic && h("span", { class: "soft" }, " ", why));
+    why !== arithmetic && h("span", { class: "soft" }, " ", why));
   const checks = Object.entries(row.correctness).sort(([, a],
     [, b]) => Number(a.ok !== false) - Number(b.ok !== false));
   const memory = unique([...Object.keys(PARTS), ...Object.keys(row.memory)]).filter((part) => row.memory[part]);
@@ -63,7 +63,7 @@ function drawerParts(row) {
   const kernels = unique(row.resources.flatMap(Object.keys)).map((name, i) => [name, (one) => resource(one, name),
     i ? "number" : undefined]);
   return [
-    audit && ["Audit against the hardware", h("p", {}, row.arithmetic),
+    audit && ["Audit against the hardware", h("p", {}, arithmetic),
       h("p", { class: "soft" }, isNumber(row.floor_ms) && `The floor is ${ms(row.floor_ms)}. `, share),
         h("ul", { class: "flags" }, row.flags.map(flag))],
     checks.length && ["Correctness against fp64", tableOf("plain", [["tensor"],
@@ -73,8 +73,8 @@ function drawerParts(row) {
         ["of it", ([, one]) => one.bound && percent(one.error / one.bound), "number"],
       ["largest", ([, one]) => error(one.max_abs), "number"]], checks, "Correctness")],
     memory.length && ["Memory", tableOf("plain",
-      [["part", (part) => own(PARTS, part) || part], ["bytes", (part) => bytes(row.memory[part][0]), "number"],
-      ["floor", (part) => bytes(row.memory[part][1]), "number"]], memory, "Memory")],
+      [["part", (part) => own(PARTS, part) || part], ["bytes", (part) => bytes(sizeOf(row, part)), "number"],
+      ["floor", (part) => bytes(sizeOf(row, part, "floor")), "number"]], memory, "Memory")],
     kernels.length && ["Kernels, from the compiled binary", tableOf("plain", kernels, row.resources, "Kernels")],
     row.kernels.length && ["What the device ran",
       h("ol", {}, row.kernels.map((name) => h("li", {}, h("code", {}, name))))],

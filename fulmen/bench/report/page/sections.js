@@ -221,21 +221,21 @@ function drawMemory() {
 }
 function memoryBars(width, rows) {
   const lines = rows.map((row) => {
-    const parts = Object.keys(PARTS).filter((part) => row.memory[part]), [, floor] = row.memory.peak;
+    const parts = Object.keys(PARTS).filter((part) => row.memory[part]), floor = sizeOf(row, "peak", "floor");
     let end = 0;
-    const stack = parts.map((part) => ["part " + part, end, end += row.memory[part][0] || 0]), most = peak(row) || end;
+    const stack = parts.map((part) => ["part " + part, end, end += sizeOf(row, part) || 0]), most = sizeOf(row) || end;
     return { name: row.competitor, row, parts: stack, value: bytes(most), ticks: floor ? [floor] : [],
       end: Math.max(most, floor || 0), stack: end,
-      lines: [row.competitor, ...parts.map((part) => `${PARTS[part]}: ${bytes(row.memory[part][0])}`),
-        `peak: ${bytes(peak(row))}${floor ? ` · ${times(peak(row) / floor)} its floor` : ""}`] };
+      lines: [row.competitor, ...parts.map((part) => `${PARTS[part]}: ${bytes(sizeOf(row, part))}`),
+        `peak: ${bytes(sizeOf(row))}${floor ? ` · ${times(sizeOf(row) / floor)} its floor` : ""}`] };
   });
   const range = [0, Math.max(1, ...lines.flatMap((line) => [line.end, line.stack]))];
   return bars({ width, lines, range, label: `Memory, ${rows[0].where}` });
 }
 function memoryCurves(width, rows) {
-  const some = rows.filter((row) => row.n && peak(row)), GiB = 2 ** 30;
+  const some = rows.filter((row) => row.n && sizeOf(row)), GiB = 2 ** 30;
   const series = byName(some).map(([name, line]) =>
-    ({ index: colourOf(name), points: line.map((row) => ({ n: row.n, y: peak(row) / GiB, row })) }));
+    ({ index: colourOf(name), points: line.map((row) => ({ n: row.n, y: sizeOf(row) / GiB, row })) }));
   return severalNs(some) && curves({ width, height: 230, series, yLabel: "peak, GiB", guides: false,
     label: "Peak memory over N",
     lines: (p) => [p.row.competitor, `N ${commas(p.n)}`, `peak ${bytes(p.y * GiB)}`] });

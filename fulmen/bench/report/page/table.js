@@ -22,7 +22,7 @@ const COLUMNS = [
   field("efficiency", "Of floor", "number", percent),
   field("flops_rate", DATA.flops_unit[1], "number", (x) => digits(x / DATA.flops_unit[0], 3)),
   field("bytes_rate", "GB/s", "number", (x) => digits(x / 1e9, 3)),
-  { id: "peak", name: "Peak memory", look: "number", value: peak, show: (row) => bytes(peak(row)) },
+  { id: "peak", name: "Peak memory", look: "number", value: (row) => sizeOf(row), show: (row) => bytes(sizeOf(row)) },
   field("worst", "Error / bound", "number", percent),
   { id: "flags", name: "Notes", look: "notes", value: (row) => flagNames(row),
     show: (row) => (row.timed ? flagBadges(row) : h("span", { class: "soft", title: row.reason }, row.reason)) },

@@ -1,6 +1,4 @@
-"""One rank of the tensor-parallel tests of latent and lightning attention; started by `test_hybrid.py`.
-
-    python ranks_worker.py RANK WORLD_SIZE FILE        FILE: where the ranks meet
+"""Layers of latent and lightning attention under their tensor-parallel plan; `test_plans.py` runs these.
 
 Each case is a layer computed by this process alone and, from the same weights, by all ranks: outputs, gradients of the
 input and of every parameter, and tokens generated with a cache must be the same.
@@ -9,7 +7,6 @@ input and of every parameter, and tokens generated with a cache must be the same
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -86,17 +83,11 @@ def refusals(mesh) -> None:
     assert not any(isinstance(p, DTensor) for p in layer.parameters())
 
 
-def main(rank: int, world_size: int, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
-    usual = latent.rotary_kernels
+def every_layer() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in CASES:
-        latent.rotary_kernels = (lambda *tensors: kernels) if name == INTERPRETED else usual  # as if on a GPU
-        compare(name, mesh)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if name == INTERPRETED:  # as if on a GPU
+                monkeypatch.setattr(latent, "rotary_kernels", lambda *tensors: kernels)
+            compare(name, mesh)
     refusals(mesh)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

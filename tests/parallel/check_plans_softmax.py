@@ -1,20 +1,16 @@
-"""Layers under their tensor-parallel plan, on processes of this machine: `python tensor_parallel.py RANKS...`
+"""Layers of softmax attention under their tensor-parallel plan; `test_plans.py` runs these.
 
 Every rank compares with the layer computed whole: outputs, gradients of x and of every parameter, decoding with a
-cache, padding, and what state_dict saves and loads. Prints a line for each case and exits with 1 if one failed.
+cache, padding, and what state_dict saves and loads.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -106,21 +102,8 @@ def refusals(mesh) -> None:
         assert not any(isinstance(p, DTensor) for p in layer.parameters())
 
 
-def run(rank: int, ranks: int, meeting: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
+def every_layer() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in CASES:
         check(name, mesh)
-        if rank == 0:
-            print(f"{ranks} ranks: {name}", flush=True)
     refusals(mesh)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    for ranks in map(int, sys.argv[1:]):
-        with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(run, (ranks, f"{folder}/meeting"), nprocs=ranks, start_method="fork")

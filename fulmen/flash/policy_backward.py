@@ -1,0 +1,69 @@
+"""The tile, the workspace and the order of heads of the backward of backend `cuda` (kernels/backward.cu).
+
+Pure functions of (spec, hw), as in policy.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fulmen.flash.spec import FlashSpec, tiles_of
+from fulmen.hardware import Hardware
+
+BACKWARD_KEYS = 128  # that a block owns
+FEW_BLOCKS = 1024
+
+
+class BackwardTile(NamedTuple):
+    """The backward of backend `cuda`: for Hopper, every option; 128 keys a block."""
+
+    block_m: int  # queries at a time
+    overlap: bool  # s and dp of the next tile start before this one ends
+    q_stages: int = 3  # tiles of q in flight
+    o_stages: int = 2  # the same of do
+
+    def __str__(self) -> str:
+        return f"{self.block_m} queries x {BACKWARD_KEYS} keys"
+
+
+# By D = E. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.93 to 0.98 of it.
+BACKWARD_TILES = {
+    64: BackwardTile(128, overlap=False),  # B4 H32 N4096: 1.24, 1.16; with s of the next tile early 1.20, 1.12
+    128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.10, 1.04; dq added from registers 1.07, 1.01
+}
+
+
+def backward_tile(spec: FlashSpec) -> BackwardTile:
+    return BACKWARD_TILES[spec.D]
+
+
+class Workspace(NamedTuple):
+    """Of the backward, fp32: dq, and where the other parts begin. `end`: how many numbers it has."""
+
+    rows: int  # lse and delta of every query; empty if `rows_in_dq`
+    drawn: int  # what every query tile adds to a sink's gradient
+    turns: int  # for each half of a query tile how often it was added to
+    end: int
+    rows_in_dq: bool  # rows lie where dq will be written, as nobody needs them then
+
+
+def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
+    blocks = spec.B * spec.H * tiles_of(spec, spec.N_Q, tile.block_m)
+    rows, size = blocks * tile.block_m * spec.D, blocks * 2 * tile.block_m
+    rows_in_dq = 4 * size <= 2 * spec.B * spec.H * spec.N_Q * spec.D
+    drawn = rows + (0 if rows_in_dq else size)
+    turns = drawn + blocks * spec.has_sinks
+    return Workspace(rows, drawn, turns, turns + 2 * blocks * spec.deterministic, rows_in_dq)
+
+
+def swizzle(spec: FlashSpec, hw: Hardware) -> int:
+    """Heads of k and v worked on at a time: as many as half of the L2 cache holds q, do and fp32 dq of.
+
+    Few blocks under a causal mask take all heads, so that the longest tiles of all come first. Over cuDNN, by cache and
+    with all heads: causal, D 128, B1 H32 N4096 1.08, 1.14; B1 H40/8 N4096 0.81, 1.10; but B4 H32 N2048 1.07, 0.74.
+    """
+    heads = max(1, spec.B * spec.H_KV)
+    if spec.left is None and spec.right is not None and heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS) <= FEW_BLOCKS:
+        return heads
+    size = max(1, spec.N_Q * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
+    return min(heads, max(1, hw.l2_bytes // 2 // size))

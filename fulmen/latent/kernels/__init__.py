@@ -1,0 +1,1 @@
+"""CUDA C++ sources of latent attention and their launchers."""

@@ -1,0 +1,269 @@
+"""Sequences that are being served: which rows, pages and slots they have. Pools of all layers share one `Sequences`.
+
+    served = Sequences(rows=64, max_length=8192, pages=4096, page_size=64, slots=128, device="cuda")
+    a = served.new()
+    served.step([a], 512)                # the next call of the layers appends 512 tokens to `a`, in row 0
+    served.step([a, b, None], 1)         # then one token to each of two rows; row 2 is empty
+    c = served.fork(a)                   # shares a's pages; the first write to a shared page copies it
+    served.crop(a, a.length - 1)         # takes the last token back
+    served.free(a)
+
+All bookkeeping is on the host. A step reads `table`, `lengths`, `ends`, `slots` and `accepted`, tensors on the device
+whose shapes and addresses never change, so that a captured CUDA graph serves sequences that come and go. A sequence
+takes a slot when it is made and pages when a step needs them. If there are too few, `PoolFull` is raised and nothing
+has changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence as Several
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fulmen.layers.inputs import flag, whole
+
+MAX_DRAFT = 8  # tokens
+
+
+class PoolFull(RuntimeError):
+    """There are too few free pages or slots; nothing has changed."""
+
+
+class Pool(Protocol):
+    """A pool of one layer: it copies and clears what `Sequences` tells it to."""
+
+    def copy_page(self, source: int, target: int) -> None: ...
+
+    def copy_slot(self, source: int, target: int) -> None: ...
+
+    def clear_slot(self, slot: int) -> None: ...
+
+
+class Sequence:
+    """The tokens of one request: `length` of them, in `pages`; its states are in `slot`."""
+
+    __slots__ = ("__weakref__", "drafted", "length", "pages", "slot")
+
+    def __init__(self, slot: int) -> None:
+        self.length = 0
+        self.drafted = 0  # how many of its last tokens are a draft: its state has not taken them in
+        self.pages: list[int] = []
+        self.slot = slot  # -1: none, or freed
+
+    def __repr__(self) -> str:
+        return f"Sequence(length={self.length}, pages={self.pages}, slot={self.slot})"
+
+
+class Sequences:
+    """Rows, pages and slots; see the top of the file.
+
+    rows        how many sequences a step serves at most
+    max_length  tokens a sequence may have
+    pages       how many there are for keys and values or latents; 0: no layer needs them
+    page_size   tokens of a page: a multiple of 16 up to 256
+    slots       how many there are for states, one for each living sequence; 0: no layer needs them
+    drafts      keeps the tokens of a step of at most 8 out of the states until the next step, so that `crop` can take
+                them back: for speculative decoding
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        max_length: int,
+        *,
+        pages: int = 0,
+        page_size: int = 64,
+        slots: int = 0,
+        drafts: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.rows, self.max_length = whole("rows", rows), whole("max_length", max_length)
+        self.page_size, self.pages = whole("page_size", page_size, 16, 256), whole("pages", pages, 0)
+        if self.page_size % 16:
+            raise ValueError(f"page_size={page_size}: must be a multiple of 16 from 16 to 256")
+        self.slot_count, self.drafts = whole("slots", slots, 0), flag("drafts", drafts)
+        self._free_pages = list(range(self.pages))[::-1]
+        self._free_slots = list(range(self.slot_count))[::-1]
+        self._users = [0] * self.pages  # sequences that hold each page
+        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+        width = -(-self.max_length // self.page_size) if self.pages else 0
+        self._table = torch.zeros(self.rows, width, dtype=torch.int32, device="cpu")
+        self._shown: list[list[int]] = [[] for _ in range(self.rows)]  # the pages each row of `table` names
+        facts = torch.tensor([0, 0, -1, 0], dtype=torch.int32, device="cpu")
+        self.table = self._table.to(device, copy=True)  # (rows, pages of a row)
+        self._on_device = facts[:, None].repeat(1, self.rows).to(device)
+        self.lengths, self.ends, self.slots, self.accepted = self._on_device.unbind()
+        self.announced = 0, 0  # rows and tokens of the last step
+
+    # ------------------------------------------------------------------------------------------ sequences
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def register(self, pool: Pool) -> None:
+        """A pool that copies pages and slots when a sequence is forked; held weakly."""
+        self._pools.add(pool)
+
+    def new(self) -> Sequence:
+        """An empty sequence."""
+        sequence = Sequence(self._take_slot())
+        if self.slot_count:
+            for pool in self._pools:
+                pool.clear_slot(sequence.slot)
+        return sequence
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A sequence with the same tokens. Pages are shared until one of the two writes to them; a state is copied."""
+        self._check(sequence)
+        twin = Sequence(self._take_slot())
+        twin.length, twin.drafted, twin.pages = sequence.length, sequence.drafted, list(sequence.pages)
+        for page in twin.pages:
+            self._users[page] += 1
+        if self.slot_count:
+            for pool in self._pools:
+                pool.copy_slot(sequence.slot, twin.slot)
+        return twin
+
+    def crop(self, sequence: Sequence, length: int) -> None:
+        """Keeps the first `length` tokens.
+
+        With slots only drafted tokens can go: a state cannot forget.
+        """
+        self._check(sequence)
+        length = whole("length", length, 0, sequence.length)
+        dropped = sequence.length - length
+        if self.slot_count and dropped > sequence.drafted:
+            raise ValueError(
+                f"length={length}: of the sequence's {sequence.length} tokens the last {sequence.drafted} are a draft, "
+                "and a state cannot forget others; Sequences(drafts=True) keeps those of a step of up to 8 tokens"
+            )
+        sequence.length, sequence.drafted = length, max(sequence.drafted - dropped, 0)
+        keep = -(-length // self.page_size)
+        self._release(sequence.pages[keep:])
+        del sequence.pages[keep:]
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives back the pages and the slot; the sequence must not be used again."""
+        self._check(sequence)
+        self._release(sequence.pages)
+        if self.slot_count:
+            self._free_slots.append(sequence.slot)
+        sequence.pages, sequence.slot, sequence.length = [], -2, 0
+
+    # ----------------------------------------------------------------------------------------------- steps
+
+    def step(self, sequences: Several[Sequence | None], tokens: int = 1) -> None:
+        """The next call of every layer appends `tokens` tokens to each of `sequences`, its rows; None: an empty row.
+
+        Takes the pages for them and writes what the layers read to the device, without waiting for it.
+        """
+        tokens = whole("tokens", tokens)
+        self._check_rows(sequences, tokens)
+        self._reserve([s for s in sequences if s is not None], tokens)
+        self.announced = len(sequences), tokens
+        held = tokens if self.drafts and tokens <= MAX_DRAFT else 0
+        facts = [[0] * self.rows, [0] * self.rows, [-1] * self.rows, [0] * self.rows]
+        changed = False
+        for row, sequence in enumerate(sequences):
+            if sequence is None:
+                continue
+            facts[0][row], facts[2][row], facts[3][row] = sequence.length, sequence.slot, sequence.drafted
+            sequence.length, sequence.drafted = sequence.length + tokens, held
+            facts[1][row] = sequence.length
+            if self._shown[row] != sequence.pages:
+                self._shown[row] = list(sequence.pages)
+                self._table[row, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device="cpu")
+                changed = True
+        self._send(self._on_device, torch.tensor(facts, dtype=torch.int32, device="cpu"))
+        if changed:
+            self._send(self.table, self._table)
+
+    def check_call(self, B: int, N: int) -> None:
+        """Raises if x (B, N, ...) is not what `step` announced. Replays of a captured graph are not asked."""
+        rows, tokens = self.announced
+        if not torch.compiler.is_compiling() and not (rows <= B <= self.rows and tokens == N):
+            raise ValueError(
+                f"x has B={B}, N={N}, and step announced {tokens} tokens in {rows} of rows={self.rows}: call step "
+                "before the layers, and give them those rows"
+            )
+
+    def _send(self, target: Tensor, source: Tensor) -> None:
+        if target.device.type == "cuda":
+            source = source.pin_memory()  # a copy: the source may change while the transfer is under way
+        target.copy_(source, non_blocking=True)
+
+    def _check_rows(self, sequences: Several[Sequence | None], tokens: int) -> None:
+        if len(sequences) > self.rows:
+            raise ValueError(f"{len(sequences)} sequences are to be served, and there are rows={self.rows}")
+        seen: set[int] = set()
+        for sequence in sequences:
+            if sequence is None:
+                continue
+            self._check(sequence)
+            if id(sequence) in seen:
+                raise ValueError(f"{sequence} is given twice: fork it to go on in two ways")
+            seen.add(id(sequence))
+            if sequence.length + tokens > self.max_length:
+                raise ValueError(
+                    f"{tokens} more tokens for a sequence of {sequence.length}: max_length={self.max_length}"
+                )
+
+    def _reserve(self, sequences: list[Sequence], tokens: int) -> None:
+        """Gives every sequence pages of its own for its next tokens, or raises before anything has changed."""
+        if not self.pages:
+            return
+        missing = [-(-(s.length + tokens) // self.page_size) - len(s.pages) for s in sequences]
+        leaving: dict[int, int] = {}  # how many sequences exchange each page for a copy
+        shared: list[Sequence] = []  # whose last page, which is written to next, others hold, too
+        for sequence in sequences:
+            if sequence.length % self.page_size:
+                last = sequence.pages[-1]
+                if self._users[last] - leaving.get(last, 0) > 1:
+                    leaving[last] = leaving.get(last, 0) + 1
+                    shared.append(sequence)
+        needed = sum(missing) + len(shared)
+        if needed > len(self._free_pages):
+            raise PoolFull(
+                f"{needed} pages are needed for {tokens} more tokens of {len(sequences)} sequences, and "
+                f"{len(self._free_pages)} of {self.pages} are free: free or crop sequences first"
+            )
+        for sequence in shared:
+            source, target = sequence.pages[-1], self._take_page()
+            for pool in self._pools:
+                pool.copy_page(source, target)
+            self._release([source])
+            sequence.pages[-1] = target
+        for sequence, count in zip(sequences, missing, strict=True):
+            sequence.pages += [self._take_page() for _ in range(count)]
+
+    def _take_page(self) -> int:
+        page = self._free_pages.pop()
+        self._users[page] = 1
+        return page
+
+    def _take_slot(self) -> int:
+        if not self.slot_count:
+            return -1
+        if not self._free_slots:
+            raise PoolFull(f"all slots={self.slot_count} are taken: free a sequence first")
+        return self._free_slots.pop()
+
+    def _release(self, pages: list[int]) -> None:
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free_pages.append(page)
+
+    def _check(self, sequence: Sequence) -> None:
+        if not isinstance(sequence, Sequence):
+            raise ValueError(f"sequence is a {type(sequence).__name__}, must come from Sequences.new() or fork()")
+        if sequence.slot == -2:
+            raise ValueError("the sequence was freed: make a new one with new()")

@@ -1,0 +1,133 @@
+"""One decoding step of lightning attention, on a pool of states that is updated in place.
+
+    S = exp(-s_h) S + k_t v_t^T,   o_t = scale * q_t S          for the T tokens of a row, one after the other
+
+A row of the batch names its state by a slot. Without a draft all T tokens enter the state. For speculative decoding the
+pool also holds, for each slot, the tokens of the last call, which are not in the state yet:
+
+    1. the state takes in the first `accepted` of the tokens stored for the slot, and is written
+    2. o continues from it with the T new tokens, which are stored in place of the old ones
+
+So verifying reads and writes a state once, and a rejected token costs nothing. The path of a call is that of
+`lightning_attention`: a plan (`fulmen.plans`), or checks, spec and `dispatch.pick`; compilers and modes see one
+`torch.library` operator, whose schema says what it mutates. There are no gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulmen import dispatch, plans
+from fulmen.boundary import empty_rows, is_plain_eager, no_gradient, outside_autocast, refuse_derivatives_we_lack
+from fulmen.plans import Plan, Repeated
+from fulmen.step.spec import Tensors, check_inputs, check_values, spec_of
+
+_note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier state
+
+
+def lightning_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    state: Tensor,
+    *,
+    slots: Tensor | None = None,
+    draft: tuple[Tensor, Tensor] | None = None,
+    accepted: Tensor | None = None,
+    scale: float = 1.0,
+    backend: str = "auto",
+) -> Tensor:
+    """The next 1 to 8 tokens of each row, on a pool of states: o (B, H, T, E). Updates `state` in place.
+
+    q         (B, H, T, D); any strides whose last dimension is contiguous. bf16, fp16 or fp32.
+    k, v      (B, H_KV, T, D) and (B, H_KV, T, E); H_KV divides H, query head h reads head h // (H / H_KV).
+    decay     None, or the slopes s >= 0 as fp32 (H,) or (H, 1, 1), as in `lightning_attention`.
+    state     the pool (slots, H, D, E), fp32 or bf16, updated in place; state[i] is contiguous. bf16 is rounded
+              stochastically, so that slow slopes do not stall; the same call gives the same bits.
+    slots     int32 (B,): the slot of each row. -1, or any number that is no slot, is padding: its o is zero and nothing
+              is read or written. Two rows with one slot are an error on the CPU and undefined on a GPU. None: row b
+              has slot b.
+    draft     None, or the pools (k (slots, H_KV, 8, D), v (slots, H_KV, 8, E)) of tokens that are not in the state
+              yet. The state first takes in the first `accepted[b]` tokens stored there. Then the T new ones are stored,
+              and o sees all of them; they enter the state in the next call, as far as they are accepted by then.
+    accepted  int32 (B,), with `draft`: how many of the tokens stored by the last call are accepted, clamped to 0 to 8.
+    scale     multiplies the output.
+    backend   "auto" takes the fastest that supports the call; a name works or raises, it never falls back.
+    """
+    tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted)
+    if type(draft) is tuple and len(draft) == 2:
+        tensors = (q, k, v, decay, state, slots, *draft, accepted)
+    plan = None
+    if type(scale) is float and type(backend) is str and (draft is None) == (tensors[6] is None):
+        which, given = plans.given(tensors)
+        plan = plans.find((which, "step", scale, backend), given)
+    if plan is None:
+        x = check_inputs(q, k, v, decay, state, slots, draft, accepted, scale)
+        refuse_derivatives_we_lack("lightning_step", x)
+        tensors, scale = x, float(scale)
+        if not isinstance(backend, str):
+            raise dispatch.unknown("step", backend)
+        if not is_plain_eager(*tensors):
+            return torch.ops.fulmen.lightning_step(*tensors, scale, backend)
+        plan = _planned(tensors, scale, backend)
+    elif plan.spec.device.type == "cpu":
+        check_values(decay, slots)
+    o: Tensor = plan.forward.run(*tensors)
+    _note_change((state,) if draft is None else (state, *draft))
+    return o
+
+
+def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
+    """The plan of a call whose arguments are right."""
+    x = Tensors(*tensors)
+    check_values(x.decay, x.slots)
+    which, given = plans.given(x)
+    key = (which, "step", scale, backend)
+    plan = plans.find(key, given)
+    if plan is not None:
+        return plan
+    spec = spec_of(x, scale)
+    kernel = dispatch.pick("step", spec, backend)
+
+    @outside_autocast
+    def forward(*tensors: Any) -> Tensor:
+        o: Tensor = kernel.forward(spec, Tensors(*tensors))
+        return o
+
+    def prepare(*tensors: Any) -> Any:
+        assert kernel.prepare is not None
+        return kernel.prepare(spec, Tensors(*tensors))
+
+    def backward() -> Repeated:
+        return Repeated(no_gradient("lightning_step"), None)
+
+    return plans.keep(key, given, Plan(spec, Repeated(forward, kernel.prepare and prepare), backward, (), False))
+
+
+# ------------------------------------------------------------------------- the torch.library boundary
+
+
+_lib = torch.library.Library("fulmen", "FRAGMENT")
+_lib.define(
+    "lightning_step(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor(a!) state, Tensor? slots, "
+    "Tensor(b!)? draft_k, Tensor(c!)? draft_v, Tensor? accepted, float scale, str backend) -> Tensor"
+)
+
+
+def _step(*args: Any) -> Tensor:
+    *tensors, scale, backend = args
+    o: Tensor = _planned(tuple(tensors), scale, backend).forward.run(*tensors)
+    return o
+
+
+def _step_fake(*args: Any) -> Tensor:
+    x = Tensors(*args[:9])
+    return empty_rows(x.q, x.q.shape[1], x.v.shape[3])
+
+
+_lib.impl("lightning_step", _step, "CompositeExplicitAutograd")
+torch.library.register_fake("fulmen::lightning_step", _step_fake, lib=_lib)

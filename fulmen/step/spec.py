@@ -1,0 +1,219 @@
+"""A decoding step of lightning attention without its tensors: the spec, and the checks that lead to it.
+
+One clear error for each wrong argument. Values of `decay` and `slots` are read on the CPU only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fulmen.boundary import autocast, check_qkv, check_scale, plain_memory, require_tensors
+from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values
+
+MAX_TOKENS = 8  # of a step, and of a draft
+
+
+class StepSpec(NamedTuple):
+    """Every fact about a call that is no tensor: the key of dispatch, of the tile tables, of a benchmark case."""
+
+    B: int
+    H: int
+    H_KV: int
+    T: int
+    D: int
+    E: int
+    dtype: torch.dtype
+    device: torch.device
+    state_dtype: torch.dtype = torch.float32
+    slots: int = 0  # states of the pool
+    scale: float = 1.0
+    has_decay: bool = False
+    has_slots: bool = False
+    has_draft: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of one head of k and v."""
+        return self.H // max(self.H_KV, 1)
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call. A backend changes `state` and the draft, and nothing else."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None  # (H,)
+    state: Tensor
+    slots: Tensor | None
+    draft_k: Tensor | None
+    draft_v: Tensor | None
+    accepted: Tensor | None
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    draft: tuple[Tensor, Tensor] | None,
+    accepted: Tensor | None,
+    scale: float,
+) -> Tensors:
+    """The tensors of a call as backends take them; one clear error for each wrong argument.
+
+    What would take a look at values is left to `check_values`.
+    """
+    draft_k, draft_v = _parts(draft)
+    require_tensors(
+        {"q": q, "k": k, "v": v, "state": state},
+        {"decay": decay, "slots": slots, "draft[0]": draft_k, "draft[1]": draft_v, "accepted": accepted},
+    )
+    q, k, v = autocast(*plain_memory(q, k, v))
+    check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
+    if not 1 <= q.shape[2] <= MAX_TOKENS:
+        raise ValueError(
+            f"q has T={q.shape[2]} tokens, a step takes 1 to {MAX_TOKENS}: lightning_attention_with_state takes more"
+        )
+    check_scale(scale)
+    check_decay(q, decay)
+    _check_state(q, v, state)
+    _check_rows("slots", slots, q)
+    if slots is None and q.shape[0] > state.shape[0]:
+        raise ValueError(f"state has {state.shape[0]} slots for B={q.shape[0]} rows: without slots, row b has slot b")
+    if (draft_k is None) != (accepted is None):
+        raise ValueError("draft and accepted go together: give both, or neither")
+    if draft_k is not None and draft_v is not None:
+        _check_draft("draft[0]", draft_k, state.shape[0], k)
+        _check_draft("draft[1]", draft_v, state.shape[0], v)
+        _check_rows("accepted", accepted, q)
+    x = Tensors(
+        q, k, v, None if decay is None else decay.reshape(q.shape[1]).contiguous(), state,
+        None if slots is None else slots.contiguous(), draft_k, draft_v,
+        None if accepted is None else accepted.contiguous(),
+    )  # fmt: skip
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
+        raise NotImplementedError(
+            "lightning_step has no gradient: call it under torch.no_grad(), or use lightning_attention_with_state"
+        )
+    return x
+
+
+def _parts(draft: Any) -> tuple[Tensor | None, Tensor | None]:
+    if draft is None:
+        return None, None
+    if not isinstance(draft, tuple | list) or len(draft) != 2:
+        raise ValueError(f"draft is a {type(draft).__name__}, must be a tuple (k, v) of two tensors")
+    return draft[0], draft[1]
+
+
+def _check_state(q: Tensor, v: Tensor, state: Tensor) -> None:
+    want = (q.shape[1], q.shape[3], v.shape[3])
+    if state.ndim != 4 or tuple(state.shape[1:]) != want:
+        raise ValueError(f"state has shape {tuple(state.shape)}, must be (slots, H, D, E) = (slots, {_list(want)})")
+    allowed = (torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)
+    if state.dtype not in allowed:
+        raise ValueError(f"state is {state.dtype}, must be {' or '.join(map(str, allowed))} for q of {q.dtype}")
+    _check_pool("state", state, q)
+
+
+def _check_draft(name: str, pool: Tensor, slots: int, x: Tensor) -> None:
+    want = (slots, x.shape[1], MAX_TOKENS, x.shape[3])
+    if tuple(pool.shape) != want:
+        of = f"(slots, H_KV, {MAX_TOKENS}, {'D' if name == 'draft[0]' else 'E'})"
+        raise ValueError(f"{name} has shape {tuple(pool.shape)}, must be {of} = ({_list(want)})")
+    if pool.dtype != x.dtype:
+        raise ValueError(f"{name} is {pool.dtype}, must be {x.dtype}, as k and v")
+    _check_pool(name, pool, x)
+
+
+def _check_pool(name: str, pool: Tensor, x: Tensor) -> None:
+    """A slot is one piece of memory; slots may lie apart, as those of one layer in a pool of several."""
+    if pool.device != x.device:
+        raise ValueError(f"{name} is on {pool.device}, must be on q's {x.device}")
+    size = pool[0].numel() if pool.shape[0] else 0
+    if pool.shape[0] and (not pool[0].is_contiguous() or (pool.shape[0] > 1 and pool.stride(0) < size)):
+        raise ValueError(
+            f"{name}[i] must be contiguous and no two may overlap: they are written in place; its strides are "
+            f"{tuple(pool.stride())} for shape {tuple(pool.shape)}"
+        )
+    if not torch.compiler.is_compiling() and pool.is_neg():
+        raise ValueError(f"{name} is a negated view, which cannot be written in place: pass {name}.resolve_neg()")
+
+
+def _check_rows(name: str, rows: Tensor | None, q: Tensor) -> None:
+    if rows is None:
+        return
+    if tuple(rows.shape) != (q.shape[0],):
+        raise ValueError(f"{name} has shape {tuple(rows.shape)}, must be (B,) = ({q.shape[0]},)")
+    if rows.dtype != torch.int32:
+        raise ValueError(f"{name} is {rows.dtype}, must be int32")
+    if rows.device != q.device:
+        raise ValueError(f"{name} is on {rows.device}, must be on q's {q.device}")
+
+
+def _list(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def check_values(decay: Tensor | None, slots: Tensor | None) -> None:
+    """Checks values of CPU tensors; reading a GPU's would synchronise."""
+    check_decay_values(decay)
+    if slots is not None and slots.device.type == "cpu":
+        taken = [slot for slot in slots.tolist() if slot >= 0]
+        if len(set(taken)) < len(taken):
+            raise ValueError(f"slots must differ, but for the -1 of padding; got {slots.tolist()}")
+
+
+# ------------------------------------------------------------------------------------------------- specs
+
+
+def spec_of(x: Tensors, scale: float) -> StepSpec:
+    """The spec of a call whose arguments are right."""
+    B, H, T, D = x.q.shape
+    return StepSpec(
+        B=B,
+        H=H,
+        H_KV=x.k.shape[1],
+        T=T,
+        D=D,
+        E=x.v.shape[3],
+        dtype=x.q.dtype,
+        device=x.q.device,
+        state_dtype=x.state.dtype,
+        slots=x.state.shape[0],
+        scale=scale,
+        has_decay=x.decay is not None,
+        has_slots=x.slots is not None,
+        has_draft=x.draft_k is not None,
+    )
+
+
+def checked_spec(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    state: Tensor,
+    *,
+    slots: Tensor | None = None,
+    draft: tuple[Tensor, Tensor] | None = None,
+    accepted: Tensor | None = None,
+    scale: float = 1.0,
+) -> StepSpec:
+    """The spec `lightning_step` would make of these arguments, with its checks: for `fulmen.explain`."""
+    return spec_of(check_inputs(q, k, v, decay, state, slots, draft, accepted, scale), float(scale))
+
+
+def plain_spec(device: torch.device) -> StepSpec:
+    """An ordinary call on `device`, for `fulmen doctor`."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return StepSpec(64, 64, 64, 1, 128, 128, dtype, device, slots=64, has_decay=True)

@@ -1,0 +1,246 @@
+"""A decoding step in Triton: every state is read once and written once, with o made on the way.
+
+One program owns (row, head, BLOCK_V columns of E), whole columns of D rows, in fp32 registers:
+
+    state                                    [D, BLOCK_V]    read by 16-byte loads, all in flight before the first use
+    state = keep * state + k_t v_t^T         keep = exp(-s), rounded once from fp64
+    o_t   = scale * sum over d of q_t state  the only values that cross threads
+
+With a draft the accepted tokens come first, in a loop whose length is the row's own; the state is written after them,
+and the new tokens only reach o. Programs of other columns and heads read the same stored tokens, so a second kernel
+stores the new ones. A row without a slot writes zeros to o and leaves. Offsets of slots are 64-bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fulmen import dispatch, hardware
+from fulmen.boundary import empty_rows, no_gradient
+from fulmen.dispatch import register
+from fulmen.launch import Launch, Ready, run_all
+from fulmen.plans import allocator
+from fulmen.step import rounding
+from fulmen.step.policy import StepTile
+from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors
+from fulmen.tiles import at_head, padded
+
+ROW, COLUMN = tl.constexpr(rounding.ROW), tl.constexpr(rounding.COLUMN)
+FIRST, SECOND = tl.constexpr(rounding.FIRST), tl.constexpr(rounding.SECOND)
+DRAFT = tl.constexpr(MAX_TOKENS)
+
+
+def supports(spec: StepSpec) -> str | None:
+    if spec.dtype == torch.float64:
+        return "computes in fp32 at most, and q is float64"
+    if spec.device.type == "cuda":
+        arch = hardware.of(spec.device).arch
+        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
+    if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
+        return "Triton's interpreter truncates to bf16" if spec.dtype == torch.bfloat16 else None
+    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def to_bf16(x, offs_d, offs_e):
+    """x [D, V] in fp32 rounded stochastically, in pairs of columns: see `fulmen.step.rounding`."""
+    D: tl.constexpr = x.shape[0]
+    V: tl.constexpr = x.shape[1]
+    columns = tl.sum(x, axis=0)
+    seed = tl.sum(columns.to(tl.uint32, bitcast=True), axis=0)
+    place, _ = tl.split(tl.reshape(offs_e.to(tl.uint32) * COLUMN + seed, (V // 2, 2)))
+    left, right = tl.split(tl.reshape(columns, (V // 2, 2)))
+    number = left + right == left + right
+    first = tl.where(number, FIRST, 0).to(tl.uint32)
+    second = tl.where(number, SECOND, 0).to(tl.uint32)
+    even, odd = tl.split(tl.reshape(x.to(tl.uint32, bitcast=True), (D, V // 2, 2)))
+    a = (even ^ (offs_d.to(tl.uint32) * ROW)[:, None] ^ place[None, :]) * first[None, :]
+    b = (a ^ odd) * second[None, :]
+    rounded = tl.reshape(tl.join(even + (a >> 16), odd + (b >> 16)), (D, V))
+    return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def load_tokens(ptr, stride, count, offs, mask, T: tl.constexpr):
+    """Tokens 0 to T - 1, `stride` apart, as a tuple of rows; those from `count` on are zero."""
+    rows = ()
+    for t in tl.static_range(T):
+        row = tl.load(ptr + t * tl.cast(stride, tl.int64) + offs, mask=mask & (t < count), other=0.0)
+        rows = rows + (row,)  # type: ignore[assignment]
+    return rows
+
+
+@triton.jit
+def enter(state, keep, k, v):
+    """The state [D, V] after one more token."""
+    return state * keep + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_state(ptrs, state, offs_d, offs_e, mask):
+    if ptrs.dtype.element_ty == tl.bfloat16:
+        tl.store(ptrs, to_bf16(state, offs_d, offs_e), mask=mask)
+    else:
+        tl.store(ptrs, state, mask=mask)
+
+
+@triton.jit
+def lightning_step_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    decay_ptr,  # (H,) fp32, or None
+    state_ptr,
+    slots_ptr,  # (B,) int32, or None: row b has slot b
+    draft_k_ptr,  # or None
+    draft_v_ptr,
+    accepted_ptr,  # (B,) int32, with a draft
+    o_ptr,
+    strides,  # of q, k, v and o: (B, heads, T) each
+    slot_strides,  # of state, draft_k and draft_v
+    slots,
+    H,
+    scale,
+    GROUP: tl.constexpr,  # query heads of one head of k and v
+    T: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    # who am I: column tiles innermost, then heads, so that programs that read the same rows run side by side
+    BLOCK_D: tl.constexpr = padded(D)
+    TILES: tl.constexpr = (E + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    pid_h = pid // TILES % H
+    pid_b = pid // TILES // H
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_e = pid % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_d = offs_d < D
+    mask_e = offs_e < E
+    slot = pid_b
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + pid_b)
+    taken = (slot >= 0) & (slot < slots)
+
+    # the state; a row without a slot reads nothing
+    slot = slot.to(tl.int64)
+    state_ptrs = state_ptr + slot * slot_strides[0] + pid_h.to(tl.int64) * (D * E)
+    state_ptrs = state_ptrs + (offs_d[:, None] * E + offs_e[None, :])
+    mask = (mask_d[:, None] & mask_e[None, :]) & taken
+    state = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32)  # [D, V]
+
+    # all tokens before the first use: a thread holds one element of a row
+    head = pid_h // GROUP
+    qs = load_tokens(at_head(q_ptr, strides[0], pid_b, pid_h, 0), strides[0][2], T, offs_d, mask_d, T)
+    ks = load_tokens(at_head(k_ptr, strides[1], pid_b, head, 0), strides[1][2], T, offs_d, mask_d, T)
+    vs = load_tokens(at_head(v_ptr, strides[2], pid_b, head, 0), strides[2][2], T, offs_e, mask_e, T)
+    keep = 1.0
+    if decay_ptr is not None:
+        keep = tl.exp(-tl.load(decay_ptr + pid_h).to(tl.float64)).to(tl.float32)
+    if draft_k_ptr is not None:
+        accepted = tl.where(taken, tl.load(accepted_ptr + pid_b), 0)
+        draft_k_ptr += slot * slot_strides[1] + head.to(tl.int64) * (DRAFT * D)
+        draft_v_ptr += slot * slot_strides[2] + head.to(tl.int64) * (DRAFT * E)
+        draft_ks = load_tokens(draft_k_ptr, D, accepted, offs_d, mask_d, DRAFT)
+        draft_vs = load_tokens(draft_v_ptr, E, accepted, offs_e, mask_e, DRAFT)
+        for t in tl.static_range(DRAFT):
+            if t < accepted:
+                state = enter(state, keep, draft_ks[t], draft_vs[t])
+        store_state(state_ptrs, state, offs_d, offs_e, mask)
+
+    for t in tl.static_range(T):
+        state = enter(state, keep, ks[t], vs[t])
+        o = tl.sum(state * qs[t].to(tl.float32)[:, None], axis=0) * scale  # [V]
+        o_t = at_head(o_ptr, strides[3], pid_b, pid_h, t)
+        tl.store(o_t + offs_e, tl.where(taken, o, 0.0).to(o_ptr.dtype.element_ty), mask=mask_e)
+    if draft_k_ptr is None:
+        store_state(state_ptrs, state, offs_d, offs_e, mask)
+
+
+@triton.jit
+def lightning_step_draft_kernel(
+    k_ptr, v_ptr, slots_ptr, draft_k_ptr, draft_v_ptr, strides, slot_strides, slots, H_KV,
+    T: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Stores the new tokens of one head of k and v. Programs are (row, head)."""
+    pid_h = tl.program_id(0) % H_KV
+    pid_b = tl.program_id(0) // H_KV
+    slot = pid_b
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + pid_b)
+    taken = (slot >= 0) & (slot < slots)
+    at_k = draft_k_ptr + slot.to(tl.int64) * slot_strides[1] + pid_h.to(tl.int64) * (DRAFT * D)
+    at_v = draft_v_ptr + slot.to(tl.int64) * slot_strides[2] + pid_h.to(tl.int64) * (DRAFT * E)
+    offs_d = tl.arange(0, padded(D))
+    offs_e = tl.arange(0, padded(E))
+    for t in tl.static_range(T):
+        mask_k = (offs_d < D) & taken
+        mask_v = (offs_e < E) & taken
+        k = tl.load(at_head(k_ptr, strides[1], pid_b, pid_h, t) + offs_d, mask=mask_k)
+        v = tl.load(at_head(v_ptr, strides[2], pid_b, pid_h, t) + offs_e, mask=mask_v)
+        tl.store(at_k + t * D + offs_d, k, mask=mask_k)
+        tl.store(at_v + t * E + offs_e, v, mask=mask_v)
+
+
+# --------------------------------------------------------------------------------------------- launches
+
+
+def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor) -> list[Launch]:
+    strides = tuple(t.stride()[:3] for t in (x.q, x.k, x.v, o))
+    slot_strides = tuple(0 if t is None else t.stride(0) for t in (x.state, x.draft_k, x.draft_v))
+    block_v = min(tile.block_v, max(16, triton.next_power_of_2(spec.E)))
+    step = Launch(
+        lightning_step_kernel,
+        spec.B * spec.H * triton.cdiv(spec.E, block_v),
+        (*x, o),
+        (strides, slot_strides, spec.slots, spec.H, spec.scale, spec.group, spec.T, spec.D, spec.E, block_v),
+        {"num_warps": tile.num_warps},
+    )
+    if not spec.has_draft:
+        return [step]
+    store = Launch(
+        lightning_step_draft_kernel,
+        spec.B * spec.H_KV,
+        (x.k, x.v, x.slots, x.draft_k, x.draft_v),
+        (strides, slot_strides, spec.slots, spec.H_KV, spec.T, spec.D, spec.E),
+        {"num_warps": 1},
+    )
+    return [step, store]
+
+
+def forward(spec: StepSpec, x: Tensors) -> Tensor:
+    o = empty_rows(x.q, spec.H, spec.E)
+    run_all(launches(spec, dispatch.choose("step", spec, "triton").tile, x, o), spec.device)
+    return o
+
+
+def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor] | None:
+    """A step of calls with these shapes and strides at the least cost for the host."""
+    if spec.device.type != "cuda" or triton.knobs.runtime.interpret:
+        return None
+    like = empty_rows(x.q, spec.H, spec.E)
+    tile = dispatch.choose("step", spec, "triton").tile
+    step, *stores = (Ready(launch, spec.device) for launch in launches(spec, tile, x, like))
+    new = allocator(like)
+
+    def again(*tensors: Any) -> Tensor:
+        o = new()
+        step(*tensors, o)
+        for store in stores:
+            _, k, v, _, _, slots, draft_k, draft_v, _ = tensors
+            store(k, v, slots, draft_k, draft_v)
+        return o
+
+    return again
+
+
+register("step", "triton", supports=supports, forward=forward, backward=no_gradient("lightning_step"), prepare=prepare)

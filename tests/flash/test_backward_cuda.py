@@ -1,0 +1,119 @@
+"""The CUDA backward compiled, without a GPU: it fits, does not spill, and its products overlap; and its policy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fulmen import cuda, dispatch, hardware
+from fulmen.flash import cuda as flash
+from fulmen.flash.kernels import backward
+from fulmen.flash.policy_backward import BackwardTile, backward_tile, swizzle, workspace
+from fulmen.flash.spec import FlashSpec
+from fulmen.hardware import TARGETS
+from tests import sass
+from tests.flash.test_cuda import ALL, CAP, PACKED, WINDOW, spec
+
+CALLS = [
+    *[spec(2, 16, 8192, D, causal) for D in (64, 128) for causal in (False, True)],
+    spec(2, 16, 8192, 64, True, torch.float16),
+    *[spec(1, 16, 8192, D, True, **option) for D in (64, 128) for option in (WINDOW, PACKED, CAP, ALL)],
+]
+CALLS += [call._replace(deterministic=True) for call in CALLS]
+
+
+def name_of(call: FlashSpec) -> str:
+    options = [n for n in ("left", "right", "softcap", "sequences") if getattr(call, n) is not None]
+    return " ".join([str(call.D), str(call.dtype)[6:], *options, *["deterministic"] * call.deterministic])
+
+
+def check_products(call: FlashSpec, tile: BackwardTile) -> None:
+    """All five of a tile, with dp or dv under way while exponentials are taken."""
+    code, usage = cuda.compile_variant(backward.variants(call, tile)[1])
+    assert usage.spilled == 0 or call.sequences is not None
+    assert not usage.warnings, usage.warnings  # such as products made one after the other
+    assert usage.registers == 168  # of 384 threads
+    assert backward.shared_bytes(call, tile) <= TARGETS[90].smem_bytes
+    text = sass.disassemble(code)
+    assert sass.overwritten(text) == []
+    loop = text[text.index("HGMMA.") : text.rindex("HGMMA.")]
+    assert not re.search(r"\b(STL|LDL)\b", loop)  # packed, where a tile lies may wait outside
+    each = {"s": call.D, "dp": call.E, "dv": tile.block_m, "dk": tile.block_m, "dq": 128}
+    ahead = call.D // 16 if tile.overlap else 0  # s of the first tile
+    assert text.count("HGMMA.") == sum(each.values()) // 16 + ahead
+    assert text.count("tnspA") == 8
+    assert text.count("UBLKRED") == 1
+    assert ("UBLKCP.G.S" in text) == call.deterministic  # the first to add stores
+
+
+@pytest.mark.parametrize("call", CALLS, ids=name_of)
+def test_fits_and_overlaps(call):
+    check_products(call, backward_tile(call))
+
+
+@pytest.mark.parametrize("change", [{"overlap": False}, {"q_stages": 2}], ids=str)
+def test_other_tiles_fit(change):
+    call = spec(2, 16, 8192, 128, True)
+    check_products(call, backward_tile(call)._replace(**change))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("call", [spec(1, 16, 8192, 64), spec(1, 16, 8192, 128, True, **ALL)], ids=name_of)
+def test_prologue_and_epilogue_do_not_spill(call, dtype):
+    call = call._replace(dtype=dtype)
+    for sinks in {torch.float32, dtype}:
+        for variant in backward.variants(call, backward_tile(call), sinks)[::2]:
+            _, usage = cuda.compile_variant(variant)
+            assert (usage.spilled, usage.warnings) == (0, ())
+            assert usage.registers <= 64
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+def test_served_and_explained(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    call = spec(2, 16, 4096, 128, True, needs_grad=True)
+    choice = dispatch.choose("flash", call, "cuda")
+    assert choice.backward == "cuda"
+    assert choice.workspace == 4 * 2 * 16 * 4096 * 128
+    assert str(choice).endswith("backward 64 queries x 128 keys, 64.0 MiB workspace")
+    assert flash.supports(call) is None
+    assert not str(dispatch.choose("flash", call._replace(needs_grad=False), "cuda")).count("workspace")
+    assert dispatch.choose("flash", call._replace(D=192), "cuda").backward == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (spec(N=1 << 29), "up to 268435456 queries and keys"),
+        (spec(B=1 << 14, H=1 << 17), "up to 1073741824 tiles of 128 keys"),
+    ],
+)
+def test_refuses_in_words(call, why):
+    assert why in backward.unsupported_reason(call)
+
+
+def test_the_workspace_holds_all_tiles():
+    for options in ({}, {"has_sinks": True}, {"deterministic": True}, PACKED, {"sequences": 900}):
+        call = spec(2, 3, 1000, 128, **options)
+        tile = backward_tile(call)
+        blocks = 6 * (16 if call.sequences is None else 1000 // 64 + call.sequences)
+        parts = workspace(call, tile)
+        assert parts.rows == blocks * 64 * 128
+        assert parts.drawn - parts.rows == (0 if parts.rows_in_dq else blocks * 128)
+        assert parts.rows_in_dq == (call.sequences != 900)
+        assert parts.turns - parts.drawn == blocks * call.has_sinks
+        assert parts.end - parts.turns == 2 * blocks * call.deterministic
+
+
+def test_heads_at_a_time_fit_the_cache():
+    hw = TARGETS[90]
+    assert swizzle(spec(2, 16, 8192, 128), hw) == 3
+    assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 1
+    assert swizzle(spec(1, 40, 4096, 128, H_KV=8), hw) == 1
+    assert swizzle(spec(1, 40, 4096, 128, True, H_KV=8), hw) == 8  # few blocks: longest first
+    assert swizzle(spec(1, 40, 4096, 128, True, H_KV=8, left=100), hw) == 1
+    assert swizzle(spec(2, 16, 8192, 128, True), hw) == 3
+    assert swizzle(spec(1, 2, 128, 128), hw) == 2
+    assert swizzle(spec(1, 2, 0, 128), hw) == 2

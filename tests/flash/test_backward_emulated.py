@@ -1,0 +1,201 @@
+"""The CUDA backward of softmax attention, run on a CPU (tests/emulator): right, whenever copies and products happen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen import dispatch
+from fulmen.dispatch import Choice
+from fulmen.flash.policy_backward import BackwardTile, backward_tile
+from fulmen.flash.spec import Residuals
+from fulmen.testing import flash as testing
+from tests import emulator
+from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
+
+PLAIN = {"H": 1, "N_Q": 150}
+PACKED = {"lengths_q": [70, 1, 0, 45, 130], "lengths_k": [30, 1, 5, 170, 130], "causal": True}
+ALL = {"H_KV": 1, "N_KV": 150, "causal": True, "window": (40, None), "softcap": 3.0, "sinks": True}
+CASES = {  # D, how the tile differs, the call
+    "64": (64, {}, PLAIN),
+    "64 causal": (64, {}, {"H": 1, "N_Q": 300, "causal": True}),
+    "64 more keys": (64, {}, {"N_Q": 70, "N_KV": 299, "causal": True, "H_KV": 1}),
+    "64 fewer keys": (64, {}, {"N_Q": 270, "N_KV": 100, "causal": True}),
+    "64 top left": (64, {}, {"N_Q": 130, "N_KV": 270, "causal": "top_left"}),
+    "64 packed": (64, {}, PACKED),
+    "64 all": (64, {}, ALL),
+    "64 two stages": (64, {"q_stages": 2}, {"N_Q": 200, "H_KV": 1, "causal": True}),
+    "128": (128, {}, PLAIN),
+    "128 causal": (128, {}, {"H": 1, "N_Q": 300, "causal": True}),
+    "128 GQA": (128, {}, {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2}),
+    "128 fewer keys": (128, {}, {"N_Q": 270, "N_KV": 100, "causal": True}),
+    "128 packed": (128, {}, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
+    "128 packed full": (128, {}, {**PACKED, "causal": False}),
+    "128 window": (128, {}, {"N_Q": 330, "window": (70, 30)}),
+    "128 softcap": (128, {}, {**PLAIN, "softcap": 2.0}),
+    "128 all": (128, {}, ALL),
+    "128 two stages": (128, {"q_stages": 2}, PACKED),
+    "128 no overlap": (128, {"overlap": False, "q_stages": 2}, {"N_Q": 200, "H_KV": 1, "causal": True}),
+}
+
+
+def inputs(D: int, options: dict, dtype: torch.dtype = torch.bfloat16, **more: object) -> testing.Inputs:
+    return testing.inputs(D=D, dtype=dtype, **{"H": 2, **options, **more})
+
+
+def launched(
+    x: testing.Inputs, o: torch.Tensor, lse: torch.Tensor, tile: BackwardTile, mode: int, seed: int = 0,
+    edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"), deterministic: bool = False,
+) -> testing.Outputs:  # fmt: skip
+    spec = x.spec(needs_grad=True, with_lse="lse" in use)._replace(deterministic=deterministic)
+    choice = Choice("cuda", "sm90", None, 1, "cuda", tile)
+    cu_k = x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
+    tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
+    with emulator.serve("flash", mode, seed, edit) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
+        backward = dispatch.kernels("flash")["cuda"].backward
+        found = backward(spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None)
+        assert emulated.launches == 2 * bool(spec.N_Q) + bool(spec.N_KV)
+    return testing.Outputs(o, lse, *found)
+
+
+def gradients(
+    case: str, mode: int, seed: int = 0, edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"),
+    dtype: torch.dtype = torch.bfloat16, deterministic: bool = False,
+) -> testing.Outputs:  # fmt: skip
+    """Compared with fp64."""
+    D, tile, options = CASES[case]
+    x = inputs(D, options, dtype)
+    exact = testing.reference(x, use)
+    o, lse = exact.o.to(dtype), exact.lse.float()
+    chosen = backward_tile(x.spec()._replace(deterministic=deterministic))._replace(**tile)
+    outputs = launched(x, o, lse, chosen, mode, seed, edit, use, deterministic)
+    testing.compare(x, outputs, use)
+    return outputs
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
+@pytest.mark.parametrize("case", CASES)
+def test_right_on_the_emulator(case, mode):
+    dtype = torch.float16 if len(case) % 4 == 1 else torch.bfloat16
+    gradients(case, mode, len(case), dtype=dtype, use=("o",) if len(case) % 3 == 0 else ("o", "lse"))
+
+
+@pytest.mark.parametrize(
+    "case", ["64 causal", "64 packed", "64 fewer keys", "128", "128 all", "128 GQA", "128 window", "128 fewer keys"]
+)
+def test_deterministic_sums_are_right_and_the_same(case):
+    """Every block waits for its turn, which must have come: blocks run in the order they start in."""
+    first, *others = (gradients(case, mode, seed, deterministic=True) for seed, mode in enumerate((ANY, LATE, ANY)))
+    for other in others:
+        for mine, yours in zip(first[2:5], other[2:5], strict=True):
+            assert torch.equal(mine, yours)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_rows_of_no_sequence_do_not_matter(D):
+    """They may hold anything: tiles that reach beyond a sequence read them."""
+    lengths = {"lengths_q": [70, 45], "lengths_k": [30, 100]}
+    x = inputs(D, lengths, causal=True)
+    exact = testing.reference(x)
+    tile = backward_tile(x.spec())
+    right = launched(x, exact.o.to(x.q.dtype), exact.lse.float(), tile, ANY)
+
+    def longer(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t, torch.full_like(t, torch.nan)], 2)
+
+    y = x._replace(**{name: longer(getattr(x, name)) for name in ("q", "k", "v", "do", "dlse")})
+    outputs = launched(y, longer(exact.o.to(x.q.dtype)), longer(exact.lse.float()), tile, ANY)
+    for mine, yours in zip(right[2:5], outputs[2:5], strict=True):
+        assert torch.equal(mine, yours[:, :, : mine.shape[2]])
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_wrong_offsets_lead_nowhere(D):
+    """Nobody checks them on a GPU: gradients may be anything, but lie inside."""
+    x = inputs(D, PACKED)
+    exact = testing.reference(x)
+    ends = torch.tensor([[0, 70, 60, 200, 246, 999], [0, 30, -5, 300, 206, 400]], dtype=torch.int32)
+    wrong = x._replace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+    launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("N_Q", "N_KV"), [(0, 70), (70, 0)])
+def test_without_queries_or_keys(N_Q, N_KV, deterministic):
+    x = inputs(128, {"N_Q": N_Q, "N_KV": N_KV})
+    o, lse = torch.zeros_like(x.do), torch.full(x.q.shape[:3], -torch.inf)
+    found = launched(x, o, lse, backward_tile(x.spec()), ANY, deterministic=deterministic)
+    assert not any(g.any() for g in found[2:5])
+
+
+WRONG = r" error \d|not finite|not zero"
+DV_IS_MADE = """            wgmma_wait<0>();
+            dv_is_made();"""
+DK_IS_MADE = """        wgmma_wait<0>();
+        pin(w.dk);
+        pin(w.ds);
+"""
+RELEASE_Q = "        if (reports) at.q.release(before);\n"
+# What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
+MISTAKES = {
+    "do not waited for": ("64 causal", "at.o.wait(o);", ";", LATE, f"{WRONG}|all wait|has ended"),
+    "q not waited for": ("128 causal", "at.q.wait(q);", ";", LATE, f"{WRONG}|all wait|has ended"),
+    "v not waited for": ("128", "mbarrier_wait(at.v_full, 0);", "", LATE, WRONG),
+    "ds not for wgmma to see": (
+        "128", "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }\n    fence_async();",
+        "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }", EARLY, WRONG,
+    ),
+    "no barrier of the consumers": ("64 causal", "named_barrier_sync<256>(BOTH);", "", ANY, WRONG),
+    "one buffer of ds": ("128 causal", "walk.left % 2 * DS_BYTES", "0", PRESSED, WRONG),
+    "do released too early": (
+        "128 causal", DV_IS_MADE, "dv_is_made();\nwgmma_wait<0>();", PRESSED, WRONG,
+    ),
+    "q released too early": (
+        "128 no overlap", DK_IS_MADE + RELEASE_Q, RELEASE_Q + DK_IS_MADE, PRESSED, WRONG,
+    ),
+    "q never released": ("64 two stages", RELEASE_Q, "", EARLY, "all wait"),
+    "dq overwritten while it is added": (
+        "128 GQA", "if (waits) named_barrier_sync<160>(EMPTY + consumer);",
+        "if (waits) named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
+    ),
+    "a key too many": ("128 GQA", "if (g + 8 * r < rows)", "if (true)", EARLY, "outside a tensor"),
+    "a query too many": ("64", "if (row < n)\n                *", "if (true)\n                *", EARLY, "outside"),
+    "the diagonal hidden": ("64 causal", "at < see.first[r]", "at <= see.first[r]", EARLY, WRONG),
+    "a mask too few": ("128 window", "LEFT && m > all_to", "LEFT && m > all_to + M", EARLY, WRONG),
+    "no gradient of lse": ("128", "if (a.dlse) delta -= a.dlse[at];", "", EARLY, WRONG),
+    "the cap's slope": ("128 softcap", "y[c] * (1.0f - x * x)", "y[c]", EARLY, WRONG),
+    "the sink's weight": ("128 all", "exp2_(sink - lse) * delta", "exp2_(sink) * delta", EARLY, WRONG),
+    "heads of a group in one place": ("128 GQA", "slot += a.slots - tile.count", "slot -= tile.count", EARLY, WRONG),
+}  # fmt: skip
+
+
+def often(mistake: str) -> None:
+    case, passage, instead, mode, _ = MISTAKES[mistake]
+    for seed in range(8):
+        gradients(case, mode, seed, (passage, instead))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    with pytest.raises(AssertionError, match=MISTAKES[mistake][-1]):
+        often(mistake)
+
+
+@pytest.mark.parametrize(
+    ("case", "passage", "instead", "words"),
+    [
+        (
+            "128 causal", "DETERMINISTIC ? a.tiles - 1 - t / size : t / size", "t / size",
+            "waits for a block that starts later",
+        ),
+        ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", WRONG),  # to what nobody zeroed
+        ("128 fewer keys", "DETERMINISTIC && a.turns[2 * block + half] == 0", "false", WRONG),
+    ],
+    ids=["later blocks first", "no first store", "rows without keys"],
+)  # fmt: skip
+def test_a_mistake_of_the_fixed_order_is_noticed(case, passage, instead, words):
+    with pytest.raises(AssertionError, match=words):
+        gradients(case, EARLY, edit=(passage, instead), deterministic=True)

@@ -1,0 +1,151 @@
+"""Decoding steps of latent attention with a preallocated cache: positions and lengths come from the device alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen.layers import LatentCache, MultiHeadLatentAttention, latent
+from fulmen.layers.fused import decode
+
+close = torch.testing.assert_close
+SIZES = {"kv_rank": 32, "nope_dim": 16, "rope_dim": 8, "value_dim": 12}
+
+
+def made(**options) -> MultiHeadLatentAttention:
+    torch.manual_seed(0)
+    return MultiHeadLatentAttention(48, 4, **{"q_rank": 24, "absorb": True, **SIZES, **options}).requires_grad_(False)
+
+
+def tokens(B: int = 3, N: int = 21, seed: int = 1) -> torch.Tensor:
+    return torch.randn(B, N, 48, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def way(request, monkeypatch):
+    """By PyTorch's operations, or by the kernel, interpreted."""
+    if request.param == "kernels":
+        monkeypatch.setattr(latent, "kernels_for", lambda name, *tensors: decode if name == "decode" else None)
+    taken = []
+    step = MultiHeadLatentAttention._step
+
+    def counted(*args):
+        taken.append(1)
+        return step(*args)
+
+    monkeypatch.setattr(MultiHeadLatentAttention, "_step", counted)
+    return taken
+
+
+def replayed(layer, x, cache, mask=None) -> torch.Tensor:
+    """A step after which the host knows no more than before, as after a graph's replay."""
+    length = cache.length
+    y = layer(x, cache=cache, mask=mask)
+    cache.length = length
+    return y
+
+
+@pytest.mark.parametrize("options", [{}, {"q_rank": None}, {"rope": {"interleaved": False}}], ids=str)
+@torch.no_grad()
+def test_steps_are_the_full_forward(options, way):
+    layer, x, cache = made(**options), tokens(), LatentCache(max_length=24)
+    y = [layer(x[:, :9], cache=cache)]
+    y += [replayed(layer, part, cache) for part in x[:, 9:].split([1, 1, 3, 1, 6], 1)]
+    close(torch.cat(y, 1), layer(x))
+    assert len(way) == 5
+    assert cache.ends.tolist() == [21] * 3
+
+
+@torch.no_grad()
+def test_rows_of_different_lengths(way):
+    layer, x, cache = made(), tokens(N=12), LatentCache(max_length=30)
+    mask = torch.tensor([[0] * 5 + [1] * 7, [1] * 12, [1] * 3 + [0] * 9], dtype=torch.bool)
+    some = torch.tensor([[1, 1], [1, 0], [0, 0]], dtype=torch.bool)
+    y = layer(x, cache=cache, mask=mask)
+    later = tokens(N=4, seed=2)
+    steps = [
+        replayed(layer, later[:, :1], cache),
+        replayed(layer, later[:, 1:3], cache, some),
+        replayed(layer, later[:, 3:], cache),
+    ]
+    assert len(way) == 3
+    assert cache.ends.tolist() == [11, 15, 5]
+    assert cache.lengths.tolist() == [11, 15, 5]
+    y = torch.cat([y, *steps], 1)
+    ones = torch.ones(3, 1, dtype=torch.bool)
+    seen, everything = torch.cat([mask, ones, some, ones], 1), torch.cat([x, later], 1)
+    assert not y[~seen].any()
+    for row in range(3):
+        close(y[row][seen[row]], layer(everything[row][seen[row]][None])[0])
+
+
+@torch.no_grad()
+def test_ends_never_move(way):
+    """Crop, reorder and reset change them in place; another batch has others."""
+    layer, x, cache = made(), tokens(), LatentCache(max_length=24)
+    layer(x[:, :9], cache=cache)
+    ends, memory = cache.ends, cache._held[0]
+    cache.crop(5)
+    assert ends.tolist() == [5] * 3
+    close(layer(x[:, 5:6], cache=cache), layer(x)[:, 5:6])
+    cache.reorder([1, 1, 0])
+    close(layer(x[[1, 1, 0], 6:7], cache=cache), layer(x[[1, 1, 0]])[:, 6:7])
+    cache.reset()
+    assert ends.tolist() == [0] * 3
+    layer(x[:, :4], cache=cache)
+    close(layer(x[:, 4:5], cache=cache), layer(x)[:, 4:5])
+    assert cache.ends is ends
+    assert cache._held[0] is memory
+    cache.reset()
+    layer(x[:2, :4], cache=cache)
+    assert cache.ends.tolist() == [4] * 2
+    assert len(way) == 3
+
+
+@torch.no_grad()
+def test_a_full_cache_is_refused_and_stays(way):
+    layer, x, cache = made(), tokens(), LatentCache(max_length=9)
+    layer(x[:, :9], cache=cache)
+    with pytest.raises(ValueError, match="too small"):
+        layer(x[:, 9:10], cache=cache)
+    assert cache.ends.tolist() == [9] * 3
+    cache.length = 8  # as after replays: what comes beyond the end overwrites the last token, and nothing else
+    held = cache._held[0].clone()
+    layer(x[:, 9:10], cache=cache)
+    assert torch.equal(cache._held[0][:, :8], held[:, :8])
+
+
+@pytest.mark.parametrize("options", [{"window": (5, None)}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@torch.no_grad()
+def test_other_options_take_the_general_way(options, way):
+    layer, x, cache = made(**options), tokens(), LatentCache(max_length=21)
+    close(torch.cat([layer(part, cache=cache) for part in x.split([9, 1, 11], 1)], 1), layer(x))
+    assert not way
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 5])
+@torch.inference_mode()
+def test_a_step_in_a_graph(B):
+    """DeepSeek's head dims: prompts come and go, the graph stays."""
+    torch.manual_seed(0)
+    layer = MultiHeadLatentAttention(256, 16, q_rank=128, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(B, 80, 256, device="cuda", dtype=torch.bfloat16)
+    cache = LatentCache(max_length=200)
+    layer(x[:, :30], cache=cache)
+    token = x[:, 30:31].clone()
+    for _ in range(3):  # compiles, and prepares launches
+        layer(token, cache=cache)
+    cache.crop(30)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(token, cache=cache)
+    for length in (30, 7, 60):
+        cache.reset()
+        layer(x[:, :length], cache=cache)
+        for i in range(length, length + 15):
+            token.copy_(x[:, i : i + 1])
+            graph.replay()
+            want = layer(x[:, : i + 1])[:, i:]
+            assert (y - want).float().norm() < 0.02 * want.float().norm()
+        assert cache.ends.tolist() == [length + 15] * B

@@ -1,0 +1,102 @@
+"""README, docs and examples: Python blocks run as printed, public names are documented, examples run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fulmen.integrations import transformers as ours
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCKS = {
+    page.relative_to(ROOT).as_posix(): blocks
+    for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    if (blocks := BLOCK.findall(page.read_text("utf-8")))
+}
+PUBLIC = (
+    "fulmen", "fulmen.decay", "fulmen.layers", "fulmen.parallel", "fulmen.bench", "fulmen.integrations.transformers",
+    "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn",
+)  # fmt: skip
+LONG = {ROOT / "examples" / name for name in ("hybrid_lm.py", "serve.py")}  # tested with the layers
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - LONG)
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return str(one.getsockname()[1])
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """What torchrun sets for a process alone; a registered attention and a process group do not outlive the test."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "fulmen" in ours._registered:
+        ours.unregister()
+
+
+def test_there_are_blocks():
+    assert len(BLOCKS["README.md"]) == 5
+    assert len(BLOCKS["docs/integrations.md"]) == 3
+    guide = ("index", "lightning", "flash", "layers", "decoding", "parallel", "bench")
+    assert {f"docs/{name}.md" for name in guide} <= set(BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [pytest.param(page, b, id=f"{page}-{i}") for page, blocks in BLOCKS.items() for i, b in enumerate(blocks)],
+)
+def test_blocks_run_as_printed(page, block, one_rank):
+    exec(compile(block, page, "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    """Strict: no broken link or anchor, no page outside the navigation."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "search" / "search_index.json").exists()
+
+
+def test_public_names_are_on_the_api_pages():
+    documented = set()
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        documented |= set(re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.MULTILINE))
+    modules = {name: importlib.import_module(name) for name in PUBLIC}
+    public = {f"{name}.{one}" for name, module in modules.items() for one in module.__all__} - set(PUBLIC)
+    assert public - documented == set()
+    others = {name for name in documented - public if not name.startswith("fulmen.testing")}
+    assert others == set(), "documented, but not public"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(path, one_rank, capfd):
+    source = path.read_text("utf-8")
+    assert len(source.splitlines()) <= 60
+    if "torchrun" in source:
+        ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *ranks, str(path)], env=environment, check=True, timeout=120)
+    else:
+        runpy.run_path(str(path), run_name="__main__")
+    assert capfd.readouterr().out.strip()
+
+
+def test_there_are_six_examples():
+    assert len(EXAMPLES) == 6
