@@ -35,7 +35,7 @@ def triton_tile(spec: FlashSpec, hw: Hardware) -> CacheTile:
     wide = max(spec.D, spec.E) > 128
     small = hw.smem_bytes < 120_000
     block_n = 32 if wide or (small and max(spec.D, spec.E) > 64) else 64
-    return CacheTile(block_m, block_n, 4, 2 if wide and small else 3)
+    return CacheTile(block_m, block_n, 8 if wide and block_m == 64 else 4, 2 if wide and small else 3)
 
 
 def triton_splits(spec: FlashSpec, tile: CacheTile, hw: Hardware) -> int:

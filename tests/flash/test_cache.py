@@ -214,3 +214,65 @@ def test_operator(case, with_lse):
 def test_explained(x, paged):
     for y in (x, paged):
         assert "eager" in fulmen.explain("flash", y.q, y.k, y.v, **y.options())
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU
+
+GPU_CASES = {
+    "decoding": case([3000, 1, 0, 777, 9000], 3000, H=32, H_KV=8, D=128),
+    "D=64, sinks": case([3000, 3, 0], 4000, H=16, H_KV=2, D=64, N_Q=3, causal=True, sinks=True),
+    "D=256, window": case([700, 64], 1000, H=8, H_KV=2, D=256, N_Q=2, causal=True, window=(300, None)),
+    "192/128, softcap": case([700, 64], 1000, H=8, D=192, E=128, softcap=20.0),
+    "a chunk": case([900, 300], 1024, H=8, H_KV=2, D=128, N_Q=200, causal=True),
+    "packed": case([900, 300, 0, 50], 1024, H=8, H_KV=2, D=128, lengths_q=[1, 70, 0, 3], causal=True),
+    "groups of 5": case([900, 30], 1000, H=10, H_KV=2, D=80),
+    "bounded": case([900, 30], 1000, H=8, D=64, max_kv_length=500, layout="bnhd"),
+    "pages of 16": case([3000, 1, 0, 777], 3008, page=16, H=32, H_KV=8, D=128),
+    "pages of 48": case([1000, 1, 0, 777], 1008, page=48, H=8, D=64, N_Q=5, causal=True),
+    "pages of 64, bnhd": case([1000, 64, 777], 1024, page=64, H=32, H_KV=8, D=128, N_Q=4, causal=True, layout="bnhd"),
+    "pages of 256, packed": case([900, 64, 777], 1024, page=256, H=32, H_KV=8, D=128, lengths_q=[1, 4, 9], sinks=True),
+    "pages of 16, D=256": case([300, 700], 704, page=16, H=16, H_KV=2, D=256),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("backend", ["cuda", "triton", "eager"])
+def test_on_a_gpu(backend, dtype, case):
+    """Right, the same bits every time, and without a look at the device's numbers."""
+    x = testing.cache_inputs(**GPU_CASES[case], dtype=DTYPES[dtype], device="cuda")
+    if (why := dispatch.kernels("flash")[backend].supports(x.spec(with_lse=True))) is not None:
+        pytest.skip(why)
+    attend = testing.backend(backend)
+    o, lse = attend(x)
+    testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [attend(x) for _ in range(10)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for again in results:
+        assert torch.equal(again[0], o)
+        assert torch.equal(again[1], lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [None, 16, 64])
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_lengths_change_between_replays(backend, page):
+    options = case([3000, 1, 0, 777], 3008, page=page, H=32, H_KV=8, D=128)
+    x = testing.cache_inputs(**options, dtype=torch.bfloat16, device="cuda")
+    if (why := dispatch.kernels("flash")[backend].supports(x.spec())) is not None:
+        pytest.skip(why)
+    x = x._replace(k=torch.randn_like(x.k), v=torch.randn_like(x.v))
+    for _ in range(3):
+        call(x, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call(x, backend=backend)
+    for lengths in ([1, 3008, 70, 0], [3000, 3001, 3002, 9999], [0, 0, 0, 0]):
+        x.kv_lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(o, call(x, backend=backend))
+        assert bool(o.any()) == any(lengths)

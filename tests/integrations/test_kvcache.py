@@ -9,6 +9,8 @@ import torch
 
 from fulmen.integrations import flash_attn
 from fulmen.layers import append as appending
+from fulmen.testing import assert_close
+from fulmen.testing.flash import ROUNDINGS
 from tests.integrations.test_flash_attn import plain
 
 SIGNATURE = [  # of flash-attn 2.8
@@ -255,3 +257,34 @@ def test_a_page_out_of_range_is_not_written():
     table[:] = torch.where(torch.arange(table.numel()).view_as(table) % 2 == 0, -1, 10_000)
     appending._append_plainly(*arguments)
     assert torch.equal(arguments[3], before)
+
+
+def rounded(case, dtype, device="cpu"):
+    """The call with tensors of bf16 numbers, and what its integers are there."""
+    call = Call(**CASES[case])
+    for name in ("q", "k", "v", "k_cache", "v_cache", "cos", "sin"):
+        if (x := getattr(call, name)) is not None:
+            setattr(call, name, x.bfloat16().to(device, dtype))
+    ints = {"cache_seqlens": call.lengths, "cache_batch_idx": call.given_rows, "cache_leftpad": call.leftpad}
+    given = {n: torch.tensor(x, dtype=torch.int32, device=device) for n, x in ints.items() if x is not None}
+    return call, given | {"block_table": None if call.table is None else call.table.to(device)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case):
+    """Against fp64, and in a graph that is replayed with other lengths."""
+    results = []
+    for dtype, device in ((torch.bfloat16, "cuda"), (torch.bfloat16, "cpu"), (torch.float64, "cpu")):
+        call, given = rounded(case, dtype, device)
+        results.append([x.cpu() for x in (*call.run(**given), call.k_cache, call.v_cache)])
+    for name, actual, low, exact in zip(("o", "lse", "k_cache", "v_cache"), *results, strict=True):
+        assert_close(name, actual, low, exact, roundings=ROUNDINGS.get(name, 1.0))
+    call, given = rounded(case, torch.bfloat16, "cuda")
+    call.run(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, _ = call.run(**given)
+    given["cache_seqlens"].sub_(3)
+    graph.replay()
+    assert torch.equal(o, call.run(**given)[0])
