@@ -117,7 +117,7 @@ def content(x: Any) -> Any:
     """A value, or all that a tensor is but its place."""
     if not isinstance(x, torch.Tensor):
         return x
-    numbers = x.detach().reshape(-1).view(torch.uint8).numpy()
+    numbers = x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
     return x.dtype, x.shape, x.stride(), hashlib.sha256(numbers).digest()
 
 
