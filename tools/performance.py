@@ -104,7 +104,7 @@ def decoding(axes: Axes, cells: list[Cell]) -> None:
         points = sorted(
             (c["case"]["N"], microseconds({}, c))
             for c in cells
-            if (c["competitor"], *(c["case"][n] for n in ("B", "N_Q", "H", "H_KV", "D"))) == wanted
+            if c["op"] == "flash" and (c["competitor"], *(c["case"][n] for n in ("B", "N_Q", "H", "H_KV", "D"))) == wanted
         )
         axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
@@ -138,7 +138,7 @@ class Suite(NamedTuple):
     unit: str
     value: Callable[[Cell, Cell], float]  # of a run and one of its cells
     passes: tuple[str, ...] = ("forward", "backward")
-    command: str = ""  # what `fulmen bench run` takes to measure it; the name unless given
+    ops: tuple[str, ...] = ()  # those of the file that the section shows; all unless given
 
 
 def tflops(run: Cell, cell: Cell) -> float:
@@ -147,6 +147,10 @@ def tflops(run: Cell, cell: Cell) -> float:
 
 def share_of_copy(run: Cell, cell: Cell) -> float:
     return float(cell["audit"]["bytes"] / cell["stats"]["median"] * 1e5 / run["ceilings"]["bytes_measured"])
+
+
+def share_on_device(run: Cell, cell: Cell) -> float:
+    return float(cell["audit"]["bytes"] / cell["device_ms"] * 1e5 / run["ceilings"]["bytes_measured"])
 
 
 def milliseconds(run: Cell, cell: Cell) -> float:
@@ -169,9 +173,15 @@ SUITES = (
         {"sdpa-cudnn": "cuDNN causal softmax", "fulmen triton": "`triton`"}, "% of copy", share_of_copy,
     ),
     Suite(
-        "flash-decode", "Decoding", "bf16, without gradients. Replays of a CUDA graph, so the host does not count.",
+        "decode", "Decoding", "bf16, without gradients. Replays of a CUDA graph, so the host does not count.",
         {"sdpa-cudnn": "cuDNN", "sdpa-fa2": "FlashAttention-2", "fulmen triton": "`triton`"}, "us", microseconds,
-        ("forward",), "decode --shape op=flash",
+        ("forward",), ("flash",),
+    ),
+    Suite(
+        "decode", "Decoding with lengths, pages and states",
+        "bf16. `flash_attention` over a cache with lengths on the device, contiguous and in pages; `latent_attention`; "
+        "`lightning_step`. The unit is the share of a device copy's bandwidth, over the bytes that must move.",
+        {"fulmen triton": "`triton`"}, "% of copy", share_on_device, ("forward",), ("flash_cache", "latent", "step"),
     ),
     Suite(
         "flash-small", "Short sequences",
@@ -193,7 +203,11 @@ def label(cell: Cell) -> str:
     length = f"{case['N_Q']} x {case['N']}" if "N_Q" in case else str(case["N"])
     dims = str(case["D"]) if case["E"] == case["D"] else f"{case['D']}/{case['E']}"
     words = [case["layer"]] if "layer" in case else []
-    if "decay" in case:
+    if cell["op"] in ("step", "latent"):
+        words.append(f"{cell['op']}, {case['state_dtype']} states" if cell["op"] == "step" else "latent")
+    elif cell["op"] == "flash_cache":
+        words.append(f"pages of {case['page']}" if case["page"] else "lengths")
+    elif "decay" in case:
         words.append("decay" if case["decay"] else "no decay")
     elif cell["op"] == "flash" and "N_Q" not in case:
         words.append("causal" if case["causal"] else "full")
@@ -214,6 +228,7 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 def rows(suite: Suite, pass_: str) -> tuple[list[list[str]], list[float]]:
     """The lines of a table, and how many times as fast as the baseline `auto` is."""
     run, cells = read(suite.name)
+    cells = [c for c in cells if not suite.ops or c["op"] in suite.ops]
     of = {(label(c), c["competitor"]): c for c in cells if c["pass_"] == pass_}
     lines, gains = [], []
     for case in dict.fromkeys(case for case, competitor in of if competitor == AUTO):
@@ -245,7 +260,7 @@ def summary() -> Iterator[list[str]]:
 
 def environment() -> str:
     lines = []
-    for suite in SUITES:
+    for suite in {suite.name: suite for suite in SUITES}.values():
         run = read(suite.name)[0]
         facts = run["environment"]
         versions = f"torch {facts['torch']}, cuDNN {facts['cudnn']}, Triton {facts['triton']}, driver {facts['driver']}"
@@ -269,12 +284,12 @@ def render() -> str:
     ]
     for suite in SUITES:
         blocks += [f"## {suite.title}", suite.text]
-        if suite.name in ("flash-decode", "layers"):
+        if suite.title in ("Decoding", "Layers"):
             blocks.append(f"![{suite.title}](figures/{suite.name}.svg)")
         for pass_ in suite.passes:
             names = [f"`auto`, {suite.unit}", *suite.rivals.values(), "times as fast"]
             blocks += [f"**{PASSES[pass_]}**", table(["case", *names], rows(suite, pass_)[0])]
-    commands = [f"fulmen bench run {s.command or s.name} --out {s.name}.jsonl" for s in SUITES]
+    commands = [f"fulmen bench run {name} --out {name}.jsonl" for name in {s.name: s for s in SUITES}]
     commands.append("fulmen bench report *.jsonl")
     blocks += [
         "## Method",
@@ -310,7 +325,7 @@ def speed(figure: Figure) -> None:
 
 FIGURE_OF = {  # file: the suites it shows, its size, and who draws it
     "speed": (("flash", "lightning"), (12, 3.3), speed),
-    "flash-decode": (("flash-decode",), (6, 3), lambda figure: decoding(figure.subplots(), read("flash-decode")[1])),
+    "decode": (("decode",), (6, 3), lambda figure: decoding(figure.subplots(), read("decode")[1])),
     "layers": (("layers",), (8, 3.6), lambda figure: layers(figure.subplots(), read("layers")[1])),
 }
 

@@ -175,7 +175,7 @@ def test_pages_do_not_change_the_floor() -> None:
 def test_the_cases_of_earlier_results_are_in_the_suite() -> None:
     """`fulmen bench compare` finds cells by case and competitor, whatever the suite is called."""
     lines = runner.lines_of(Selection(("decode",), dtype="bf16"), torch.device("cuda"))
-    cells = schema.read([RESULTS / "h200" / "flash-decode.jsonl.gz"]).cells
+    cells = schema.read([RESULTS / "h200" / "decode.jsonl.gz"]).cells
     assert cells
     assert all(cell.case in [line.case for line in lines if line.op == cell.op] for cell in cells)
 
