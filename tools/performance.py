@@ -104,7 +104,8 @@ def decoding(axes: Axes, cells: list[Cell]) -> None:
         points = sorted(
             (c["case"]["N"], microseconds({}, c))
             for c in cells
-            if c["op"] == "flash" and (c["competitor"], *(c["case"][n] for n in ("B", "N_Q", "H", "H_KV", "D"))) == wanted
+            if c["op"] == "flash"
+            and (c["competitor"], *(c["case"][n] for n in ("B", "N_Q", "H", "H_KV", "D"))) == wanted
         )
         axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
