@@ -13,7 +13,7 @@ TRITON ?= triton==3.6.0
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-gpu check docs wheel bench clean
+.PHONY: help setup browser test test-all test-gpu check docs wheel bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
@@ -35,7 +35,10 @@ browser:
 	  else echo "no chromium here, and it takes root and apt-get to install it"; fi; \
 	} || echo "chromium could not be installed"
 
-test: $(STAMP) browser  ## everything that needs no GPU; PYTEST="-k decay" narrows it
+test: $(STAMP) browser  ## what needs no GPU; PYTEST="-k decay" narrows it
+	$(PY) -m pytest -m "not gpu and not nightly" -n 2 --dist worksteal $(PYTEST)
+
+test-all: $(STAMP) browser  ## the same for every architecture and order of events in the emulator
 	$(PY) -m pytest -m "not gpu" -n 2 --dist worksteal $(PYTEST)
 
 test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton, pytest-xdist there

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fulmen.hardware import TARGETS
-from tests.aot import Compiler, LatentCase
+from tests.aot import LatentCase
 
 PROMISED = [LatentCase(arch, H=H) for arch in TARGETS for H in (16, 128)]
 OPTIONS = [
@@ -18,13 +18,6 @@ OPTIONS = [
     {"D": 512},
 ]
 VARIED = [LatentCase(arch, **o) for arch in (86, 90) for o in OPTIONS]
-
-
-@pytest.fixture(scope="session")
-def compiler():
-    process = Compiler()
-    yield process
-    process.close()
 
 
 @pytest.mark.parametrize("case", PROMISED + VARIED, ids=str)

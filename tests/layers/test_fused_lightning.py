@@ -14,7 +14,7 @@ from fulmen.hardware import TARGETS
 from fulmen.layers import StateCache, lightning
 from fulmen.layers.fused import lightning as kernels
 from fulmen.layers.lightning import LightningAttention
-from tests.aot import Compiler, LayerCase
+from tests.aot import LayerCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
 WIDTH, H, D = 48, 4, 16
@@ -196,13 +196,6 @@ def test_compilers_take_torchs_operations(launched) -> None:
     launched.clear()
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), want)
     assert not launched
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    process = Compiler()
-    yield process
-    process.close()
 
 
 @pytest.mark.parametrize("arch", sorted(TARGETS))

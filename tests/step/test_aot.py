@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fulmen.hardware import TARGETS
-from tests.aot import Compiler, StepCase
+from tests.aot import StepCase
 
 PROMISED = [
     StepCase(arch, T, D, state=state)
@@ -19,13 +19,6 @@ OPTIONS = [
     {"dtype": "float16", "decay": False, "B": 1},
 ]
 VARIED = [StepCase(arch, **options) for arch in (86, 90) for options in OPTIONS]
-
-
-@pytest.fixture(scope="session")
-def compiler():
-    process = Compiler()
-    yield process
-    process.close()
 
 
 @pytest.mark.parametrize("case", PROMISED + VARIED, ids=str)
