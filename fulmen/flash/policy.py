@@ -123,7 +123,7 @@ class TritonTiles(NamedTuple):
 
 PASSES = ("forward", "dq", "dkdv")
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.24, over triton 1.3 to 1.8 (options)
+OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.40, over triton 1.3 to 1.9 (options)
 SMALL_MAX_TOKENS = 512
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
 
