@@ -31,8 +31,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-# Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, as sm_86 and
-# sm_89 have; all modes of the emulator but ANY; fp16 in Triton's interpreter, where fp32 is interpreted, too.
+# Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, which sm_86
+# and sm_89 have, too; all modes of the emulator but ANY; fp16 in Triton's interpreter, where fp32 is interpreted, too.
 ARCHITECTURES, MODE = (90, 120), 2
 
 
