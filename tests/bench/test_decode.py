@@ -177,7 +177,7 @@ def test_the_cases_of_earlier_results_are_in_the_suite() -> None:
     lines = runner.lines_of(Selection(("decode",), dtype="bf16"), torch.device("cuda"))
     cells = schema.read([RESULTS / "h200" / "decode.jsonl.gz"]).cells
     assert cells
-    assert all(cell.case in [line.case for line in lines if line.op == cell.op] for cell in cells)
+    assert all(cell.case in [line.case for line in lines] for cell in cells)  # a baseline's op may be another
 
 
 def test_kernels_of_the_suite_are_found_without_running_them() -> None:

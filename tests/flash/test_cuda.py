@@ -97,6 +97,7 @@ def test_which_tiles_there_are_of_all_keys_at_once():
     assert {tile for _, tile in single_tiles(128)} == {*wide, *(tile._replace(pack_gqa=True) for tile in wide)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D", [64, 128])
 def test_all_keys_at_once_fit_and_do_not_spill(D, dtype):

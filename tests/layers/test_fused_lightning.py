@@ -130,6 +130,7 @@ def test_what_is_saved(kind, launched) -> None:
     assert x.untyped_storage().data_ptr() in kept
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("frozen", ["qkv_proj", "norm", "output_gate", "out_proj"])
 @pytest.mark.parametrize("kind", ["minimax", "ring"])
 def test_frozen_parameters(kind, frozen, launched) -> None:
