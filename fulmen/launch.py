@@ -16,9 +16,21 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fulmen import hardware
+
 runtime = triton.knobs.runtime
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing in builds without CUDA
+
+
+def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton's kernels cannot run there; None: they can."""
+    if device.type == "cuda":
+        arch = hardware.of(device).arch
+        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
+    if device.type == "cpu" and runtime.interpret:
+        return "Triton's interpreter has no bf16 products" if dtype == torch.bfloat16 else None
+    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {device}"
 
 
 class Launch(NamedTuple):

@@ -30,13 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import dispatch, hardware
+from fulmen import dispatch
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.flash import triton_cache
 from fulmen.flash.policy import TritonTile, TritonTiles
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs, tiles_of
-from fulmen.launch import Launch, Ready, describable, run_all
+from fulmen.launch import Launch, Ready, describable, run_all, unsupported_device
 from fulmen.plans import allocator
 from fulmen.tiles import (
     LN2,
@@ -62,12 +62,7 @@ def supports(spec: FlashSpec) -> str | None:
         return f"head dims must be multiples of 8, 16 at least; D={spec.D}, E={spec.E}"
     if spec.scale < 0:
         return f"needs a positive scale, and it is {spec.scale}"
-    if spec.device.type == "cuda":
-        arch = hardware.of(spec.device).arch
-        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
-    if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
-        return "Triton's interpreter has no bf16 products" if spec.dtype == torch.bfloat16 else None
-    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
+    return unsupported_device(spec.device, spec.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- forward

@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import dispatch, hardware
+from fulmen import dispatch
 from fulmen.boundary import empty_rows, no_gradient
 from fulmen.dispatch import Choice, register
 from fulmen.latent.policy import TritonTile, query_tiles
 from fulmen.latent.spec import LatentSpec, Residuals
-from fulmen.launch import Launch, repeat
+from fulmen.launch import Launch, repeat, unsupported_device
 from fulmen.tiles import LOG2E
 
 COMBINED = 8  # splits that are added up at a time
@@ -43,12 +43,7 @@ def supports(spec: LatentSpec) -> str | None:
         )
     if spec.scale < 0:
         return f"needs a positive scale, and it is {spec.scale}"
-    if spec.device.type == "cuda":
-        arch = hardware.of(spec.device).arch
-        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
-    if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
-        return "Triton's interpreter has no bf16 products" if spec.dtype == torch.bfloat16 else None
-    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
+    return unsupported_device(spec.device, spec.dtype)
 
 
 def is_size(n: int, most: int) -> bool:

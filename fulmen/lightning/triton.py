@@ -36,9 +36,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import dispatch, hardware
+from fulmen import dispatch
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
+from fulmen.launch import unsupported_device
 from fulmen.lightning.policy import TritonTile
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
 
@@ -50,12 +51,7 @@ MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strid
 def supports(spec: LightningSpec) -> str | None:
     if spec.dtype == torch.float64:
         return "computes in fp32 at most, and q is float64"
-    if spec.device.type == "cuda":
-        arch = hardware.of(spec.device).arch
-        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
-    if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
-        return "Triton's interpreter has no bf16 products" if spec.dtype == torch.bfloat16 else None
-    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
+    return unsupported_device(spec.device, spec.dtype)
 
 
 def block(size: int) -> int:

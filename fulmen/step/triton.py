@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen import dispatch, hardware
+from fulmen import dispatch
 from fulmen.boundary import empty_rows, no_gradient
 from fulmen.dispatch import register
-from fulmen.launch import Launch, Ready, run_all
+from fulmen.launch import Launch, Ready, run_all, unsupported_device
 from fulmen.plans import allocator
 from fulmen.step import rounding
 from fulmen.step.policy import StepTile
@@ -39,12 +39,7 @@ DRAFT = tl.constexpr(MAX_TOKENS)
 def supports(spec: StepSpec) -> str | None:
     if spec.dtype == torch.float64:
         return "computes in fp32 at most, and q is float64"
-    if spec.device.type == "cuda":
-        arch = hardware.of(spec.device).arch
-        return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
-    if spec.device.type == "cpu" and triton.knobs.runtime.interpret:
-        return "Triton's interpreter truncates to bf16" if spec.dtype == torch.bfloat16 else None
-    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {spec.device}"
+    return unsupported_device(spec.device, spec.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- kernels

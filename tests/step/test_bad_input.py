@@ -138,7 +138,7 @@ SENTENCES = [
     (spec(dtype=torch.float64), {}, "computes in fp32 at most, and q is float64"),
     (spec(device=CUDA), {"fulmen.hardware.of": lambda device: hardware.Hardware(75, 40, 65_536, 4 << 20, "a T4")},
      "needs compute capability 8.0 or later, this GPU has 7.5"),
-    (spec(dtype=torch.bfloat16), {"triton.knobs.runtime.interpret": True}, "Triton's interpreter truncates to bf16"),
+    (spec(dtype=torch.bfloat16), {"triton.knobs.runtime.interpret": True}, "Triton's interpreter has no bf16 products"),
     (spec(), {"triton.knobs.runtime.interpret": False},
      "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on cpu"),
 ]  # fmt: skip
