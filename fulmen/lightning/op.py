@@ -192,8 +192,13 @@ def _backward(
     tensors = (q, k, v, decay, initial_state, cu_seqlens)
     if saved is not None and saved.ndim == 1:  # nothing
         saved = None
-    plan = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
-    dq, dk, dv, dinitial = plan.gradients(*tensors, saved, do, dstate)
+    which, given = plans.given((*tensors, saved, do, dstate))
+    key = (which, "lightning backward operator", scale, backend)
+    plan = plans.find(key, given)
+    if plan is None:
+        ahead = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
+        plan = plans.keep(key, given, ahead.backward_alone())
+    dq, dk, dv, dinitial = plan.forward.run(*tensors, saved, do, dstate)
     ddecay = _decay_gradient(plan.spec, Residuals(*tensors), do, dstate) if decay_gradient else _nothing(dq)
     return dq, dk, dv, ddecay, _nothing(dq) if dinitial is None else dinitial
 
