@@ -1,0 +1,310 @@
+"""The lightning layer of MiniMax (Text-01, M1) in transformers, and the cache of its model.
+
+    q, k, v = silu(x W_qkv);  o = lightning_attention(q, k, v, decay);  y = (norm(o) * sigmoid(x W_gate)) W_out
+
+`Lightning.forward` takes the place of the module's forward and reads the module's own parameters at every call. The
+state lives where transformers keeps it, `cache.linear_cache`, in fp32. Where transformers' own code is wrong it is
+right here:
+
+| | transformers | here |
+|---|---|---|
+| packed sequences | the state runs on over boundaries | a state for each |
+| padding on the right or between tokens | decays the state | does not |
+| beam search | states stay with the old beams | are reordered |
+| positions without `position_ids` | counted from 0 if the first layer is linear | from the tokens in the cache |
+| slopes of a model in bf16 | rounded to bf16 | fp32, if they are those of MiniMax |
+
+The last three rows but one are matters of the cache: `cache_type` derives one from the model's own class.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fulmen import decay as slopes
+from fulmen.boundary import needs_gradient
+from fulmen.integrations.transformers import packing
+from fulmen.layers.fused import kernels_for
+from fulmen.layers.fused.projections import project
+from fulmen.layers.inputs import Padding, many_rows, one_row
+from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
+from fulmen.lightning.spec import MAX_HEAD_DIM
+from fulmen.step.op import lightning_step
+
+PARTS = ("qkv_proj", "out_proj", "output_gate", "norm", "slope_rate", "act_fn", "num_attention_heads", "head_dim")
+ACTIVATIONS = {nn.SiLU: "silu", nn.ReLU: "relu"}  # what the fused kernel knows, by module
+MAX_STEP = 8  # tokens that `lightning_step` takes
+
+
+def matches(module: nn.Module) -> bool:
+    """Whether the module has the parts of MiniMax's lightning layer."""
+    return all(hasattr(module, name) for name in PARTS)
+
+
+def unsupported_reason(module: nn.Module) -> str | None:
+    """Why the layer cannot be served, or None."""
+    if not hasattr(importlib.import_module(type(module).__module__), "MiniMaxCache"):
+        return "the module that defines it has no MiniMaxCache to keep its state in"
+    H, D = module.num_attention_heads, module.head_dim
+    want = {"qkv_proj": 3 * H * D, "output_gate": H * D}
+    for name, size in want.items():
+        got = getattr(getattr(module, name), "out_features", size)
+        if got != size:
+            return f"{name} has {got} outputs, and {H} heads of {D} need {size}"
+    if module.slope_rate.numel() != H:
+        return f"slope_rate has {module.slope_rate.numel()} slopes, and there are {H} heads"
+    return None if D <= MAX_HEAD_DIM else f"head_dim={D} is above {MAX_HEAD_DIM}"
+
+
+def replace(module: nn.Module, backend: str) -> Callable[[], None]:
+    """Serves the layer; returns what undoes it."""
+    # accelerate's hooks (device_map) call the forward they found under another name
+    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    before = module.__dict__.get(name)
+    setattr(module, name, Lightning(module, backend).forward)
+
+    def undo() -> None:
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
+
+    return undo
+
+
+class Lightning:
+    """The forward of one layer."""
+
+    def __init__(self, module: nn.Module, backend: str) -> None:
+        self.module, self.backend = module, backend
+        self.decay = _slopes(module)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """transformers' signature. Returns y (B, N, hidden_size), and no weights."""
+        x, padding, layer = hidden_states, None, self.module
+        if attention_mask is not None:
+            if attention_mask.shape != x.shape[:2]:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}, and this layer has {tuple(x.shape[:2])} "
+                    "tokens: give the model a (B, N) padding mask"
+                )
+            padding = Padding.of(attention_mask.bool())
+            x = padding.front(x)
+        qkv, gate = project(x, layer.qkv_proj, layer.output_gate)
+        q, k, v = self._heads(qkv)
+        if past_key_values is not None:
+            o = self._with_state(q, k, v, padding, past_key_values)
+        else:
+            packed = packing.offsets(x, kwargs) if padding is None else _rows(padding)
+            o = self._alone(q, k, v, packed)
+        y = layer.out_proj(self._gated(o.transpose(1, 2).flatten(2), gate))
+        return y if padding is None else padding.back(y), None
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v (B, H, N, D) of the projection's output."""
+        layer = self.module
+        H, D = qkv.shape[2] // (3 * layer.head_dim), layer.head_dim  # of a tensor-parallel rank: its own heads
+        activation = ACTIVATIONS.get(type(layer.act_fn))
+        kernels = kernels_for("lightning", qkv) if activation is not None and qkv.is_contiguous() else None
+        if kernels is not None:
+            facts = kernels.Heads(H, H, D, D, activation, None, 0.0, False)
+            q, k, v = kernels.Prepared.apply(facts, qkv, None, None, None, None)
+        else:
+            q, k, v = layer.act_fn(qkv).unflatten(2, (H, 3 * D)).split(D, dim=3)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _gated(self, o: Tensor, gate: Tensor) -> Tensor:
+        """norm(o) * sigmoid(gate), (B, N, H * D)."""
+        norm = self.module.norm
+        kernels = kernels_for("lightning", o, gate) if o.is_contiguous() and gate.is_contiguous() else None
+        plain = not (norm._forward_hooks or norm._forward_pre_hooks) and hasattr(norm, "variance_epsilon")
+        if kernels is not None and plain and o.shape[2] <= kernels.MAX_WIDTH and norm.weight.dtype == o.dtype:
+            return kernels.Gated.apply(1, norm.variance_epsilon, o, gate, norm.weight)
+        return norm(o) * torch.sigmoid(gate)
+
+    def _options(self, q: Tensor) -> dict[str, Any]:
+        if self.decay.device != q.device:
+            self.decay = self.decay.to(q.device)
+        return {"decay": self.decay, "backend": self.backend}
+
+    def _alone(self, q: Tensor, k: Tensor, v: Tensor, packed: Tensor | None) -> Tensor:
+        """o (B, H, N, D) without a cache."""
+        options = self._options(q)
+        if packed is None:
+            return lightning_attention(q, k, v, **options)
+        o = lightning_attention(one_row(q), one_row(k), one_row(v), cu_seqlens=packed, **options)
+        return many_rows(o, q.shape[0], q.shape[2])
+
+    def _with_state(self, q: Tensor, k: Tensor, v: Tensor, padding: Padding | None, cache: Any) -> Tensor:
+        """o (B, H, N, D); the cache's state takes in the tokens."""
+        options, index = self._options(q), self.module.layer_idx
+        B, N = q.shape[0], q.shape[2]
+        state = _state_of(cache, index, q)
+        if state is not None and N <= MAX_STEP and padding is None and not needs_gradient((q, k, v, state)):
+            o = lightning_step(q, k, v, options["decay"], state)  # in place
+        elif padding is None:
+            o, state = lightning_attention_with_state(q, k, v, initial_state=state, **options)
+        else:  # each row is two packed sequences, its tokens and its padding
+            if state is not None:
+                state = torch.stack([state, torch.zeros_like(state)], 1).flatten(0, 1)
+            o, states = lightning_attention_with_state(
+                one_row(q), one_row(k), one_row(v), initial_state=state, cu_seqlens=_rows(padding), **options
+            )
+            o, state = many_rows(o, B, N), states.unflatten(0, (B, 2))[:, 0].contiguous()
+        cache.set_linear_cache(index, state)
+        return o
+
+
+def _rows(padding: Padding) -> Tensor:
+    """cu_seqlens of the rows' tokens and of the rows' padding, in turn."""
+    B, N = padding.mask.shape
+    row = torch.arange(B, device=padding.mask.device) * N
+    ends = torch.stack([row + padding.counts, row + N], 1).flatten()
+    return nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+def _slopes(module: nn.Module) -> Tensor:
+    """fp32 (H,): MiniMax's own if `slope_rate` is these up to its rounding, else what it holds."""
+    held = module.slope_rate.detach().flatten()
+    if held.is_meta:
+        raise ValueError("the model is on the meta device: load its weights before accelerate(model)")
+    H, layer, layers = module.num_attention_heads, module.layer_idx, module.num_hidden_layers
+    exact = slopes.minimax(H, layer, layers).to(held.device)
+    close = torch.allclose(held.double(), exact.double(), rtol=8 * torch.finfo(held.dtype).eps, atol=0.0)
+    return exact if close else held.to(torch.float32, copy=True)
+
+
+# -------------------------------------------------------------------------------------------- the cache
+
+
+def _state_of(cache: Any, index: int, q: Tensor) -> Tensor | None:
+    """The state before q's tokens, in the dtype that `lightning_attention` takes; None: none yet."""
+    states = getattr(cache, "linear_cache", None)
+    if states is None:
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, which holds no state of lightning attention: pass None, or "
+            "new_cache() of what accelerate returned"
+        )
+    state = states[index] if index < len(states) else None
+    if not isinstance(state, Tensor):
+        return None
+    if state.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"the cache holds the states of {state.shape[0]} rows and {state.shape[1]} heads, and this call has "
+            f"{q.shape[0]} rows and {q.shape[1]} heads: start with a new cache"
+        )
+    return state.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def bring_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A forward pre-hook of the model: gives it a cache of `cache_type` where it would make one of its own."""
+    given = kwargs.get("past_key_values")
+    derived = cache_type(type(module).__module__)
+    if given is not None:
+        if type(given) is derived.__bases__[0]:
+            given.__class__ = derived  # the same object, which the caller goes on with
+        return args, kwargs
+    use_cache = kwargs.get("use_cache")
+    wanted = module.config.use_cache if use_cache is None else use_cache
+    if wanted and not (module.training and getattr(module, "gradient_checkpointing", False)):
+        kwargs = {**kwargs, "past_key_values": derived()}
+    return args, kwargs
+
+
+@functools.cache
+def cache_type(modeling: str) -> Any:
+    """MiniMaxCache of that module of transformers, with lengths, beams and static memory right."""
+    base = importlib.import_module(modeling).MiniMaxCache
+    static_layer = importlib.import_module("transformers.cache_utils").StaticLayer
+
+    class HybridCache(base):  # type: ignore[valid-type, misc]
+        """Keys and values of softmax layers, states of lightning layers.
+
+        max_length  None: grows. Else all memory keeps its place, for torch.compile and CUDA graphs; `layers` is how
+                    many the model has.
+        """
+
+        static = False
+
+        def __init__(self, max_length: int | None = None, layers: int = 0) -> None:
+            super().__init__()
+            if max_length is not None:
+                self.static = True
+                self.layers = [static_layer(max_length) for _ in range(layers)]
+                self.layer_class_to_replicate = None
+
+        def _first(self) -> Any:
+            """The first layer that keeps keys, or None."""
+            return next((layer for layer in self.layers if layer.is_initialized), None)
+
+        def get_seq_length(self, layer_idx: int = 0) -> Any:
+            first = self._first()
+            return 0 if first is None else first.get_seq_length()
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            first = self._first() or (self.layers[0] if self.static else None)
+            return (query_length, 0) if first is None else first.get_mask_sizes(query_length)
+
+        def get_linear_cache(self, layer_idx: int) -> Any:
+            state = self.linear_cache[layer_idx] if layer_idx < len(self.linear_cache) else None
+            return state if isinstance(state, Tensor) else None
+
+        def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+            held = self.get_linear_cache(layer_idx) if self.static else None
+            if held is not None:
+                if held is not linear_cache:
+                    held.copy_(linear_cache)
+                return
+            if self.static and not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(linear_cache)
+            super().set_linear_cache(layer_idx, linear_cache)
+
+        def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
+            for index, state in enumerate(self.linear_cache):
+                if isinstance(state, Tensor):
+                    if self.static:
+                        state.copy_(change(state))
+                    else:
+                        self.linear_cache[index] = change(state)
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            super().reorder_cache(beam_idx)
+            self._change_states(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            self._refuse_other_batch()
+            for layer in self.layers:
+                layer.batch_repeat_interleave(repeats)
+            self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            self._refuse_other_batch()
+            for layer in self.layers:
+                layer.batch_select_indices(indices)
+            self._change_states(lambda state: state[indices])
+
+        def _refuse_other_batch(self) -> None:
+            if self.static:
+                raise NotImplementedError("a static cache keeps its number of rows: make another with new_cache()")
+
+        def reset(self) -> None:
+            super().reset()
+            if self.static:
+                self._change_states(torch.zeros_like)
+            else:
+                self.linear_cache = []
+
+    return HybridCache
