@@ -9,8 +9,9 @@
 | file | what it serves |
 |---|---|
 | attention.py | softmax attention, through transformers' attention and mask interfaces |
-| lightning.py | the lightning layer of MiniMax, and its cache |
+| lightning.py, cache.py | the lightning layer of MiniMax, and its model's cache |
 | simple_gla.py | the linear layers of Ring and Ling, through the functions of fla they call |
+| packing.py | tells layers of packed sequences |
 | models.py | `accelerate`: finds these in a model |
 """
 

@@ -14,12 +14,11 @@ right here:
 | positions without `position_ids` | counted from 0 if the first layer is linear | from the tokens in the cache |
 | slopes of a model in bf16 | rounded to bf16 | fp32, if they are those of MiniMax |
 
-The last three rows but one are matters of the cache: `cache_type` derives one from the model's own class.
+Beams and positions are matters of the cache: cache.py.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -42,12 +41,12 @@ ACTIVATIONS = {nn.SiLU: "silu", nn.ReLU: "relu"}  # what the fused kernel knows,
 MAX_STEP = 8  # tokens that `lightning_step` takes
 
 
-def matches(module: nn.Module) -> bool:
+def matches(module: Any) -> bool:
     """Whether the module has the parts of MiniMax's lightning layer."""
     return all(hasattr(module, name) for name in PARTS)
 
 
-def unsupported_reason(module: nn.Module) -> str | None:
+def unsupported_reason(module: Any) -> str | None:
     """Why the layer cannot be served, or None."""
     if not hasattr(importlib.import_module(type(module).__module__), "MiniMaxCache"):
         return "the module that defines it has no MiniMaxCache to keep its state in"
@@ -62,7 +61,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
     return None if D <= MAX_HEAD_DIM else f"head_dim={D} is above {MAX_HEAD_DIM}"
 
 
-def replace(module: nn.Module, backend: str) -> Callable[[], None]:
+def replace(module: Any, backend: str) -> Callable[[], None]:
     """Serves the layer; returns what undoes it."""
     # accelerate's hooks (device_map) call the forward they found under another name
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
@@ -81,7 +80,7 @@ def replace(module: nn.Module, backend: str) -> Callable[[], None]:
 class Lightning:
     """The forward of one layer."""
 
-    def __init__(self, module: nn.Module, backend: str) -> None:
+    def __init__(self, module: Any, backend: str) -> None:
         self.module, self.backend = module, backend
         self.decay = _slopes(module)
 
@@ -176,7 +175,7 @@ def _rows(padding: Padding) -> Tensor:
     return nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
 
-def _slopes(module: nn.Module) -> Tensor:
+def _slopes(module: Any) -> Tensor:
     """fp32 (H,): MiniMax's own if `slope_rate` is these up to its rounding, else what it holds."""
     held = module.slope_rate.detach().flatten()
     if held.is_meta:
@@ -185,9 +184,6 @@ def _slopes(module: nn.Module) -> Tensor:
     exact = slopes.minimax(H, layer, layers).to(held.device)
     close = torch.allclose(held.double(), exact.double(), rtol=8 * torch.finfo(held.dtype).eps, atol=0.0)
     return exact if close else held.to(torch.float32, copy=True)
-
-
-# -------------------------------------------------------------------------------------------- the cache
 
 
 def _state_of(cache: Any, index: int, q: Tensor) -> Tensor | None:
@@ -207,104 +203,3 @@ def _state_of(cache: Any, index: int, q: Tensor) -> Tensor | None:
             f"{q.shape[0]} rows and {q.shape[1]} heads: start with a new cache"
         )
     return state.to(torch.promote_types(q.dtype, torch.float32))
-
-
-def bring_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A forward pre-hook of the model: gives it a cache of `cache_type` where it would make one of its own."""
-    given = kwargs.get("past_key_values")
-    derived = cache_type(type(module).__module__)
-    if given is not None:
-        if type(given) is derived.__bases__[0]:
-            given.__class__ = derived  # the same object, which the caller goes on with
-        return args, kwargs
-    use_cache = kwargs.get("use_cache")
-    wanted = module.config.use_cache if use_cache is None else use_cache
-    if wanted and not (module.training and getattr(module, "gradient_checkpointing", False)):
-        kwargs = {**kwargs, "past_key_values": derived()}
-    return args, kwargs
-
-
-@functools.cache
-def cache_type(modeling: str) -> Any:
-    """MiniMaxCache of that module of transformers, with lengths, beams and static memory right."""
-    base = importlib.import_module(modeling).MiniMaxCache
-    static_layer = importlib.import_module("transformers.cache_utils").StaticLayer
-
-    class HybridCache(base):  # type: ignore[valid-type, misc]
-        """Keys and values of softmax layers, states of lightning layers.
-
-        max_length  None: grows. Else all memory keeps its place, for torch.compile and CUDA graphs; `layers` is how
-                    many the model has.
-        """
-
-        static = False
-
-        def __init__(self, max_length: int | None = None, layers: int = 0) -> None:
-            super().__init__()
-            if max_length is not None:
-                self.static = True
-                self.layers = [static_layer(max_length) for _ in range(layers)]
-                self.layer_class_to_replicate = None
-
-        def _first(self) -> Any:
-            """The first layer that keeps keys, or None."""
-            return next((layer for layer in self.layers if layer.is_initialized), None)
-
-        def get_seq_length(self, layer_idx: int = 0) -> Any:
-            first = self._first()
-            return 0 if first is None else first.get_seq_length()
-
-        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-            first = self._first() or (self.layers[0] if self.static else None)
-            return (query_length, 0) if first is None else first.get_mask_sizes(query_length)
-
-        def get_linear_cache(self, layer_idx: int) -> Any:
-            state = self.linear_cache[layer_idx] if layer_idx < len(self.linear_cache) else None
-            return state if isinstance(state, Tensor) else None
-
-        def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-            held = self.get_linear_cache(layer_idx) if self.static else None
-            if held is not None:
-                if held is not linear_cache:
-                    held.copy_(linear_cache)
-                return
-            if self.static and not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(linear_cache)
-            super().set_linear_cache(layer_idx, linear_cache)
-
-        def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
-            for index, state in enumerate(self.linear_cache):
-                if isinstance(state, Tensor):
-                    if self.static:
-                        state.copy_(change(state))
-                    else:
-                        self.linear_cache[index] = change(state)
-
-        def reorder_cache(self, beam_idx: Tensor) -> None:
-            super().reorder_cache(beam_idx)
-            self._change_states(lambda state: state.index_select(0, beam_idx.to(state.device)))
-
-        def batch_repeat_interleave(self, repeats: int) -> None:
-            self._refuse_other_batch()
-            for layer in self.layers:
-                layer.batch_repeat_interleave(repeats)
-            self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
-
-        def batch_select_indices(self, indices: Tensor) -> None:
-            self._refuse_other_batch()
-            for layer in self.layers:
-                layer.batch_select_indices(indices)
-            self._change_states(lambda state: state[indices])
-
-        def _refuse_other_batch(self) -> None:
-            if self.static:
-                raise NotImplementedError("a static cache keeps its number of rows: make another with new_cache()")
-
-        def reset(self) -> None:
-            super().reset()
-            if self.static:
-                self._change_states(torch.zeros_like)
-            else:
-                self.linear_cache = []
-
-    return HybridCache

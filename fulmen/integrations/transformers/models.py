@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fulmen.integrations.transformers import attention, lightning, packing, simple_gla
+from fulmen.integrations.transformers import attention, cache, lightning, packing, simple_gla
 from fulmen.layers.inputs import check_backend
 
 __all__ = ["Accelerated", "accelerate"]
@@ -36,7 +36,7 @@ KINDS = (
     Kind("flash", attention.matches, attention.unsupported_reason, None),
     Kind(
         "lightning", lightning.matches, lightning.unsupported_reason, lightning.replace,
-        (lightning.bring_cache, packing.announce),
+        (cache.bring, packing.announce),
     ),
     Kind(
         "lightning", simple_gla.matches, simple_gla.unsupported_reason, simple_gla.replace, (simple_gla.refuse_packed,)
@@ -70,7 +70,7 @@ class Mixer(NamedTuple):
 class Accelerated:
     """What `accelerate` did to a model. Printed, it is a table: which operation serves each mixer, or why none does."""
 
-    def __init__(self, model: nn.Module, backend: str, mixers: list[Mixer], undo: list[Undo]) -> None:
+    def __init__(self, model: Any, backend: str, mixers: list[Mixer], undo: list[Undo]) -> None:
         self.model, self.backend, self.mixers = model, backend, mixers
         self._undo = undo
 
@@ -84,7 +84,7 @@ class Accelerated:
         config = self.model.config.get_text_config(decoder=True)
         for mixer in self.mixers:
             if mixer.kind is not None and mixer.kind.replace is lightning.replace:
-                return lightning.cache_type(type(mixer.module).__module__)(max_length, config.num_hidden_layers)
+                return cache.cache_type(type(mixer.module).__module__)(max_length, config.num_hidden_layers)
         transformers = importlib.import_module("transformers")
         if max_length is None:
             return transformers.DynamicCache(config=config)
@@ -98,12 +98,13 @@ class Accelerated:
             found = groups.setdefault((pattern, type(mixer.module).__name__, mixer.verdict), [])
             found.append(number.group() if number else "")
         rows = [("mixers", "class", f"served by (backend={self.backend!r})")]
-        rows += [(pattern.replace("{}", _ranges(found)), *rest) for (pattern, *rest), found in groups.items()]
+        for (pattern, module, verdict), found in groups.items():
+            rows.append((pattern.replace("{}", _ranges(found)), module, verdict))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {c}" for a, b, c in rows)
 
 
-def accelerate(model: nn.Module, backend: str = "auto", *, verbose: bool = True) -> Accelerated:
+def accelerate(model: Any, backend: str = "auto", *, verbose: bool = True) -> Accelerated:
     """Serves the mixers of a loaded transformers model with fulmen's kernels, in training, prefill and decoding.
 
     model    a model of transformers with its weights, which are not copied; its code may come with the checkpoint.
@@ -130,7 +131,7 @@ def accelerate(model: nn.Module, backend: str = "auto", *, verbose: bool = True)
     return accelerated
 
 
-def _found(model: nn.Module) -> list[Mixer]:
+def _found(model: Any) -> list[Mixer]:
     """Every mixer, in the model's order; one inside another is not listed by itself."""
     mixers: list[Mixer] = []
     for name, module in model.named_modules():
@@ -169,7 +170,7 @@ def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
         undo.append(attention.switch(model, backend))
 
 
-def _owner(model: nn.Module, name: str) -> nn.Module:
+def _owner(model: Any, name: str) -> Any:
     """The innermost model of transformers that the module is part of."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):

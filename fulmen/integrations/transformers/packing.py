@@ -48,8 +48,8 @@ def offsets(x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
             raise ValueError(f"cu_seq_lens_q packs sequences along N, so B must be 1; got {tuple(x.shape)}")
         return given.to(torch.int32)
     positions = kwargs.get("position_ids")
-    found: Tensor | None = getattr(positions, NAME, None)
-    if found is None or positions.shape[0] == x.shape[0]:
+    found: Tensor | None = None if positions is None else getattr(positions, NAME, None)
+    if positions is None or found is None or positions.shape[0] == x.shape[0]:
         return found
     row = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)[:, None] * x.shape[1]
     return torch.nn.functional.pad((row + found[:-1]).flatten(), (0, 1), value=x.shape[0] * x.shape[1])
