@@ -35,6 +35,7 @@ from fulmen import dispatch
 from fulmen.boundary import needs_gradient
 from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import MAX_HEAD_DIM
+from fulmen.integrations.transformers import packing
 from fulmen.layers.inputs import Counts, many_rows, one_row
 
 __all__ = ["register", "unregister"]
@@ -402,6 +403,8 @@ def attend(
     if mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         mask = _plain_mask(query, key, causal, sliding_window, kwargs)
+    if mask.cu_seqlens_q is None:
+        mask = _with_packed(mask, query, kwargs)
     options |= {"causal": mask.causal, "window": mask.window}
     if mask.keys is not None:
         key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
@@ -439,23 +442,28 @@ def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _plain_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None, kwargs: dict[str, Any]) -> Mask:
-    """What no mask means: causal or not as the module says, in one sequence or those of transformers' cu_seq_lens."""
+    """What no mask means: causal or not as the module says."""
     N_Q, N_KV = q.shape[2], k.shape[2]
     window = None
     if sliding_window is not None and sliding_window < N_KV:
         if not causal:
             raise ValueError("attention_mask is missing: sliding_window alone does not say how far a query sees ahead")
         window = (int(sliding_window) - 1, None)
-    offsets = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if offsets[0] is not None:
-        if q.shape[0] != 1:
-            raise ValueError(f"cu_seq_lens_q packs sequences along N, so B must be 1; got query {tuple(q.shape)}")
-        return Mask(causal, window, None, *(x if x is None else x.to(torch.int32) for x in offsets))
-    if causal and N_Q not in (1, N_KV):
+    if causal and N_Q not in (1, N_KV) and kwargs.get("cu_seq_lens_q") is None:
         raise ValueError(
             f"attention_mask is missing: {N_Q} causal queries and {N_KV} keys do not say where the queries stand"
         )
     return Mask(causal, window)
+
+
+def _with_packed(mask: Mask, q: Tensor, kwargs: dict[str, Any]) -> Mask:
+    """The mask within each of the packed sequences that the model was told of, if its mask function was not."""
+    starts = packing.offsets(q.transpose(1, 2), kwargs)
+    if starts is None:
+        return mask
+    ends = kwargs.get("cu_seq_lens_k")
+    ends = starts if ends is None else ends.to(torch.int32)
+    return dataclasses.replace(mask, cu_seqlens_q=starts, cu_seqlens_k=ends)
 
 
 def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

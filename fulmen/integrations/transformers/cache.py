@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulmen.integrations.transformers.packing import will_cache
+
 
 class States:
     """What is put before MiniMaxCache.
@@ -104,12 +106,8 @@ def bring(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     """A forward pre-hook of the model: a cache of this kind where it would make its own, or was given its own."""
     given = kwargs.get("past_key_values")
     derived = cache_type(type(module).__module__)
-    if given is not None:
-        if type(given) is derived.__bases__[1]:
-            given.__class__ = derived  # the same object, which the caller goes on with
-        return args, kwargs
-    use_cache = kwargs.get("use_cache")
-    wanted = module.config.use_cache if use_cache is None else use_cache
-    if wanted and not (module.training and getattr(module, "gradient_checkpointing", False)):
+    if type(given) is derived.__bases__[1]:
+        given.__class__ = derived  # the same object, which the caller goes on with
+    elif given is None and will_cache(module, kwargs):
         kwargs = {**kwargs, "past_key_values": derived()}
     return args, kwargs

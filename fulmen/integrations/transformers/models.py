@@ -7,6 +7,7 @@ comes with a checkpoint are found, too. Weights stay where they are: a replaced 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from fulmen.layers.inputs import check_backend
 
 __all__ = ["Accelerated", "accelerate"]
 
+MARK = "fulmen_accelerated"
 Undo = Callable[[], None]
 
 
@@ -33,7 +35,7 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("flash", attention.matches, attention.unsupported_reason, None),
+    Kind("flash", attention.matches, attention.unsupported_reason, None, (packing.announce,)),
     Kind(
         "lightning", lightning.matches, lightning.unsupported_reason, lightning.replace,
         (cache.bring, packing.announce),
@@ -114,6 +116,8 @@ def accelerate(model: Any, backend: str = "auto", *, verbose: bool = True) -> Ac
     Returns an `Accelerated`, whose `undo()` takes it back. Raises if nothing can be served.
     """
     mixers = _found(model)
+    if any(hasattr(mixer.module, MARK) for mixer in mixers):
+        raise ValueError(f"{type(model).__name__} is accelerated already: call undo() of the first result")
     served = [mixer for mixer in mixers if mixer.reason is None]
     if not served:
         rows = "; ".join(dict.fromkeys(f"{type(m.module).__name__}: {m.reason}" for m in mixers))
@@ -158,9 +162,9 @@ def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
     hooked: set[tuple[int, Callable[..., Any]]] = set()
     for mixer in served:
         assert mixer.kind is not None
-        if mixer.kind.replace is None:
-            continue
-        undo.append(mixer.kind.replace(mixer.module, backend))
+        if mixer.kind.replace is not None:
+            undo += [functools.partial(delattr, mixer.module, MARK), mixer.kind.replace(mixer.module, backend)]
+            setattr(mixer.module, MARK, True)
         owner = _owner(model, mixer.name)
         for hook in mixer.kind.hooks:
             if (id(owner), hook) not in hooked:

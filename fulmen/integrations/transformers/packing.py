@@ -15,16 +15,24 @@ from torch import Tensor
 NAME = "fulmen_offsets"
 
 
-def announce(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook. As in transformers' own masks, a padding mask or a cache means that nothing is packed.
 
     Synchronises if there are `position_ids` on a GPU, as transformers does.
     """
     positions = kwargs.get("position_ids")
-    if positions is None:
-        return
-    packed = kwargs.get("attention_mask") is None and kwargs.get("past_key_values") is None
-    setattr(positions, NAME, _starts(positions) if packed and positions.ndim == 2 else None)
+    if positions is not None:
+        packed = positions.ndim == 2 and kwargs.get("attention_mask") is None and not will_cache(module, kwargs)
+        setattr(positions, NAME, _starts(positions) if packed else None)
+
+
+def will_cache(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward of the model with these arguments has a cache, be it one that it makes."""
+    if kwargs.get("past_key_values") is not None:
+        return True
+    use_cache = kwargs.get("use_cache")
+    wanted = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
+    return bool(wanted) and not (module.training and getattr(module, "gradient_checkpointing", False))
 
 
 @torch.compiler.disable
