@@ -63,7 +63,8 @@ def logits_of(family, dtype=torch.float64):
 
 
 def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
 
 
 def assert_close(got, want, family):

@@ -6,7 +6,6 @@ holds, which is none if that is a lightning layer, and leaves the states behind 
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -96,10 +95,15 @@ class States:
             self.linear_cache = []
 
 
-@functools.cache
+_types: dict[str, Any] = {}
+
+
 def cache_type(modeling: str) -> Any:
     """The class, derived from MiniMaxCache of that module of transformers."""
-    return type("HybridCache", (States, importlib.import_module(modeling).MiniMaxCache), {"__doc__": States.__doc__})
+    if modeling not in _types:
+        bases = (States, importlib.import_module(modeling).MiniMaxCache)
+        _types[modeling] = type("HybridCache", bases, {"__doc__": States.__doc__})
+    return _types[modeling]
 
 
 def bring(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fulmen import decay as slopes
 from fulmen.boundary import needs_gradient
 from fulmen.integrations.transformers import packing
+from fulmen.integrations.transformers.cache import cache_type
 from fulmen.layers.fused import kernels_for
 from fulmen.layers.fused.projections import project
 from fulmen.layers.inputs import Padding, many_rows, one_row
@@ -63,6 +64,7 @@ def unsupported_reason(module: Any) -> str | None:
 
 def replace(module: Any, backend: str) -> Callable[[], None]:
     """Serves the layer; returns what undoes it."""
+    cache_type(type(module).__module__)  # a compiler cannot make the class
     # accelerate's hooks (device_map) call the forward they found under another name
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
     before = module.__dict__.get(name)
