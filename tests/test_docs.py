@@ -52,7 +52,7 @@ def one_rank(monkeypatch):
 def test_there_are_blocks():
     assert len(BLOCKS["README.md"]) == 5
     assert len(BLOCKS["docs/integrations.md"]) == 4
-    guide = ("index", "lightning", "flash", "layers", "decoding", "parallel", "bench")
+    guide = ("index", "lightning", "flash", "layers", "decoding", "models", "parallel", "bench")
     assert {f"docs/{name}.md" for name in guide} <= set(BLOCKS)
 
 
