@@ -27,7 +27,7 @@ PUBLIC = (
     "fulmen", "fulmen.decay", "fulmen.layers", "fulmen.parallel", "fulmen.bench", "fulmen.integrations.transformers",
     "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn",
 )  # fmt: skip
-LONG = {ROOT / "examples" / name for name in ("hybrid_lm.py", "serve.py")}  # tested with the layers
+LONG = {ROOT / "examples" / f"{name}.py" for name in ("hybrid_lm", "serve", "finetune", "long_context")}
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - LONG)
 
 
