@@ -30,6 +30,7 @@ from fulmen import decay as slopes
 from fulmen.boundary import needs_gradient
 from fulmen.integrations.transformers import packing
 from fulmen.integrations.transformers.cache import cache_type
+from fulmen.integrations.transformers.forward import set_forward
 from fulmen.layers.fused import kernels_for
 from fulmen.layers.fused.projections import project
 from fulmen.layers.inputs import Padding, many_rows, one_row
@@ -65,18 +66,7 @@ def unsupported_reason(module: Any) -> str | None:
 def replace(module: Any, backend: str) -> Callable[[], None]:
     """Serves the layer; returns what undoes it."""
     cache_type(type(module).__module__)  # a compiler cannot make the class
-    # accelerate's hooks (device_map) call the forward they found under another name
-    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    before = module.__dict__.get(name)
-    setattr(module, name, Lightning(module, backend).forward)
-
-    def undo() -> None:
-        if before is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
-
-    return undo
+    return set_forward(module, Lightning(module, backend).forward)
 
 
 class Lightning:

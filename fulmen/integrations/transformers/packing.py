@@ -28,7 +28,7 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 def will_cache(module: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a forward of the model with these arguments has a cache, be it one that it makes."""
-    if kwargs.get("past_key_values") is not None:
+    if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
         return True
     use_cache = kwargs.get("use_cache")
     wanted = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
