@@ -26,6 +26,7 @@ OPTIONS = {
     "rope": {"rope": {}, "qk_norm": "before"},
     "window": {"rope": {"dim": 4}, "window": (3, None)},
     "sinks": {"sinks": True, "softcap": 5.0, "rope": {"interleaved": True}, "qk_norm": "after"},
+    "norm of all heads": {"rope": {}, "qk_norm": "all"},
 }
 KINDS = {"growing": None, "preallocated": 20}
 
