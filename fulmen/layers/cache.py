@@ -54,8 +54,8 @@ class Step(NamedTuple):
 
     memory  tensors (B, capacity, ...), or (pages, page, ...) with a table
     begin   int32 (B,): tokens of each row before the step
-    end     int32 (B,): and after it; a row that has no tokens in this step writes nothing
-    table   None, or int32 (B, pages of a row)
+    end     int32 (B,): and after it
+    table   None, or int32 (B, pages of a row); -1, as in all of an empty row: no page, and nothing is written
     limit   the most tokens a row can have
     """
 
@@ -66,19 +66,9 @@ class Step(NamedTuple):
     limit: int
 
     def positions(self, N: int) -> Tensor:
-        """int64 (B, N): where the step's tokens stand."""
+        """int64 (B, N): where the step's tokens stand, for RoPE; those beyond the limit are not written."""
         place = self.begin.long()[:, None] + torch.arange(N, device=self.begin.device)
         return place.clamp(max=self.limit - 1)
-
-    def write(self, memory: Tensor, new: Tensor) -> None:
-        """Writes new (B, N, ...) to its places, in plain PyTorch; a table's last page is for rows without tokens."""
-        place = self.positions(new.shape[1])
-        if self.table is None:
-            memory[torch.arange(new.shape[0], device=new.device)[:, None], place] = new
-            return
-        page = self.table.long().gather(1, place // memory.shape[1])
-        page = torch.where((self.end > self.begin)[:, None], page, memory.shape[0] - 1)
-        memory[page, place % memory.shape[1]] = new
 
 
 class Written:

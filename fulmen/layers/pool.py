@@ -61,7 +61,7 @@ class Pool:
 
 
 class PagedPool(Pool):
-    """Pages of tokens, and one more, which empty rows write to and nobody reads."""
+    """Pages of tokens."""
 
     memory: tuple[Tensor, ...]
 
@@ -83,28 +83,28 @@ class PagedPool(Pool):
 
 
 class KVPool(PagedPool):
-    """Keys and values: k (pages + 1, H_KV, page_size, D) and v (pages + 1, H_KV, page_size, E)."""
+    """Keys and values: k (pages, H_KV, page_size, D) and v (pages, H_KV, page_size, E)."""
 
     def __init__(
         self, sequences: Sequences, num_kv_heads: int, head_dim: int, value_dim: int | None = None, *,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sequences)
-        shape = (sequences.pages + 1, num_kv_heads, sequences.page_size)
+        shape = (sequences.pages, num_kv_heads, sequences.page_size)
         k = torch.zeros(*shape, head_dim, device=device, dtype=dtype)
         v = torch.zeros(*shape, head_dim if value_dim is None else value_dim, device=device, dtype=dtype)
         self.memory = (k.transpose(1, 2), v.transpose(1, 2))  # as `Step` takes them
 
 
 class LatentPool(PagedPool):
-    """Latents and rotated keys side by side: kv (pages + 1, page_size, R + P)."""
+    """Latents and rotated keys side by side: kv (pages, page_size, R + P)."""
 
     def __init__(
         self, sequences: Sequences, size: int, *, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sequences)
-        self.memory = (torch.zeros(sequences.pages + 1, sequences.page_size, size, device=device, dtype=dtype),)
+        self.memory = (torch.zeros(sequences.pages, sequences.page_size, size, device=device, dtype=dtype),)
 
 
 class StatePool(Pool):
