@@ -353,9 +353,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         kernels = kernels_for("decode", queries, latent, k_rope, kv)
         if kernels is None or not is_plain_eager(w_k):
             new, memory = (k_rope[:, :, None], latent[:, :, None]), (kv[:, :, None, R:], kv[:, :, None, :R])
-            q_rope, _ = append(
-                q_rope, *new, *memory, at.begin, at.table, *tables, interleaved=self.rope.interleaved
-            )
+            q_rope, _ = append(q_rope, *new, *memory, at.begin, at.table, *tables, interleaved=self.rope.interleaved)
             q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope.transpose(1, 2)], 3)
             return torch.einsum("bhnr,her->bnhe", self._attend(q, kv, at.end, at.table), w_v).flatten(2)
         q = torch.empty(H, B, N, R + P, dtype=latent.dtype, device=latent.device)  # as the products read and write it
