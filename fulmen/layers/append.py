@@ -37,9 +37,9 @@ def append(
     cos, sin         (positions, dim / 2): the first dim elements of heads of q and k are turned; None: q is returned
     each_query       query n stands at position lengths[b] + n, else all of them at lengths[b]
     """
-    lengths, table, *tables = (x if x is None else x.contiguous() for x in (lengths, table, cos, sin))
+    table, cos, sin = (x if x is None else x.contiguous() for x in (table, cos, sin))
     turned, after = torch.ops.fulmen.cache_append(
-        q, k, v, k_cache, v_cache, lengths, table, *tables, each_query, interleaved
+        q, k, v, k_cache, v_cache, lengths.contiguous(), table, cos, sin, each_query, interleaved
     )
     return q if cos is None else turned, after
 

@@ -262,7 +262,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
         """Memory of this layer for `sequences`, on its device and in its dtype; the layer takes it as `cache`."""
         check_positions_of(self.rope, sequences)
         heads, weight = max(self.num_kv_heads // ranks_of(self.mesh), 1), self.o_proj.weight
-        return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype)
+        return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype).of(self)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""

@@ -83,7 +83,7 @@ class Written:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = self.__class__.__new__(self.__class__)
-        with _not_inference():
+        with outside_inference():
             new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return new
 
@@ -137,7 +137,7 @@ class TokenCache(Written):
         indices = _checked_indices(indices, self._held[0] if self.length else None)
         if not self.length:
             return
-        with _not_inference():
+        with outside_inference():
             moved = tuple(t[:, : self.length].index_select(0, indices) for t in self._held)
             if self.lengths is not None:
                 self.lengths = self.lengths.index_select(0, indices)
@@ -180,7 +180,7 @@ class TokenCache(Written):
             return
         held = self._held[0]
         if self.ends is None or self.ends.shape[0] != held.shape[0] or self.ends.device != held.device:
-            with _not_inference():
+            with outside_inference():
                 self.ends = torch.empty(held.shape[0], dtype=torch.int32, device=held.device)
         if self.lengths is None:
             self.ends.fill_(self.length)
@@ -237,7 +237,7 @@ class TokenCache(Written):
 
     def _grown(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...], end: int) -> tuple[Tensor, ...]:
         size = self.max_length or max(end, 2 * held[0].shape[1] if held else 0)
-        with _not_inference():
+        with outside_inference():
             return tuple(_room(t[:, : self.length].detach(), size) for t in held or [t[:, :0] for t in new])
 
     def _write(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
@@ -373,7 +373,7 @@ def _brief(x: Tensor) -> str:
     return f"(B={x.shape[0]}, N, {', '.join(map(str, x.shape[2:]))})"
 
 
-def _not_inference() -> contextlib.AbstractContextManager[object]:
+def outside_inference() -> contextlib.AbstractContextManager[object]:
     """For allocations: memory made in inference mode cannot be written outside of it."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()

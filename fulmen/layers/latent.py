@@ -175,14 +175,14 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        cache: LatentCache | None = None,
+        cache: LatentCache | LatentPool | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """y (B, N, embed_dim).
 
         positions   (N,) or (B, N) for RoPE; counted on from the cache's tokens, without padding, unless given.
-        cache       a `LatentCache`: x comes after its tokens, and is appended.
+        cache       a `LatentCache`: x comes after its tokens, and is appended. Or a pool, by `new_pool`.
         mask        bool (B, N), True for a token: padding is not seen, and its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, which do not see each other.
         """
@@ -210,12 +210,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         q_nope, q_rope = queries.split([self.nope_dim, self.rope_dim], dim=3)
         q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2)
         k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
-        if cache is None:
-            y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
-        else:
+        if isinstance(cache, LatentCache):
             o, end = self._continued(q_nope, q_rope, latent, k_rope, call, cache)
             y = self.o_proj(o.flatten(2))
             cache.advance(end, self)
+        else:
+            y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
         return call.back(y)
 
     def _q_first(self) -> nn.Module:
@@ -367,13 +367,13 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
     def new_pool(self, sequences: Sequences) -> LatentPool:
         """Memory of this layer for `sequences`, on its device and in its dtype; a layer takes it as `cache`."""
-        if not self._plain():
+        if not self._plain() or self.absorb is False:
             raise NotImplementedError(
-                "latent_attention has no window, softcap or sinks, so that this layer has no pool"
+                "a pool is read by latent_attention: give the layer no window, softcap or sinks, and no absorb=False"
             )
         check_positions_of(self.rope, sequences)
         weight = self.o_proj.weight
-        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype)
+        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype).of(self)
 
     # ------------------------------------------------------------------------------- weights and ranks
 

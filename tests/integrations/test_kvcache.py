@@ -158,7 +158,7 @@ def test_signature():
         ({"q": torch.ones(2, 2, 3, 16).double()}, ValueError, "q has 3 heads, must be a multiple of k_cache's 2"),
         ({"q": torch.ones(2, 2, 4, 16)}, ValueError, "q is torch.float32"),
         ({"q": torch.ones(2, 2, 4, 16, 2).double()[..., 0]}, ValueError, "q's last dimension must be contiguous"),
-        ({"q": torch.ones(2, 2, 4, 16, device="meta").double()}, ValueError, "q is torch.float64 on meta, must be .* on cpu"),
+        ({"q": torch.ones(2, 2, 4, 16).double().to("meta")}, ValueError, "q is torch.float64 on meta, must be .* cpu"),
     ],
 )
 def test_errors(changes, error, words):

@@ -15,6 +15,7 @@ from torch import Tensor
 from fulmen.layers import (
     GroupedQueryAttention,
     KVCache,
+    KVPool,
     LatentCache,
     LightningAttention,
     MultiHeadLatentAttention,
@@ -26,6 +27,7 @@ from fulmen.layers import (
     append,
     latent,
 )
+from fulmen.layers import pool as pooling
 from fulmen.layers.fused import append as fused_append
 from fulmen.layers.fused import decode
 
@@ -176,9 +178,75 @@ def test_two_layers_do_not_share_a_pool() -> None:
     pool, a = layer.new_pool(served), served.new()
     served.step([a])
     with torch.no_grad():
-        layer(torch.zeros(1, 1, DIM).double(), cache=pool)
-        with pytest.raises(ValueError, match="pool of another layer"):
-            other(torch.zeros(1, 1, DIM).double(), cache=pool)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="pool of another layer"):
+                other(torch.zeros(1, 1, DIM).double(), cache=pool)
+            layer(torch.zeros(1, 1, DIM).double(), cache=pool)
+
+
+@layers
+def test_pools_made_in_inference_mode_are_written_outside_of_it(kind: str) -> None:
+    layer, x = made(kind), torch.randn(1, 21, DIM).double()
+    with torch.inference_mode():
+        served = Sequences(rows=1, max_length=32, pages=4, page_size=16, slots=2)
+        pool, a = layer.new_pool(served), served.new()
+        served.step([a], 20)
+        layer(x[:, :20], cache=pool)
+    with torch.no_grad():
+        twin = served.fork(a)
+        served.step([twin])
+        torch.testing.assert_close(layer(x[:, 20:], cache=pool), layer(x)[:, 20:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_a_rejected_nan_is_forgotten(tokens: int) -> None:
+    layer, served = made("lightning"), Sequences(rows=1, max_length=32, slots=1, drafts=True)
+    pool, a = layer.new_pool(served), served.new()
+    x = torch.randn(1, 3 + tokens, DIM).double()
+    with torch.no_grad():
+        served.step([a], 4)
+        layer(torch.cat([x[:, :3], torch.full_like(x[:, :1], torch.nan)], 1), cache=pool)
+        served.crop(a, 3)
+        served.step([a], tokens)
+        torch.testing.assert_close(layer(x[:, 3:], cache=pool), layer(x)[:, 3:], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_call_serves_the_last_step_once() -> None:
+    served = Sequences(rows=2, max_length=32, slots=2)
+    layer, x = made("lightning"), torch.randn(1, 1, DIM).double()
+    pool, a = layer.new_pool(served), served.new()
+    served.step([])
+    for _ in range(3):  # empty rows: a graph is captured so
+        layer(x, cache=pool)
+    served.step([a])
+    layer(x, cache=pool)
+    with pytest.raises(ValueError, match="called twice after one Sequences"):
+        layer(x, cache=pool)
+    for change in (served.fork, lambda s: served.crop(s, s.length), served.free):
+        served.step([a])
+        change(a)
+        with pytest.raises(ValueError, match="fork, crop or free its sequences after them"):
+            layer(x, cache=pool)
+
+
+def test_a_step_takes_the_layers_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, asked = Sequences(rows=1, max_length=32, slots=1), []
+    step = pooling.lightning_step
+    monkeypatch.setattr(pooling, "lightning_step", lambda *args, **kw: asked.append(kw["backend"]) or step(*args, **kw))
+    a = served.new()
+    for backend in ("reference", "eager", "cuda"):
+        layer = layer_of("lightning", backend=backend)
+        with torch.no_grad():
+            pool = layer.new_pool(served)
+            served.step([a])
+            layer(torch.randn(1, 1, DIM), cache=pool)
+    assert asked == ["reference", "eager", "auto"]
+
+
+def on_a_pool(layer: Any, other: Any, x: Tensor) -> Tensor:
+    """A call on a new pool of the sequences that another pool has."""
+    return layer(x, cache=layer.new_pool(other.sequences))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +259,14 @@ def test_two_layers_do_not_share_a_pool() -> None:
         (lambda layer, pool, x: torch.enable_grad()(layer)(x[:, :1], cache=pool), "under torch.no_grad"),
         (lambda layer, pool, x: layer.new_pool(Sequences(1, 8)), "pages=0"),
         (lambda layer, pool, x: made("ring").new_pool(Sequences(1, 8, pages=1)), "slots=0"),
+        (lambda layer, pool, x: layer.to("meta").new_pool(pool.sequences), r"a pool on meta .* device='meta'"),
+        (
+            lambda layer, pool, x: layer.float()(x[:, :1].float(), cache=pool),
+            r"the pool holds torch.float64 .* has torch.float32",
+        ),
+        (lambda layer, pool, x: layer(x[:, :1], cache=KVPool(pool.sequences, 1, 8)), "the pool holds .* has .*2, 8"),
+        (lambda layer, pool, x: on_a_pool(layer_of("grouped", dropout=0.5).double(), pool, x[:, :1]), "dropout=0.5"),
+        (lambda layer, pool, x: on_a_pool(made("ring"), pool, x[:, :1].expand(3, -1, -1)), "x has B=3, N=1"),
     ],
 )
 def test_bad_calls(call: Any, message: str) -> None:
