@@ -190,19 +190,14 @@ class GroupedQueryAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
+        if context is None:
+            self._check_no_context(x, context_mask, context_cu_seqlens)
         if context is None and cache is not None and self._steps(x, call, cache):
             y = self.o_proj(self._step(x, cache))
             if isinstance(cache, KVCache):
                 cache.extend(x.shape[1], call.counts, self)
             return call.back(y)
         if context is None:
-            if self.context_dim != self.embed_dim:
-                raise ValueError(
-                    f"context is None, and the layer makes k and v of vectors of context_dim={self.context_dim}, "
-                    f"which x {tuple(x.shape)} does not have"
-                )
-            if context_mask is not None or context_cu_seqlens is not None:
-                raise ValueError("context_mask or context_cu_seqlens is given, and no context")
             q, k, v = self._project(x, x)
         else:
             self._check_context(x, context, cache)
@@ -306,6 +301,15 @@ class GroupedQueryAttention(weights.AttentionLayer):
         elif call.padding is None:
             return context, None
         return context, Counts(full_counts(call.x, call.counts), full_counts(context, counts))
+
+    def _check_no_context(self, x: Tensor, context_mask: Tensor | None, context_cu_seqlens: Tensor | None) -> None:
+        if self.context_dim != self.embed_dim:
+            raise ValueError(
+                f"context is None, and the layer makes k and v of vectors of context_dim={self.context_dim}, "
+                f"which x {tuple(x.shape)} does not have"
+            )
+        if context_mask is not None or context_cu_seqlens is not None:
+            raise ValueError("context_mask or context_cu_seqlens is given, and no context")
 
     def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | KVPool | None) -> None:
         if self.fused_qkv:

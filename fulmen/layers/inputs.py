@@ -176,7 +176,10 @@ def _check_cache(layer: AttentionLayer, cache: Any, B: int, causal: bool) -> Non
         raise ValueError(f"cache is a {type(cache).__name__}, must be a {kinds}")
     if not causal:
         raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
-    if not pooled and cache.lengths is not None and cache.lengths.shape[0] != B:
+    if pooled:
+        return
+    cache.sync()
+    if cache.lengths is not None and cache.lengths.shape[0] != B:
         raise ValueError(
             f"cache holds {cache.lengths.shape[0]} rows, and x has B={B}: call reset() before another batch"
         )
