@@ -278,7 +278,8 @@ def test_bad_calls(call: Any, message: str) -> None:
         call(layer, pool, torch.zeros(1, 3, DIM).double())
 
 
-def test_the_example_serves_what_generate_gives() -> None:
+@pytest.mark.parametrize(("new", "rows", "pages"), [(12, 3, 6), (1, 3, 6), (12, 1, 1)])
+def test_the_example_serves_what_generate_gives(new: int, rows: int, pages: int) -> None:
     """Rows come and go, pages run out, and every request has the tokens it would have alone."""
     root = Path(__file__).resolve().parents[2] / "examples"
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -286,16 +287,18 @@ def test_the_example_serves_what_generate_gives() -> None:
         lm, serve = importlib.import_module("hybrid_lm"), importlib.import_module("serve")
         torch.manual_seed(0)
         model = lm.HybridLM(lm.Config(64, "LGM", 3, 64, 4)).double().eval()
-        server, draw = serve.Server(model, rows=3, max_length=60, pages=6, page_size=16), random.Random(1)
-        requests = [serve.Request([draw.randrange(64) for _ in range(draw.randint(1, 40))], 12) for _ in range(7)]
+        server, draw = serve.Server(model, rows, max_length=60, pages=pages, page_size=16), random.Random(1)
+        requests = [serve.Request([draw.randrange(64) for _ in range(draw.randint(1, 40))], new) for _ in range(7)]
         waiting = list(requests)
-        while waiting or any(server.rows):
+        for _ in range(200):
+            if not (waiting or any(server.rows)):
+                break
             while waiting and server.admit(waiting[0], chunk=16):
                 waiting.pop(0)
-            waiting = [r for r in server.step() if len(r.tokens) < r.new] + waiting
-        assert server.served.free_pages == 6
+            waiting = [r for r in server.step() if not r.done] + waiting
+        assert server.served.free_pages == server.served.pages == max(pages, 4)
         for request in requests:
-            alone = model.generate([torch.tensor(request.prompt)], 12)[0]
+            alone = model.generate([torch.tensor(request.prompt)], new)[0]
             assert request.prompt + request.tokens == alone.tolist()
 
 
@@ -318,7 +321,7 @@ def test_a_graph_serves_sequences_that_come_and_go() -> None:
             while waiting or any(server.rows):
                 while waiting and server.admit(waiting[0], chunk=64):
                     waiting.pop(0)
-                waiting = [r for r in server.step() if len(r.tokens) < r.new] + waiting
+                waiting = [r for r in server.step() if not r.done] + waiting
             answers.append([request.tokens for request in requests])
         assert answers[0] == answers[1]
         served = Sequences(2, 200, pages=8, slots=2, device="cuda")
