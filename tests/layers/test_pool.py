@@ -302,6 +302,80 @@ def test_the_example_serves_what_generate_gives(new: int, rows: int, pages: int)
             assert request.prompt + request.tokens == alone.tolist()
 
 
+def on_gpu(kind: str) -> Any:
+    """A layer of 256 whose RoPE turns 64 elements, in bf16."""
+    torch.manual_seed(3)
+    if kind == "latent":
+        return MultiHeadLatentAttention(256, 16, q_rank=128, device="cuda", dtype=torch.bfloat16).eval()
+    return GroupedQueryAttention(256, 4, 2, causal=True, rope={}, device="cuda", dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+@torch.inference_mode()
+def test_a_captured_step_on_a_cache(kind: str) -> None:
+    """Longer calls leave its RoPE table alone; crop, reorder and eager calls count what replays appended."""
+    layer = on_gpu(kind)
+    x = torch.randn(2, 40, 256, device="cuda", dtype=torch.bfloat16)
+    cache, token = layer.cache_type(64), x[:, 20:21].clone()
+    layer(x[:, :20], cache=cache)
+    for _ in range(3):
+        layer(token, cache=cache)
+    cache.crop(-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(token, cache=cache)
+    assert cache.length == 20
+    layer(torch.randn(1, 5000, 256, device="cuda", dtype=torch.bfloat16))
+    junk = [torch.full((2048, 32), torch.nan, device="cuda") for _ in range(64)]  # where a table would be freed
+
+    def close(got: Tensor, want: Tensor) -> None:
+        assert (got - want).float().norm() < 0.02 * want.float().norm()
+
+    whole = layer(x)
+    for i in range(20, 26):
+        token.copy_(x[:, i : i + 1])
+        graph.replay()
+        close(y, whole[:, i : i + 1])
+    cache.crop(-1)
+    assert cache.length == 25
+    cache.reorder([1, 0])
+    close(layer(x[[1, 0], 25:26], cache=cache), whole[[1, 0], 25:26])
+    close(layer(x[[1, 0], 26:], cache=cache), whole[[1, 0], 26:])
+    for _ in range(30):  # beyond the end
+        graph.replay()
+    held = [t.clone() for t in cache._held]
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(held, cache._held, strict=True))
+    cache.sync()
+    assert cache.length == 64
+    del junk
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_table_first_needed_in_a_capture() -> None:
+    layer, other = on_gpu("grouped"), on_gpu("grouped")
+    served = Sequences(1, 64, pages=4, page_size=16, device="cuda")
+    pool, x = layer.new_pool(served), torch.randn(1, 1, 256, device="cuda", dtype=torch.bfloat16)
+    served.step([])
+    for _ in range(3):  # compiles kernels; the layer itself has no table yet
+        other(x, cache=other.new_pool(served))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x, cache=pool)
+    prompt = torch.randn(1, 30, 256, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(layer(prompt), other(prompt))
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_needs_sequences_there() -> None:
+    with pytest.raises(
+        ValueError, match=r"a pool on cuda:0 of sequences on cpu: give Sequences\(..., device='cuda:0'\)"
+    ):
+        on_gpu("grouped").new_pool(Sequences(1, 64, pages=4))
+
+
 @pytest.mark.gpu
 def test_a_graph_serves_sequences_that_come_and_go() -> None:
     """On a GPU: the same tokens with a captured step as without, and logits as of a call over the whole text."""
