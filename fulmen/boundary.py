@@ -217,6 +217,11 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     return True
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there: what is computed holds nothing until the first replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Forward mode would silently give zeros, torch.func.grad a riddle."""
     func = None if torch.compiler.is_compiling() else torch._C._functorch.peek_interpreter_stack()

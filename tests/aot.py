@@ -352,9 +352,9 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
         *(
             decode.latent_step_launch(
-                q[..., nope:], norm[2], rope, cos, cos, ints, ints, table if paged else ints[None],
+                q[..., nope:], norm[2], rope, cos, cos, ints, table if paged else None,
                 rows(64 if paged else B, 64 if paged else 8192, R + dim),
-                rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:], case.interleaved, paged,
+                rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:], case.interleaved,
             )
             for paged in (False, True)
         ),

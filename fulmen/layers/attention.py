@@ -206,19 +206,14 @@ class GroupedQueryAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
+        if context is None:
+            self._check_no_context(x, context_mask, context_cu_seqlens)
         if context is None and cache is not None and self._steps(x, call, cache):
             y = self.o_proj(self._step(x, cache))
             if isinstance(cache, KVCache):
                 cache.extend(x.shape[1], call.counts, self)
             return call.back(y)
         if context is None:
-            if self.context_dim != self.embed_dim:
-                raise ValueError(
-                    f"context is None, and the layer makes k and v of vectors of context_dim={self.context_dim}, "
-                    f"which x {tuple(x.shape)} does not have"
-                )
-            if context_mask is not None or context_cu_seqlens is not None:
-                raise ValueError("context_mask or context_cu_seqlens is given, and no context")
             q, k, v = self._project(x, x)
         else:
             self._check_context(x, context, cache)
@@ -278,7 +273,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
         """Memory of this layer for `sequences`, on its device and in its dtype; the layer takes it as `cache`."""
         check_positions_of(self.rope, sequences)
         heads, weight = max(self.num_kv_heads // ranks_of(self.mesh), 1), self.o_proj.weight
-        return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype)
+        return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype).of(self)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""
@@ -324,6 +319,15 @@ class GroupedQueryAttention(weights.AttentionLayer):
         elif call.padding is None:
             return context, None
         return context, Counts(full_counts(call.x, call.counts), full_counts(context, counts))
+
+    def _check_no_context(self, x: Tensor, context_mask: Tensor | None, context_cu_seqlens: Tensor | None) -> None:
+        if self.context_dim != self.embed_dim:
+            raise ValueError(
+                f"context is None, and the layer makes k and v of vectors of context_dim={self.context_dim}, "
+                f"which x {tuple(x.shape)} does not have"
+            )
+        if context_mask is not None or context_cu_seqlens is not None:
+            raise ValueError("context_mask or context_cu_seqlens is given, and no context")
 
     def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | KVPool | None) -> None:
         if self.fused_qkv:

@@ -31,6 +31,7 @@ from fulmen.boundary import is_plain_eager
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.latent.op import latent_attention
 from fulmen.layers import weights
+from fulmen.layers.append import append
 from fulmen.layers.cache import End, LatentCache
 from fulmen.layers.fused import kernels_for
 from fulmen.layers.fused.projections import is_plain, project
@@ -174,14 +175,14 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        cache: LatentCache | None = None,
+        cache: LatentCache | LatentPool | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """y (B, N, embed_dim).
 
         positions   (N,) or (B, N) for RoPE; counted on from the cache's tokens, without padding, unless given.
-        cache       a `LatentCache`: x comes after its tokens, and is appended.
+        cache       a `LatentCache`: x comes after its tokens, and is appended. Or a pool, by `new_pool`.
         mask        bool (B, N), True for a token: padding is not seen, and its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, which do not see each other.
         """
@@ -209,12 +210,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         q_nope, q_rope = queries.split([self.nope_dim, self.rope_dim], dim=3)
         q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2)
         k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
-        if cache is None:
-            y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
-        else:
+        if isinstance(cache, LatentCache):
             o, end = self._continued(q_nope, q_rope, latent, k_rope, call, cache)
             y = self.o_proj(o.flatten(2))
             cache.advance(end, self)
+        else:
+            y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
         return call.back(y)
 
     def _q_first(self) -> nn.Module:
@@ -348,20 +349,16 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         (kv,) = at.memory
         w_k, w_v = self._up_weights()
         H = w_k.shape[0]
+        tables = self.rope.span(0, at.limit, latent.device, latent.dtype)
         kernels = kernels_for("decode", queries, latent, k_rope, kv)
         if kernels is None or not is_plain_eager(w_k):
-            cos, sin = self.rope(at.positions(N), latent.dtype)
-            q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved)
-            k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
-            at.write(kv, torch.cat([latent, k_rope], 2))
-            q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope], 3)
+            new, memory = (k_rope[:, :, None], latent[:, :, None]), (kv[:, :, None, R:], kv[:, :, None, :R])
+            q_rope, _ = append(q_rope, *new, *memory, at.begin, at.table, *tables, interleaved=self.rope.interleaved)
+            q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope.transpose(1, 2)], 3)
             return torch.einsum("bhnr,her->bnhe", self._attend(q, kv, at.end, at.table), w_v).flatten(2)
         q = torch.empty(H, B, N, R + P, dtype=latent.dtype, device=latent.device)  # as the products read and write it
-        tables = self.rope.span(0, at.limit, latent.device, latent.dtype)
         turned = q.permute(1, 2, 0, 3)[..., R:]
-        kernels.latent_step(
-            q_rope, latent, k_rope, tables, at.begin, at.end, at.table, kv, turned, self.rope.interleaved
-        )
+        kernels.latent_step(q_rope, latent, k_rope, tables, at.begin, at.table, kv, turned, self.rope.interleaved)
         torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), w_k, out=q.view(H, B * N, R + P)[..., :R])
         o = self._attend(q.transpose(0, 1), kv, at.end, at.table).transpose(0, 1).reshape(H, B * N, R)
         y = torch.empty(B, N, H * self.value_dim, dtype=latent.dtype, device=latent.device)
@@ -370,13 +367,13 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
     def new_pool(self, sequences: Sequences) -> LatentPool:
         """Memory of this layer for `sequences`, on its device and in its dtype; a layer takes it as `cache`."""
-        if not self._plain():
+        if not self._plain() or self.absorb is False:
             raise NotImplementedError(
-                "latent_attention has no window, softcap or sinks, so that this layer has no pool"
+                "a pool is read by latent_attention: give the layer no window, softcap or sinks, and no absorb=False"
             )
         check_positions_of(self.rope, sequences)
         weight = self.o_proj.weight
-        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype)
+        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype).of(self)
 
     # ------------------------------------------------------------------------------- weights and ranks
 

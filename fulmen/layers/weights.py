@@ -42,6 +42,7 @@ class AttentionLayer(nn.Module):
     cache_type: ClassVar[type[TokenCache] | type[StateCache]]
     pool_type: ClassVar[type[Pool]]
     embed_dim: int
+    dropout: float = 0.0
     number: int | None = None
     mesh: DeviceMesh | None = None
     cp: ContextParallel | None = None

@@ -75,7 +75,7 @@ def lightning_step(
             return torch.ops.fulmen.lightning_step(*tensors, scale, backend)
         plan = _planned(tensors, scale, backend)
     elif plan.spec.device.type == "cpu":
-        check_values(decay, slots)
+        check_values(decay, slots, state.shape[0])
     o: Tensor = plan.forward.run(*tensors)
     _note_change((state,) if draft is None else (state, *draft))
     return o
@@ -84,7 +84,7 @@ def lightning_step(
 def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
     """The plan of a call whose arguments are right."""
     x = Tensors(*tensors)
-    check_values(x.decay, x.slots)
+    check_values(x.decay, x.slots, x.state.shape[0])
     which, given = plans.given(x)
     key = (which, "step", scale, backend)
     plan = plans.find(key, given)

@@ -164,13 +164,13 @@ def _list(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def check_values(decay: Tensor | None, slots: Tensor | None) -> None:
+def check_values(decay: Tensor | None, slots: Tensor | None, states: int) -> None:
     """Checks values of CPU tensors; reading a GPU's would synchronise."""
     check_decay_values(decay)
     if slots is not None and slots.device.type == "cpu":
-        taken = [slot for slot in slots.tolist() if slot >= 0]
+        taken = [slot for slot in slots.tolist() if 0 <= slot < states]
         if len(set(taken)) < len(taken):
-            raise ValueError(f"slots must differ, but for the -1 of padding; got {slots.tolist()}")
+            raise ValueError(f"slots must differ, but for padding, as -1; got {slots.tolist()}")
 
 
 # ------------------------------------------------------------------------------------------------- specs
