@@ -157,6 +157,18 @@ def test_gradients_are_refused(x):
         call(x, sinks=torch.zeros(4, requires_grad=True))
 
 
+@pytest.mark.parametrize("way", ["operator", "vmap"])
+def test_gradients_are_refused_where_they_cannot_be_seen(x, way):
+    q = x.q.clone().requires_grad_()
+    if way == "vmap":
+        o = torch.func.vmap(lambda q: call(x._replace(q=q)))(q[None])
+    else:
+        facts = (None, None, x.kv_lengths, None, 0.25, None, None, None, False, None, "eager")
+        o, _ = torch.ops.fulmen.flash_cache_forward(q, x.k, x.v, *facts)
+    with pytest.raises(NotImplementedError, match="a cache has no gradient"):
+        o.sum().backward()
+
+
 def test_who_does_not_serve_says_why(x):
     for backend, words in {"sdpa": "kv_lengths", "flash_attn": "kv_lengths|cannot be imported"}.items():
         with pytest.raises(NotImplementedError, match=words):
