@@ -276,6 +276,31 @@ def register_operator(
     library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
+def register_mutation(
+    library: torch.library.Library, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """Defines an operator of the namespace fulmen that changes arguments in place, as its schema says.
+
+    It refuses gradients. Autograd counts the changes, so that it refuses a backward that saved such an argument before.
+    """
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fulmen::{name}", fake, lib=library)
+    operator = getattr(torch.ops.fulmen, name).default
+    arguments = operator._schema.arguments
+    changed = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            raise NotImplementedError(f"{name} has no gradient: call it under torch.no_grad()")
+        torch._C._increment_version([args[i] for i in changed if args[i] is not None])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
 def no_second_derivative(op: str) -> Callable[..., Any]:
     def refuse(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         raise NotImplementedError(f"{op} has no second derivative; backend='reference' is twice differentiable")

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import empty_rows, is_plain_eager, no_gradient, outside_autocast, refuse_derivatives_we_lack
+from fulmen.boundary import (
+    empty_rows,
+    is_plain_eager,
+    no_gradient,
+    outside_autocast,
+    refuse_derivatives_we_lack,
+    register_mutation,
+)
 from fulmen.plans import Plan, Repeated
 from fulmen.step.spec import Tensors, check_inputs, check_values, spec_of
 
@@ -111,13 +118,6 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
 # ------------------------------------------------------------------------- the torch.library boundary
 
 
-_lib = torch.library.Library("fulmen", "FRAGMENT")
-_lib.define(
-    "lightning_step(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor(a!) state, Tensor? slots, "
-    "Tensor(b!)? draft_k, Tensor(c!)? draft_v, Tensor? accepted, float scale, str backend) -> Tensor"
-)
-
-
 def _step(*args: Any) -> Tensor:
     *tensors, scale, backend = args
     o: Tensor = _planned(tuple(tensors), scale, backend).forward.run(*tensors)
@@ -129,5 +129,11 @@ def _step_fake(*args: Any) -> Tensor:
     return empty_rows(x.q, x.q.shape[1], x.v.shape[3])
 
 
-_lib.impl("lightning_step", _step, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::lightning_step", _step_fake, lib=_lib)
+_lib = torch.library.Library("fulmen", "FRAGMENT")
+register_mutation(
+    _lib,
+    "lightning_step(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor(a!) state, Tensor? slots, "
+    "Tensor(b!)? draft_k, Tensor(c!)? draft_v, Tensor? accepted, float scale, str backend) -> Tensor",
+    _step,
+    _step_fake,
+)
