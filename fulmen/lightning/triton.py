@@ -296,8 +296,7 @@ def lightning_sweep_kernel(
     offs_b = offs_c[:, None] * (ROW_STRIDE if ROW_STRIDE else b_stride) + offs_k[None, :]
     offs_cv = offs_c[:, None] * (ROW_STRIDE if ROW_STRIDE else c_stride) + offs_v[None, :]
     offs_out = offs_c[None, :] * (ROW_STRIDE if ROW_STRIDE else out_stride) + offs_v[:, None]
-    mask_k = offs_k < K
-    mask_v = offs_v < V
+    mask_k, mask_v = offs_k < K, offs_v < V
     FP32: tl.constexpr = b_ptr.dtype.element_ty == tl.float32
 
     # what stays resident: the state, and the decay within a chunk; `place` is a row's turn in walking order
