@@ -36,6 +36,8 @@ class Case(NamedTuple):
     B: int = 4
     H: int = 32
     N: int = 8192
+    per_token: bool = False
+    groups: int | None = None
 
     def __str__(self) -> str:
         return name_of(self)
@@ -198,28 +200,31 @@ def launches(case: Case) -> list[Any]:
 
     import torch
 
-    from fulmen.boundary import empty_rows
     from fulmen.hardware import TARGETS
     from fulmen.lightning import policy
-    from fulmen.lightning.spec import Residuals, spec_of
-    from fulmen.lightning.triton import Gradients
+    from fulmen.lightning.spec import Residuals, empty_output, spec_of
+    from fulmen.lightning.triton import Gradients, token_gradient
     from fulmen.testing import lightning as testing
 
     module = importlib.import_module(f"fulmen.lightning.{case.backend}")
     x = testing.inputs(
-        case.B, case.H, case.N, case.D, E=case.E, H_KV=case.H_KV, dtype=getattr(torch, case.dtype),
-        device="meta", layout=case.layout, initial_state=case.states,
+        case.B, case.H, case.N, case.D, E=case.E, H_KV=case.H_KV, groups=case.groups,
+        dtype=getattr(torch, case.dtype), device="meta", layout=case.layout, initial_state=case.states,
         lengths=[case.N // 4] * 4 if case.packed else None,
     )  # fmt: skip
     decay = torch.empty(case.H, device="meta") if case.decay else None
+    if case.per_token:
+        decay = x.q.new_empty(x.q.shape[0], case.H, case.N, dtype=torch.float32)
     spec = spec_of(x.q, x.k, x.v, decay, **x.options(), with_final_state=case.states)
     state = torch.empty_like(x.dstate) if case.states else None
     saved = Residuals(x.q, x.k, x.v, decay, x.initial_state, x.cu_seqlens)
     tile = policy.choose(spec, TARGETS[case.arch], case.backend).tile
     if case.pass_ == "forward":
-        return module.forward_launches(spec, tile, saved, empty_rows(x.q, spec.H, spec.E), state)
+        return module.forward_launches(spec, tile, saved, empty_output(spec, saved), state)
     dstate = x.dstate if case.states else None
-    return module.backward_launches(spec, tile, saved, x.do, dstate, Gradients.empty(spec, saved), state)
+    grads = Gradients.empty(spec, getattr(tile, "sweep", tile), saved, case.per_token)
+    found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state)
+    return [*found, token_gradient(spec, saved, grads, state, torch.empty_like(decay))] if case.per_token else found
 
 
 def flash_launches(case: FlashCase) -> list[Any]:
