@@ -38,11 +38,13 @@ def require_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
 
 
 def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool, kv_rows: int | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool, kv_rows: int | None = None,
+    groups: bool = False,
+) -> None:  # fmt: skip
     """One clear error for what is wrong with q (B, H, N, D), k (B, H_KV, N_KV, D) and v (B, H_KV, N_KV, E).
 
     kv_rows  what k and v have instead of B: the rows or pages of a cache
+    groups   q and k may also have equally many heads, which divide v's
     """
 
     def got() -> str:
@@ -61,8 +63,10 @@ def check_qkv(
         raise ValueError(f"v must share B={B_K} and N={N_K} with k; {got()}")
     if D_K != D:
         raise ValueError(f"k has head dim {D_K}, must have q's D={D}; {got()}")
-    if H_V != H_KV:
-        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}; {got()}")
+    shared = groups and H == H_KV > 0 and H_V % H == 0
+    if H_V != H_KV and not shared:
+        more = ", or a multiple if q has as many as k" if groups else ""
+        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}{more}; {got()}")
     if (H_KV == 0 and H != 0) or (H_KV != 0 and H % H_KV != 0):
         raise ValueError(f"k and v have {H_KV} heads, which must divide q's H={H}; {got()}")
     if not (1 <= D <= max_head_dim and 1 <= E <= max_head_dim):

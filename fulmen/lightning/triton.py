@@ -41,7 +41,7 @@ from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.launch import unsupported_device
 from fulmen.lightning.policy import TritonTile
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(64)  # bits
@@ -51,6 +51,8 @@ MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strid
 def supports(spec: LightningSpec) -> str | None:
     if spec.dtype == torch.float64:
         return "computes in fp32 at most, and q is float64"
+    if spec.per_token or spec.groups is not None:
+        return "has no decay for each token and no heads of v that share q and k"
     return unsupported_device(spec.device, spec.dtype)
 
 
@@ -446,8 +448,8 @@ def backward_launches(
 def run_forward(
     backend: str, launches: Callable[..., list[Launch]], spec: LightningSpec, x: Residuals
 ) -> tuple[Tensor, Tensor | None]:
-    o = empty_rows(x.q, spec.H, spec.E)
-    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+    o = empty_output(spec, x)
+    final = empty_states(spec) if spec.with_final_state else None
     tile = dispatch.choose("lightning", spec, backend).tile
     run(launches(spec, tile, x, o, final), spec.device)
     return o, final

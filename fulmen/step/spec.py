@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fulmen.boundary import autocast, check_qkv, check_scale, plain_memory, require_tensors
-from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values
+from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values, is_per_token
 
 MAX_TOKENS = 8  # of a step, and of a draft
 
@@ -84,7 +84,9 @@ def check_inputs(
             f"q has T={q.shape[2]} tokens, a step takes 1 to {MAX_TOKENS}: lightning_attention_with_state takes more"
         )
     check_scale(scale)
-    check_decay(q, decay)
+    check_decay(q, decay, q.shape[1])
+    if decay is not None and is_per_token(decay, q.shape[1]):
+        raise NotImplementedError(f"decay has shape {tuple(decay.shape)}: a step takes (H,) or (H, 1, 1)")
     _check_state(q, v, state)
     _check_rows("slots", slots, q)
     if slots is None and q.shape[0] > state.shape[0]:
