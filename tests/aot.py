@@ -127,7 +127,7 @@ class CacheCase(NamedTuple):
 
 
 class RotaryCase(NamedTuple):
-    """Latent attention as DeepSeek-V3 has it: every kernel of `fulmen.layers`."""
+    """Latent attention as DeepSeek-V3 has it: every kernel of `fulmen.layers`; and a step of Mamba."""
 
     arch: int
     interleaved: bool = True
@@ -335,6 +335,7 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     import torch
 
+    from fulmen.integrations import mamba_step
     from fulmen.layers.fused import decode, latent
     from fulmen.layers.fused import rotary as module
     from fulmen.layers.fused import sums as adding
@@ -355,6 +356,7 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         adding.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
+        *(mamba_step.launch(*mamba_tensors(rows, shared), True) for shared in (False, True)),
         *(
             decode.latent_step_launch(
                 q[..., nope:], norm[2], rope, cos, cos, ints, table if paged else None,
@@ -368,6 +370,16 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         flat = k.view(B * N, -1), v.view(B * N, -1), rows(H * (nope + E), R), rows(B * N, R)
         found += [latent.gather_launch(*flat, H, nope, width) for width in latent.WIDTHS]
     return found
+
+
+def mamba_tensors(rows: Any, shared: bool) -> tuple[Any, ...]:
+    """Of a step of Mamba-2 with 8 groups, or of Mamba, whose dimensions differ."""
+    B, H, P, N, G = 16, 64, 64, 128, 8
+    x, of_head, of_all = rows(B, H, P), rows(H, P), rows(H, P, N)
+    dt, bias, A = (rows(B, H, 1), rows(H, 1), rows(H, 1, 1)) if shared else (x, of_head, of_all)
+    y = rows(B, H, P)
+    return (rows(B, H, P, N), x, dt.expand_as(x), A.expand_as(of_all), rows(B, G, N), rows(B, G, N), of_head, x,
+            bias.expand_as(of_head), None, y)  # fmt: skip
 
 
 def layer_launches(case: LayerCase) -> list[Any]:

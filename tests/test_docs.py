@@ -25,7 +25,8 @@ BLOCKS = {
 }
 PUBLIC = (
     "fulmen", "fulmen.decay", "fulmen.layers", "fulmen.parallel", "fulmen.bench", "fulmen.integrations.transformers",
-    "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn",
+    "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn", "fulmen.integrations.fla",
+    "fulmen.integrations.mamba",
 )  # fmt: skip
 LONG = {ROOT / "examples" / f"{name}.py" for name in ("hybrid_lm", "serve", "finetune", "long_context")}
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - LONG)
@@ -51,7 +52,7 @@ def one_rank(monkeypatch):
 
 def test_there_are_blocks():
     assert len(BLOCKS["README.md"]) == 5
-    assert len(BLOCKS["docs/integrations.md"]) == 4
+    assert len(BLOCKS["docs/integrations.md"]) == 6
     guide = ("index", "lightning", "flash", "layers", "decoding", "models", "parallel", "bench")
     assert {f"docs/{name}.md" for name in guide} <= set(BLOCKS)
 
