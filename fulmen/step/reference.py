@@ -38,19 +38,19 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
         if x.draft_k is not None and x.draft_v is not None and x.accepted is not None:
             for t in range(min(int(x.accepted[b]), MAX_TOKENS)):
                 state = enter(state, x.draft_k[slot, :, t], x.draft_v[slot, :, t])
-            store(x.state[slot], state)
+            store(x.state[slot], state, None)
             x.draft_k[slot, :, : spec.T] = x.k[b]
             x.draft_v[slot, :, : spec.T] = x.v[b]
         for t in range(spec.T):
             state = enter(state, x.k[b, :, t], x.v[b, :, t])
             o[b, :, t] = ((x.q[b, :, t, None].to(compute) @ state)[:, 0] * spec.scale).to(o.dtype)
         if x.draft_k is None:
-            store(x.state[slot], state)
+            store(x.state[slot], state, x.q[b, :, -1].to(compute))
     return o
 
 
-def store(to: Tensor, state: Tensor) -> None:
-    to.copy_(to_bf16(state) if to.dtype == torch.bfloat16 else state)
+def store(to: Tensor, state: Tensor, q: Tensor | None) -> None:
+    to.copy_(to_bf16(state, q) if to.dtype == torch.bfloat16 else state)
 
 
 register("step", "reference", supports=supports, forward=forward, backward=no_gradient("lightning_step"))
