@@ -7,11 +7,13 @@ row, with x_0 and x_1 the bits of their fp32 values, the upper halves of
     a = (x_0 ^ row ^ (column + seed)) * FIRST        row and column: odd multiples of d and e
     b = a * SECOND                                   seed: the bits of q x, added up
 
-are the random numbers, where q x is the output of the last token that entered, which has to be computed in any case; of
-a q of zeros, and of drafts, whose output comes later, it is the columns' sums. So nothing has to be counted or passed from step to step: a captured CUDA graph draws new
-numbers at each replay, the same call gives the same bits, and a row's bits do not depend on its slot or on the other
-rows. The seed keeps an element from being rounded the same way for ever where tokens repeat: any change in what is
-rounded together draws anew. Where q x is NaN its column is truncated, as the bits of a NaN might overflow to a number.
+are the random numbers. q x is the output of the last token that entered, which has to be computed in any case. Where q
+is zero, and for drafts, whose output comes later, the columns' sums take its place.
+
+So nothing has to be counted or passed from step to step: a captured CUDA graph draws new numbers at each replay, the
+same call gives the same bits, and a row's bits do not depend on its slot or on the other rows. The seed keeps elements
+from being rounded the same way for ever where tokens repeat: any change in what is rounded together draws anew. Where
+q x is NaN its column is truncated, as the bits of a NaN might overflow to a number.
 """
 
 from __future__ import annotations
