@@ -53,7 +53,7 @@ def supports(spec: FlashSpec) -> str | None:
     kernel = KERNELS[choice.kernel]
     why = cuda.problem(kernel.variant(spec, hw, choice), spec.device, kernel.shared_bytes(spec, choice))
     if why is None and choice.splits > 1:
-        why = cuda.problem(combine.variant(spec), spec.device, combine.SHARED_BYTES)
+        why = cuda.problem(combine.variant(spec, choice.splits), spec.device, combine.SHARED_BYTES)
     if why is None and choice.backward == "cuda" and spec.needs_grad:
         why = backward_problem(spec, choice)
     return why

@@ -84,6 +84,7 @@ SPLIT = {
         G(1, 128, 2, blocks_per_sm=2, pack_gqa=True, splits=5), 64, {"H": 8, "H_KV": 2, "N_Q": 3, "N_KV": 900},
     ),
     "all": (G(2, 128, 2, splits=2), 64, {**FULL, "N_KV": 400}),
+    "many": (G(1, 128, 2, blocks_per_sm=2, splits=20), 64, {"H": 1, "N_Q": 2, "N_KV": 2600, "sinks": True}),
     "blind": (G(1, 128, 2, blocks_per_sm=2, splits=2), 64, {"N_Q": 350, "N_KV": 300, "causal": True}),
     "D=128 64x80": (
         G(1, 80, 2, blocks_per_sm=2, splits=7), 128, {"N_Q": 2, "N_KV": 600, "causal": True, "sinks": True},
@@ -238,10 +239,9 @@ MISTAKES = {
     "a part of the keys twice": (
         "split 64x128", "first += before * BLOCK_N;", "first += max(0, before - 1) * BLOCK_N;", EARLY, WRONG,
     ),
-    "parts put together as they are": ("split D=256", "exp2_(x.x - pivot)", "1.0f", EARLY, WRONG),
-    "weights read before they are there": (
-        "split D=128 64x80", "if (SINKS) l += exp2_(sink - pivot);\n    __syncthreads();",
-        "if (SINKS) l += exp2_(sink - pivot);", ANY, WRONG,
+    "parts put together as they are": ("split D=256", "exp2_(found[j].x - pivot)", "1.0f", EARLY, WRONG),
+    "sums read before they are there": (
+        "split D=128 64x80", "partial[threadIdx.x] = y;\n    __syncthreads();", "partial[threadIdx.x] = y;", ANY, WRONG,
     ),
     "k not waited for": (
         "hopper 64x128", "at.k.wait(k);", ";", LATE, f"{WRONG}|all wait|more arrivals",
