@@ -5,7 +5,7 @@
 // are on their way while every warp finds the common maximum and denominator for itself. Lane i of a warp has the weights
 // of splits i, i + 32, ... The sums of the sides are added in a fixed order.
 //
-// The compiler defines VALUE_DIM, SIDES, BF16 and SINKS (1: fp32, 2: as q).
+// The compiler defines VALUE_DIM, SIDES, MAX_SPLITS, BF16 and SINKS (1: fp32, 2: as q).
 
 #include "cuda/include/softmax.cuh"
 #include "cuda/include/tile_scheduler.cuh"
@@ -13,17 +13,18 @@
 constexpr int E = VALUE_DIM, COLUMNS = E < 128 ? E : 128, SLICES = E / COLUMNS;
 constexpr int LANES = COLUMNS / 4, THREADS = LANES * SIDES;
 constexpr int AHEAD = 8, BATCH = AHEAD * SIDES;     // splits that are read at a time, by a thread and by all
-constexpr int MAX_SPLITS = 264;
-constexpr int HELD = SIDES == 2 ? 1 : (MAX_SPLITS + 31) / 32;   // weights of a lane
-static_assert(E % COLUMNS == 0 && (SIDES == 2 || SIDES == 8), "whole slices");
+constexpr int HELD = (MAX_SPLITS + 31) / 32;        // weights of a lane
+static_assert(E % COLUMNS == 0 && 32 % SIDES == 0, "whole slices; weights of all sides in one element");
 
-// Splits from `first` on: what this thread reads of them.
+// Splits from `first` on: what this thread reads of them, all before the first use.
 __device__ __forceinline__ void load(const Args &a, float4 (&x)[AHEAD], int first, long long step, long long at) {
 #pragma unroll
     for (int j = 0; j < AHEAD; j++) {
         const int i = first + threadIdx.x / LANES + j * SIDES;
-        if (i < a.splits) x[j] = a.sums[i * step + at];
+        x[j] = i < a.splits ? a.sums[i * step + at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) asm volatile("" : "+f"(x[j].x), "+f"(x[j].y), "+f"(x[j].z), "+f"(x[j].w) :: "memory");
 }
 
 // Adds the same splits to y; their weights are in `held` of all lanes.
@@ -53,7 +54,7 @@ __device__ __forceinline__ void add_from(const Args &a, float4 &y, const float (
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 flash_combine_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) char shared[];
     float4 *partial = reinterpret_cast<float4 *>(shared);
@@ -63,15 +64,14 @@ flash_combine_kernel(const __grid_constant__ Args a) {
     const long long at = row * (E / 4) + slice * LANES + lane;
     wait_for_previous_kernel();
 
+    float4 x[AHEAD];
+    load(a, x, 0, step * (E / 4), at);
     float2 found[HELD];
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
         const int i = threadIdx.x % 32 + 32 * j;
         found[j] = i < a.splits ? a.found[i * step + row] : make_float2(-INFINITY_, 0.0f);
     }
-    float4 x[AHEAD];
-    load(a, x, 0, step * (E / 4), at);
-
     // the maximum and the denominator of all splits
     const float sink = SINKS ? sink_of(a.sinks, blockIdx.y, SINKS) : -INFINITY_;
     float m = sink, l = 0.0f, held[HELD];

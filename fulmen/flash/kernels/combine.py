@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from fulmen import cuda
+from fulmen.flash.policy import MAX_SPLITS
 from fulmen.flash.spec import FlashSpec
 
 COLUMNS = 128  # of a block, at most
-FEW_SPLITS = 16  # that two sides read at once; eight sides read 64
+SIDES = {16: 2, 64: 8, MAX_SPLITS: 8}  # up to so many splits: groups of threads that share those of a row
 SHARED_BYTES = 4 * COLUMNS * 8
 
 ARGUMENTS = cuda.Struct(
@@ -26,14 +27,15 @@ def sinks_kind(spec: FlashSpec, sinks: torch.dtype | None) -> int:
     return 0 if not spec.has_sinks else 1 if sinks in (None, torch.float32) else 2
 
 
-def sides(splits: int) -> int:
-    """Groups of threads that share the splits of a row."""
-    return 2 if splits <= FEW_SPLITS else 8
+def up_to(splits: int) -> int:
+    """Which kernel: the most splits it takes."""
+    return next(most for most in SIDES if splits <= most)
 
 
 def variant(spec: FlashSpec, splits: int, sinks: torch.dtype | None = None) -> cuda.Variant:
+    most = up_to(splits)
     macros = {
-        "VALUE_DIM": spec.E, "SIDES": sides(splits), "BF16": int(spec.dtype == torch.bfloat16),
+        "VALUE_DIM": spec.E, "SIDES": SIDES[most], "MAX_SPLITS": most, "BF16": int(spec.dtype == torch.bfloat16),
         "SINKS": sinks_kind(spec, sinks),
     }  # fmt: skip
     return cuda.Variant("flash/kernels/combine.cu", "flash_combine_kernel", "90a", tuple(macros.items()), ARGUMENTS)
@@ -45,5 +47,5 @@ def launch_of(
     """A block for each row and each COLUMNS of it."""
     constants = {"o_strides": o_strides, "heads": spec.B * spec.H, "h": spec.H, "n": spec.N_Q, "splits": splits}
     columns = min(spec.E, COLUMNS)
-    grid, threads = (spec.N_Q * (spec.E // columns), spec.H, spec.B), columns // 4 * sides(splits)
+    grid, threads = (spec.N_Q * (spec.E // columns), spec.H, spec.B), columns // 4 * SIDES[up_to(splits)]
     return cuda.Launch(variant(spec, splits, sinks), spec.device, grid, threads, 16 * threads, constants, early=True)
