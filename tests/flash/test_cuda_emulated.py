@@ -76,7 +76,11 @@ HOPPER = {
     "D=192": (G(2, 128, 2), 192, {"E": 128, "N_Q": 150, "causal": True}),
     "D=256": (G(2, 80, 2), 256, {"N_Q": 100, "N_KV": 180, "causal": True}),
     "D=256 full": (G(2, 80, 2), 256, FULL),
-}
+    "heads as queries": (
+        G(1, 128, 2, blocks_per_sm=2), 64,
+        {"H": 10, "H_KV": 2, "N_Q": 1, "N_KV": 299, "causal": True, "softcap": 3.0, "layout": "bnhd"},
+    ),
+}  # fmt: skip
 SPLIT = {
     "64x128": (G(1, 128, 2, blocks_per_sm=2, splits=3), 64, {"N_Q": 5, "N_KV": 700}),
     "64x128 causal": (G(1, 128, 2, blocks_per_sm=2, splits=4), 64, {"N_Q": 70, "N_KV": 555, "causal": True}),
@@ -110,6 +114,9 @@ CACHE = {
     "packed": (
         G(2, 128, 2, pack_gqa=True, splits=2), 64,
         {"kv_lengths": [300, 9, 0, 40], "capacity": 300, "lengths_q": [70, 1, 3, 0], "causal": True, "H": 4},
+    ),
+    "heads as queries": (
+        G(2, 128, 2, splits=2), 64, {"kv_lengths": [300, 1, 0], "capacity": 304, "page": 16, "H": 72, "H_KV": 1},
     ),
     "D=256": (G(2, 80, 2, splits=2), 256, {"kv_lengths": [170, 5], "capacity": 170, "softcap": 3.0, "N_Q": 3}),
     "pages of 16": (
