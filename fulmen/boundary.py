@@ -270,9 +270,10 @@ def register_operator(
     torch.library.register_fake(f"fulmen::{name}", fake, lib=library)
     operator = getattr(torch.ops.fulmen, name).default
     general = make_autograd_impl(operator, AutogradInfo(gradients, save))
+    tensors = [i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type)]
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        given = [a for a in args if isinstance(a, Tensor)]
+        given = [args[i] for i in tensors if i < len(args)]  # defaults may be left out
         if is_plain_eager(*given) and not needs_gradient(given):
             return implementation(*args)
         return general(keyset, *args)
