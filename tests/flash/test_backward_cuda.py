@@ -38,6 +38,7 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     assert backward.shared_bytes(call, tile) <= TARGETS[90].smem_bytes
     text = sass.disassemble(code)
     assert sass.overwritten(text) == []
+    assert sass.read_early(text) == []
     loop = text[text.index("HGMMA.") : text.rindex("HGMMA.")]
     assert not re.search(r"\b(STL|LDL)\b", loop)  # packed, where a tile lies may wait outside
     each = {"s": call.D, "dp": call.E, "dv": tile.block_m, "dk": tile.block_m, "dq": 128}
@@ -65,8 +66,9 @@ def test_prologue_and_epilogue_do_not_spill(call, dtype):
     call = call._replace(dtype=dtype)
     for sinks in {torch.float32, dtype}:
         for variant in backward.variants(call, backward_tile(call), sinks)[::2]:
-            _, usage = cuda.compile_variant(variant)
+            code, usage = cuda.compile_variant(variant)
             assert (usage.spilled, usage.warnings) == (0, ())
+            assert sass.read_early(sass.disassemble(code)) == []
             assert usage.registers <= 64
 
 

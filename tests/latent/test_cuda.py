@@ -35,6 +35,7 @@ def test_fits_and_does_not_spill(page, dtype):
         assert usage.registers * kernel.THREADS <= 65_536
         text = sass.disassemble(code)
         assert sass.overwritten(text) == []
+        assert sass.read_early(text) == []
         assert text.count("HGMMA.") == 40 + 44 + 4  # the first tile, any other, the other consumer's last
         assert text.index("ACQBULK") < text.index("UTMALDG")  # nothing is read before the launch ahead is over
     assert TARGETS[90].smem_bytes >= kernel.SHARED_BYTES
