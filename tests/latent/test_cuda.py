@@ -15,7 +15,7 @@ from fulmen.latent import cuda as latent
 from fulmen.latent import policy
 from fulmen.latent.kernels import latent as kernel
 from fulmen.latent.policy import LatentTile
-from fulmen.latent.spec import LatentSpec
+from fulmen.latent.spec import LatentSpec, Residuals, spec_of
 from tests import sass
 
 CUDA = torch.device("cuda", 0)
@@ -86,3 +86,13 @@ def test_hopper_takes_it(monkeypatch):
     assert latent.supports(spec()) is None
     assert dispatch.pick.__wrapped__("latent", spec()).name == "cuda"
     assert dispatch.pick.__wrapped__("latent", spec(D=96, E=64)).name == "triton"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+def test_a_cache_it_cannot_read_is_not_copied(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    q, kv = torch.zeros(2, 16, 1, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 580, dtype=torch.bfloat16)[..., :576]
+    for bad in (kv, kv.contiguous()[:1].expand(2, -1, -1)):
+        call = spec_of(Residuals(q, bad), 512, 1.0, False, None)._replace(device=CUDA)
+        assert latent.supports(call) == "needs rows of kv that begin at multiples of 16 bytes and do not repeat"
+        assert dispatch.pick.__wrapped__("latent", call).name == "triton"
