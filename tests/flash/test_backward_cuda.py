@@ -109,6 +109,16 @@ def test_the_workspace_holds_all_tiles():
         assert parts.end - parts.turns == 2 * blocks * call.deterministic
 
 
+def test_short_packed_sequences_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    packed = spec(1, 32, 65536, 64, True, needs_grad=True)
+    for sequences, whose in ((None, "cuda"), (16, "cuda"), (512, "cuda"), (4096, "triton"), (65536, "triton")):
+        choice = dispatch.choose("flash", packed._replace(sequences=sequences), "cuda")
+        assert choice.backward == whose
+        assert choice.workspace <= 2 * 4 * 32 * 65536 * 64 + 2**28
+        assert ("backward triton" in str(choice)) == (whose == "triton")
+
+
 def test_heads_at_a_time_fit_the_cache():
     hw = TARGETS[90]
     assert swizzle(spec(2, 16, 8192, 128), hw) == 3
