@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import empty_rows, readable
+from fulmen.boundary import address, empty_rows, readable
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
@@ -40,7 +40,6 @@ from fulmen.lightning.kernels.sweep import (
     States,
     SweepLaunch,
     V,
-    address,
     addresses,
     shared_bytes,
     variant,
