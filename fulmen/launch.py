@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulmen import hardware
+from fulmen.plans import Repeated, allocator
 
 runtime = triton.knobs.runtime
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -31,6 +32,11 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu" and runtime.interpret:
         return "Triton's interpreter has no bf16 products" if dtype == torch.bfloat16 else None
     return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {device}"
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels there may start before the one before them has ended: Hopper and later."""
+    return device.type == "cuda" and hardware.of(device).arch >= 90
 
 
 class Launch(NamedTuple):
@@ -147,6 +153,32 @@ def repeat(
         ready = _ready[key] = [Ready(launch, device) for launch in make()]
     for call, given in zip(ready, tensors, strict=True):
         call(*given)
+
+
+def repeated(describe: Callable[..., tuple[tuple[Tensor, ...], Launch]], options: Any) -> Repeated:
+    """Runs what `describe(options, *tensors)` returns: empty outputs, and a launch of the tensors and the outputs."""
+
+    def general(*tensors: Any) -> tuple[Tensor, ...]:
+        outputs, launch = describe(options, *tensors)
+        run_all([launch], tensors[0].device)
+        return outputs
+
+    def prepare(*tensors: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+        device = tensors[0].device
+        if device.type != "cuda" or runtime.interpret:
+            return None
+        outputs, launch = describe(options, *tensors)
+        ready, make = Ready(launch, device), [allocator(x) for x in outputs]
+        missing = (None,) * (len(launch.tensors) - len(tensors) - len(outputs))
+
+        def again(*tensors: Any) -> tuple[Tensor, ...]:
+            outputs = tuple([new() for new in make])
+            ready(*tensors, *outputs, *missing)
+            return outputs
+
+        return again
+
+    return Repeated(general, prepare)
 
 
 def run_all(launches: Sequence[Launch], device: torch.device) -> None:

@@ -78,8 +78,8 @@ class PagedPool(Pool):
         """Where the tokens like `new` (B, N, ...) that `Sequences.step` announced are read and written."""
         B, N = new[0].shape[:2]
         self.sequences.check_call(B, N)
-        served = self.sequences
-        return Step(self.memory, served.lengths[:B], served.ends[:B], served.table[:B], served.max_length)
+        lengths, ends, _, _, table = self.sequences.first(B)
+        return Step(self.memory, lengths, ends, table, self.sequences.max_length)
 
 
 class KVPool(PagedPool):
@@ -145,14 +145,13 @@ class StatePool(Pool):
         B, N = q.shape[0], q.shape[2]
         served = self.sequences
         served.check_call(B, N)
-        slots, accepted = served.slots[:B], None if self.draft is None else served.accepted[:B]
+        _, _, slots, accepted, _ = served.first(B)
         if N <= MAX_DRAFT:
-            return lightning_step(
-                q, k, v, decay, self.state, slots=slots, draft=self.draft, accepted=accepted, scale=scale
-            )
+            options = {} if self.draft is None else {"draft": self.draft, "accepted": accepted}
+            return lightning_step(q, k, v, decay, self.state, slots=slots, scale=scale, **options)
         rows = torch.where(slots < 0, self.state.shape[0] - 1, slots).long()
         state = self.state[rows].to(torch.promote_types(self.state.dtype, torch.float32))
-        if self.draft is not None and accepted is not None:
+        if self.draft is not None:
             state = _taken_in(state, self.draft[0][rows], self.draft[1][rows], accepted, decay)
         o, state = lightning_attention_with_state(q, k, v, decay, initial_state=state, scale=scale, backend=backend)
         self.state[rows] = state.to(self.state.dtype)

@@ -75,6 +75,7 @@ class Rotary(nn.Module):
             (cpu, dtype): _frequencies(dim, self.base, self.scaling, dtype) for dtype in (torch.float32, torch.float64)
         }
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._outgrown: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
     def from_config(cls, config: Any, dim: int | None = None, *, interleaved: bool = False) -> Rotary:
@@ -110,16 +111,26 @@ class Rotary(nn.Module):
         end = start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
-        if torch.compiler.is_compiling() or device.type == "meta" or not is_plain_eager():
-            return self.forward(torch.arange(start, end, device=device), dtype)
+        if _keeps_tables(device):
+            cos, sin = self.from_start(end, device, dtype)
+            return cos[start:end], sin[start:end]
+        return self.forward(torch.arange(start, end, device=device), dtype)
+
+    def from_start(self, N: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions from 0 on, N of them or more; a table that is kept."""
+        if not _keeps_tables(device):
+            return self.forward(torch.arange(N, device=device), dtype)
         key = (device, _table_dtype(dtype))
         table = self._tables.get(key)
-        if table is None or table[0].shape[0] < end:
-            size = max(FIRST_TABLE, 1 << (end - 1).bit_length())
+        if table is None or table[0].shape[0] < N:
+            size = max(FIRST_TABLE, 1 << (N - 1).bit_length())
             size = size if self.max_positions is None else min(size, self.max_positions)
             with torch.inference_mode(False), torch.no_grad():
-                table = self._tables[key] = self.forward(torch.arange(size, device=device), dtype)
-        return table[0][start:end], table[1][start:end]
+                longer = self.forward(torch.arange(size, device=device), dtype)
+            if table is not None:
+                self._outgrown.append(table)  # a captured graph may still read it
+            table = self._tables[key] = longer
+        return table
 
     def _check_values(self, positions: Tensor) -> None:
         if positions.device.type != "cpu" or not positions.numel() or not is_plain_eager(positions):
@@ -154,6 +165,10 @@ class Rotary(nn.Module):
         parts += [f"scaling={self.scaling}"] if self.scaling else []
         parts += [f"max_positions={self.max_positions}"] if self.max_positions is not None else []
         return ", ".join(parts)
+
+
+def _keeps_tables(device: torch.device) -> bool:
+    return not torch.compiler.is_compiling() and device.type != "meta" and is_plain_eager()
 
 
 def _table_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -94,8 +94,10 @@ class Sequences:
         self._shown: list[list[int] | None] = [None] * self.rows  # the pages each row of `table` names
         facts = torch.tensor([0, 0, -1, 0], dtype=torch.int32, device="cpu")
         self.table = self._table.to(device, copy=True)  # (rows, pages of a row); -1: none
-        self._on_device = facts[:, None].repeat(1, self.rows).to(device)
-        self.lengths, self.ends, self.slots, self.accepted = self._on_device.unbind()
+        room = -(-self.rows // 4) * 4  # each of the four begins at a multiple of 16 bytes, as prepared launches need
+        self._on_device = facts[:, None].repeat(1, room).to(device)
+        self.lengths, self.ends, self.slots, self.accepted = self._on_device[:, : self.rows].unbind()
+        self._first: dict[int, tuple[Tensor, ...]] = {}
         self.announced = 0, 0  # rows and tokens of the last step
 
     # ------------------------------------------------------------------------------------------ sequences
@@ -170,7 +172,8 @@ class Sequences:
         self._reserve([s for s in sequences if s is not None], tokens)
         self.announced = len(sequences), tokens
         held = tokens if self.drafts and tokens <= MAX_DRAFT else 0
-        facts = [[0] * self.rows, [0] * self.rows, [-1] * self.rows, [0] * self.rows]
+        room = self._on_device.shape[1]
+        facts = [[0] * room, [0] * room, [-1] * room, [0] * room]
         changed = False
         for row, sequence in enumerate([*sequences, *[None] * (self.rows - len(sequences))]):
             if sequence is None:
@@ -196,6 +199,16 @@ class Sequences:
                 f"x has B={B}, N={N}, and step announced {tokens} tokens in {rows} of rows={self.rows}: call step "
                 "before the layers, and give them those rows"
             )
+
+    def first(self, B: int) -> tuple[Tensor, ...]:
+        """lengths, ends, slots, accepted and table of the first B rows: views that are kept."""
+        found = self._first.get(B)
+        if found is None:
+            every = (self.lengths, self.ends, self.slots, self.accepted, self.table)
+            found = tuple(x[:B] for x in every)
+            if not torch.compiler.is_compiling():
+                self._first[B] = found
+        return found
 
     def _send(self, target: Tensor, source: Tensor) -> None:
         if target.device.type == "cuda":

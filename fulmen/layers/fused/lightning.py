@@ -30,15 +30,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from fulmen.launch import Launch
+from fulmen.launch import Launch, starts_early
 from fulmen.layers.fused.rotary import angles, p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
 TILE = 2048  # elements of q, k or v that a program takes at a time
 HEAD_PROGRAMS = 1056  # each for q, k and v, of a backward that sums up gradients of norms: 8 on each SM of an H200
 GATE_PROGRAMS = 528
-MAX_WIDTH = 16384  # features of a token that one program holds
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3}
 NORMS = {None: 0, "before": 1, "after": 2}  # RoPE
@@ -396,9 +396,11 @@ def _stand_ins(
 @triton.jit
 def gate_kernel(
     o_ptr, gate_ptr, weight_ptr, y_ptr, eps,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token: GROUPS groups of SIZE features."""
+    """One token: GROUPS groups of SIZE features. EARLY: the kernel that follows may start and read its weights."""
+    if EARLY:
+        gdc_launch_dependents()
     g = tl.arange(0, width_of(GROUPS))[:, None]
     i = tl.arange(0, width_of(SIZE))[None, :]
     there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
@@ -453,7 +455,7 @@ def gate_launch(
 ) -> Launch:
     """eps None: no norm, and weight is not looked at; nor is gate unless `gated`."""
     B, N, width = o.shape
-    rest = (eps or 0.0, groups, width // groups, eps is not None, gated)
+    rest = (eps or 0.0, groups, width // groups, eps is not None, gated, starts_early(o.device))
     return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, warps(p2(groups) * p2(width // groups)))
 
 
@@ -466,6 +468,16 @@ def gate_backward_launch(
     rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs)
     tensors, options = (o, gate, weight, dy, do, dgate, sums), warps(p2(groups) * p2(width // groups))
     return Launch(gate_backward_kernel, programs, tensors, rest, options)
+
+
+def gated(
+    options: tuple[int, float], o: Tensor, gate: Tensor | None, weight: Tensor | None
+) -> tuple[tuple[Tensor], Launch]:
+    """As `Gated`, for `fused_call`; options are groups and eps."""
+    groups, eps = options
+    y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    given = (o, o if gate is None else gate, o if weight is None else weight, y)
+    return (y,), gate_launch(*given, groups, None if weight is None else eps, gate is not None)
 
 
 class Gated(torch.autograd.Function):

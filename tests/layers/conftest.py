@@ -1,0 +1,34 @@
+"""Decoding steps take their kernels in Triton's interpreter, where a GPU would take them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen import launch, plans
+from fulmen.boundary import is_plain_eager
+from fulmen.layers import fused, latent
+from fulmen.layers.fused import projections
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fused operations without gradients use their kernels on the CPU and in fp32, too; names of those that ran."""
+    names: list[str] = []
+    run = launch.run
+
+    def noted(one: launch.Launch) -> None:
+        names.append(one.kernel.__name__)
+        run(one)
+
+    def serves(*tensors: torch.Tensor) -> bool:
+        same = all(t.dtype == tensors[0].dtype and t.stride(-1) == 1 and t.numel() > 0 for t in tensors)
+        return same and tensors[0].dtype in (torch.float32, torch.float16) and is_plain_eager(*tensors)
+
+    monkeypatch.setattr(launch, "run", noted)
+    monkeypatch.setattr(fused, "serves", serves)
+    for module in (fused, projections, latent):
+        monkeypatch.setattr(module, "on_gpu", lambda x: True)
+    monkeypatch.setattr(projections, "DTYPES", (torch.float32, torch.float16))
+    plans.clear()
+    return names
