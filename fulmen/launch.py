@@ -113,15 +113,15 @@ class Ready:
         if current_device() != self.device:  # Triton launches on whichever device is current
             with torch.cuda.device(self.device):
                 self(*tensors)
-        elif hooked(runtime.launch_enter_hook) or hooked(runtime.launch_exit_hook):
+        elif hooked(runtime.launch_enter_hook, runtime.launch_exit_hook):
             run(self.slow._replace(tensors=tensors))
         else:
             self.run(self.grid, 1, 1, raw_stream(self.device), *self.start, *args, *self.rest)
 
 
-def hooked(hook: Any) -> bool:
+def hooked(enter: Any, leave: Any) -> bool:
     """Whether somebody, a profiler, wants to hear of launches."""
-    return bool(getattr(hook, "calls", hook))
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def aligned(tensors: Sequence[Tensor | None]) -> bool:

@@ -353,8 +353,8 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     step = q.flatten(2), norm[2], norm[0], None, cos, cos, ints, ints
     found = [
         module.turn_launch(q, k, cos, cos, 1.0, case.interleaved),
-        latent.norm_launch(*q_norm, *norm, rstd, (1e-6, 1e-6)),
-        latent.norm_launch(*norm, *norm, rstd[:1], (1e-6,)),
+        latent.norms((1e-6, 1e-6), *q_norm[:2], *norm[:2])[1],
+        latent.norms((1e-6,), *norm[:2])[1],
         latent.norm_backward_launch(*q_norm, rows(B, N, 0), q_norm[0], *norm, rope, norm[0], rstd, sums),
         adding.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),

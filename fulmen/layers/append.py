@@ -39,7 +39,7 @@ def append(
     each_query       query n stands at position lengths[b] + n, else all of them at lengths[b]
     """
     tables = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
-    tensors = (q, k, v, k_cache, v_cache, lengths, table, *tables)
+    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, lengths, table, *tables)
     if is_plain_eager(*tensors) and not torch.is_grad_enabled():
         turned, after = _append(*tensors, each_query, interleaved)
         _note_change((k_cache, v_cache))

@@ -63,6 +63,8 @@ from fulmen.layers.tensor_parallel import (
     summed_gradient,
 )
 
+MAX_NORM_WIDTH = 8192  # of a row that a program holds
+
 
 class MultiHeadLatentAttention(weights.AttentionLayer):
     """Multi-head latent attention: x (B, N, embed_dim) to (B, N, embed_dim).
@@ -222,7 +224,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     def _up(self, first: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries (B, N, H * (nope_dim + rope_dim)), the latent, normed, and k_rope; nothing is turned yet."""
         if self.q_b_proj is None or self.q_a_layernorm is None:
-            return first, *normed((down, self.kv_a_layernorm))
+            latent, k_rope = normed((down, self.kv_a_layernorm))
+            return first, latent, k_rope
         c_q, _, latent, k_rope = normed((first, self.q_a_layernorm), (down, self.kv_a_layernorm))
         (queries,) = project(c_q, self.q_b_proj, early=True)
         return queries, latent, k_rope
@@ -382,7 +385,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             if self.q_b_proj is None or q_norm is None:
                 return first, down, kv_norm.weight
             if _is_plain_norm(q_norm, first):
-                found = few_rows(first, self.q_b_proj, norm=q_norm.weight, facts=Facts(None, q_norm.eps, early=True))
+                facts = Facts(None, q_norm.eps or 0.0, early=True)
+                found = few_rows(first, self.q_b_proj, norm=q_norm.weight, facts=facts)
                 if found is not None:
                     return found[0], down, kv_norm.weight
         queries, latent, _ = self._up(first, down)
@@ -463,24 +467,30 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
     """For each x (B, N, width) and its norm of R features: the norm of x's first R columns, and the other columns."""
     tensors = [t for x, norm in pairs for t in (x, norm.weight)]
-    kernels = None
-    if all(type(norm.weight) is nn.Parameter for _, norm in pairs):
+    if all(_is_plain_norm(norm, x) for x, norm in pairs):
+        eps: Any = tuple(norm.eps for _, norm in pairs)
+        if not torch.is_grad_enabled():
+            found = fused_call("latent", "norms", eps, *tensors)
+            if found is not None:
+                rest = (x[..., norm.weight.shape[0] :] for x, norm in pairs)
+                return tuple(t for pair in zip(found[1:], rest, strict=True) for t in pair)
         kernels = kernels_for("latent", *tensors)
-    if kernels is not None and all(kernels.serves(x, norm) for x, norm in pairs):
-        return kernels.Normed.apply(tuple(norm.eps for _, norm in pairs), *tensors)
-    found: list[Tensor] = []
+        if kernels is not None:
+            return kernels.Normed.apply(eps, *tensors)
+    plain: list[Tensor] = []
     for x, norm in pairs:
         R = norm.weight.shape[0]
-        first, rest = x.split([R, x.shape[2] - R], dim=2)
-        found += [norm(first), rest]
-    return tuple(found)
+        first, others = x.split([R, x.shape[2] - R], dim=2)
+        plain += [norm(first), others]
+    return tuple(plain)
 
 
 def _is_plain_norm(norm: RMSNorm, x: Tensor) -> bool:
     """Whether a kernel that reads x can norm it instead of the module."""
     weight = norm.weight
-    plain = type(weight) is nn.Parameter and weight.dtype == x.dtype and norm.eps is not None
-    return plain and norm.mesh is None and has_no_hooks(norm, kind=RMSNorm)
+    if type(weight) is not nn.Parameter or weight.dtype != x.dtype or weight.shape[0] > MAX_NORM_WIDTH:
+        return False
+    return norm.eps is not None and norm.mesh is None and x.is_contiguous() and has_no_hooks(norm, kind=RMSNorm)
 
 
 def _last_positions(rows: Rows, N: int) -> Tensor:

@@ -335,7 +335,8 @@ class LightningAttention(weights.AttentionLayer):
                 found = fused_call("lightning", "gated", (groups, eps), o, gate, weight)
                 if found is not None:
                     return found[0]
-            elif (kernels := kernels_for("lightning", *(t for t in (o, gate) if t is not None))) is not None:
+            kernels = kernels_for("lightning", *(t for t in (o, gate) if t is not None))
+            if kernels is not None:
                 return kernels.Gated.apply(groups, eps, o, gate, weight)
         if norm is not None:
             o = norm(o)

@@ -13,7 +13,7 @@ nothing is read on the host, so that a step can be captured in a CUDA graph and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ class StatePool(Pool):
         served.check_call(B, N)
         _, _, slots, accepted, _ = served.first(B)
         if N <= MAX_DRAFT:
-            options = {} if self.draft is None else {"draft": self.draft, "accepted": accepted}
+            options: Any = {} if self.draft is None else {"draft": self.draft, "accepted": accepted}
             return lightning_step(q, k, v, decay, self.state, slots=slots, scale=scale, **options)
         rows = torch.where(slots < 0, self.state.shape[0] - 1, slots).long()
         state = self.state[rows].to(torch.promote_types(self.state.dtype, torch.float32))

@@ -60,7 +60,7 @@ def owned(pid, w0_ptr, w1_ptr, w2_ptr, y0_ptr, y1_ptr, y2_ptr, n0, n1, n2, BLOCK
             w_ptr, y_ptr, n, block, which = w1_ptr, y1_ptr, n1, pid - before, 1
         before += tl.cdiv(n1, BLOCK_N)
     if w2_ptr is not None:
-        if pid >= before:  # noqa: SIM102  (the first is known to the compiler)
+        if pid >= before:
             w_ptr, y_ptr, n, block, which = w2_ptr, y2_ptr, n2, pid - before, 2
     return w_ptr, y_ptr, n, block * BLOCK_N, which
 
