@@ -41,7 +41,7 @@ def append(
     tables = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, lengths, table, *tables)
     if is_plain_eager(*tensors) and not torch.is_grad_enabled():
-        turned, after = _append(*tensors, each_query, interleaved)
+        turned, after = _append(*tensors, each_query, interleaved)  # type: ignore[call-arg]
         _note_change((k_cache, v_cache))
     else:
         turned, after = torch.ops.fulmen.cache_append(*tensors, each_query, interleaved)

@@ -23,9 +23,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("flash_cache", {"B": 3, "H": 4, "H_KV": 2, "N": 50, "D": 16, "E": 32, "N_Q": 3, "page": 16}),
     ("latent", {"B": 3, "H": 16, "N": 90, "D": 48, "E": 32}),
     ("latent", {"B": 2, "H": 16, "N": 90, "N_Q": 3, "D": 48, "E": 32, "dtype": "bf16"}),
-    ("layer_step_gqa", {"B": 3, "H": 4, "H_KV": 2, "N": 90, "D": 16, "page": 32}),
-    ("layer_step_mla", {"B": 3, "H": 4, "N": 90, "D": 24, "E": 16, "rank": 32, "q_rank": 24}),
-    ("layer_step_lightning", {"B": 3, "H": 4, "D": 16}),
+    ("layer_step_gqa", {"B": 3, "H": 4, "H_KV": 2, "N": 90, "D": 16, "hidden": 256, "page": 32}),
+    ("layer_step_mla", {"B": 3, "H": 4, "N": 90, "D": 24, "E": 16, "hidden": 256, "rank": 32, "q_rank": 24}),
+    ("layer_step_lightning", {"B": 3, "H": 4, "D": 16, "hidden": 256}),
 ]
 
 
@@ -41,7 +41,7 @@ def test_both_shapes_pass_and_stay_as_they_are(given: Any, seed: int) -> None:
     for make in (adapter.small, adapter.problem):
         problems = [make(case, CPU, seed), make(case, CPU, seed + 1)]
         found = gate.gate(problems, adapter.attend("eager"), backward=False)
-        names = {"o", "state"} if "state_dtype" in case and make is adapter.small else {"o"}
+        names = {"o", "state"} if make is adapters.of("step").small else {"o"}
         assert set(found) == names
         assert all(row["ok"] and row["error"] <= row["bound"] for row in found.values())
 

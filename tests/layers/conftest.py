@@ -32,3 +32,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(projections, "DTYPES", (torch.float32, torch.float16))
     plans.clear()
     return names
+
+
+@pytest.fixture
+def interpreted(ran: list[str]) -> list[str]:
+    """The same for tests with tensors on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is for machines without a GPU")
+    return ran

@@ -24,7 +24,7 @@ def tokens(B: int = 3, N: int = 21, seed: int = 1) -> torch.Tensor:
 def way(request, monkeypatch):
     """By PyTorch's operations, or by the kernel, interpreted."""
     if request.param == "kernels":
-        request.getfixturevalue("ran")
+        request.getfixturevalue("interpreted")
     taken = []
     step = MultiHeadLatentAttention._step
 

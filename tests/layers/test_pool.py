@@ -120,7 +120,7 @@ def schedule(layer: Any, draw: random.Random, steps: int, drafts: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grouped", "no rope", "part of rope", "latent"])
-def test_the_kernel_writes_what_torch_does(kind: str, ran: list[str]) -> None:
+def test_the_kernel_writes_what_torch_does(kind: str, interpreted: list[str]) -> None:
     """RoPE and the writes in one launch, interpreted, on pools and on preallocated caches."""
     layer, draw = made(kind).float(), random.Random(kind)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_the_kernel_writes_what_torch_does(kind: str, ran: list[str]) -> None:
         cache, x = layer.cache_type(40), torch.randn(2, 24, DIM)
         y = [layer(x[:, :20], cache=cache), *(layer(x[:, i : i + 2], cache=cache) for i in (20, 22))]
         torch.testing.assert_close(torch.cat(y, 1), layer(x), rtol=1e-4, atol=1e-5)
-    assert sum(name in ("cache_append_kernel", "latent_step_kernel") for name in ran) > 12
+    assert sum(name in ("cache_append_kernel", "latent_step_kernel") for name in interpreted) > 12
 
 
 @layers

@@ -79,7 +79,7 @@ def problems(make: Make, small_case: Callable[[dict[str, Any]], dict[str, Any]])
         generator, dtype, B = torch.Generator(device).manual_seed(seed), dtype_of(case), case["B"]
         layer = filled(make(case, device, dtype), generator)
         sequences, rows = served(case, B, device)
-        x, dy = (normal((B, 1, case["hidden"]), dtype, generator) for _ in range(2))
+        x, do = (normal((B, 1, case["hidden"]), dtype, generator) for _ in range(2))
         given = Inputs(x, layer, layer.new_pool(sequences))  # type: ignore[operator]
         for t in given.pool.memory:
             t.copy_(torch.randn(t.shape, generator=generator, device=device))
@@ -91,11 +91,11 @@ def problems(make: Make, small_case: Callable[[dict[str, Any]], dict[str, Any]])
         def expected() -> dict[str, Expected]:
             kinds = (dtype, torch.float64)
             low, exact = (torch.cat([alone(make, case, given, rows, b, kind) for b in compared]) for kind in kinds)
-            return {"y": Expected(low, exact)}
+            return {"o": Expected(low, exact)}
 
         constants = {"x": x, **dict(layer.named_parameters())}
         constants |= {f"memory {i}": t for i, t in enumerate(given.pool.memory)}
-        return Problem(given, {}, {"y": dy}, expected, constants, lambda name, y: y[compared])
+        return Problem(given, {}, {"o": do}, expected, constants, lambda name, y: y[compared])
 
     return makers(drawn, small_case)
 

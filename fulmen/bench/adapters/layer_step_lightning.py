@@ -29,7 +29,7 @@ def function(case: dict[str, Any]) -> str:
 
 
 def small_case(case: dict[str, Any]) -> dict[str, Any]:
-    return complete(adapters.small_case(case) | {"hidden": None})
+    return complete(adapters.small_case(case))
 
 
 def made(case: dict[str, Any], device: torch.device, dtype: torch.dtype) -> LightningAttention:

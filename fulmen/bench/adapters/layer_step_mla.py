@@ -34,7 +34,7 @@ def function(case: dict[str, Any]) -> str:
 
 
 def small_case(case: dict[str, Any]) -> dict[str, Any]:
-    return complete(adapters.small_case(case) | {"hidden": None, **SMALL_RANKS})
+    return complete(adapters.small_case(case) | SMALL_RANKS)
 
 
 def made(case: dict[str, Any], device: torch.device, dtype: torch.dtype) -> MultiHeadLatentAttention:

@@ -55,7 +55,7 @@ def fused_call(
 
     like  the tensors that must have the first one's dtype; all unless given
     """
-    if tensors[0] is None or not on_gpu(tensors[0]):
+    if torch.compiler.is_compiling() or tensors[0] is None or not on_gpu(tensors[0]):
         return None
     which, given = plans.given(tensors)
     key = (which, module, name, options)

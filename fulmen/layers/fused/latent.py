@@ -129,7 +129,8 @@ def norms(
     weights = [weight] if weight2 is None else [weight, weight2]
     ys = [torch.empty(B, N, w.shape[0], dtype=x.dtype, device=x.device) for w in weights]
     given = [x, weight] if x2 is None or weight2 is None else [x, weight, x2, weight2]
-    return (rstd, *ys), norm_launch(*twice(given, eps), rstd, *twice(ys, eps), eps)
+    tensors: Any = (*twice(given, eps), rstd, *twice(ys, eps))
+    return (rstd, *ys), norm_launch(*tensors, eps)
 
 
 def norm_launch(
@@ -168,7 +169,8 @@ class Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, eps: tuple[float, ...], *given: Tensor) -> tuple[Tensor, ...]:
         (rstd, *ys), launch = norms(eps, *given)
-        run(norm_launch, launch.tensors, eps)
+        tensors: Any = launch.tensors
+        run(norm_launch, tensors, eps)
         ctx.eps = eps
         ctx.save_for_backward(*given, rstd)
         ctx.set_materialize_grads(False)

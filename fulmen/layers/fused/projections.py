@@ -78,7 +78,8 @@ def few_rows(
     norm  of one row: the weight of an RMSNorm of x that comes first
     """
     if (
-        torch.is_grad_enabled()
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
         or not are_few(x, 1 if norm is not None else MAX_ROWS)
         or not (x.shape[1] == 1 or x.is_contiguous())
         or not is_plain(*linears)
@@ -86,6 +87,8 @@ def few_rows(
     ):
         return None
     weights, biases = [m._parameters["weight"] for m in linears], [m._parameters["bias"] for m in linears]
+    if not all(w.is_contiguous() for w in weights):  # type: ignore[union-attr]  # a Linear has one
+        return None
     missing = [None] * (MAX_WEIGHTS - len(linears))
     return fused_call("linear", "linears", facts, x, norm, *weights, *missing, *biases, *missing)
 
