@@ -39,6 +39,11 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and hardware.of(device).arch >= 90
 
 
+def starting(early: bool) -> dict[str, int]:
+    """The option of a launch with which it starts early; its kernel must wait (`gdc_wait`) before it reads results."""
+    return {"launch_pdl": True} if early else {}
+
+
 class Launch(NamedTuple):
     """A kernel call that has not happened yet, so that it can also be compiled for a GPU that is not here.
 

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from fulmen.launch import Launch
+from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.rotary import HEADS, WARPS, angles, p2, pairs, turned
 
 CONTIGUOUS = torch.contiguous_format
@@ -52,8 +53,10 @@ def cache_append_kernel(
     D: tl.constexpr, D_P2: tl.constexpr, E: tl.constexpr, E_P2: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr,
     EACH_QUERY: tl.constexpr,  # query n is at its own position, else all are at the first new one's
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     N_Q, N_NEW, H, H_KV, page, pages, width, last = sizes
     TURN: tl.constexpr = cos_ptr is not None
     blocks = tl.cdiv(H_KV, HEADS)
@@ -117,7 +120,8 @@ def appended(
     parts = 2 * triton.cdiv(H_KV, HEADS) + (0 if cos is None else triton.cdiv(H, HEADS))
     strides = tuple(tuple(x.stride()[:3]) for x in (q, k, v, outputs[-1] if half else q, k_cache, v_cache))
     sizes = (N_Q, N_NEW, H, H_KV, k_cache.shape[1], k_cache.shape[0], width, 1 if cos is None else cos.shape[0])
-    constants = (D, p2(D), E, p2(E), half, p2(max(half, 1)), *options, HEADS)
+    early = starts_early(q.device)
+    constants = (D, p2(D), E, p2(E), half, p2(max(half, 1)), *options, early, HEADS)
     tensors = (q, k, v, k_cache, v_cache, lengths, table, cos, sin, *outputs, *([None] if cos is None else []))
     grid = B * max(N_Q, N_NEW) * parts
-    return outputs, Launch(cache_append_kernel, grid, tensors, (strides, sizes, *constants), WARPS)
+    return outputs, Launch(cache_append_kernel, grid, tensors, (strides, sizes, *constants), WARPS | starting(early))

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fulmen.launch import Launch, starts_early
+from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.projections import MAX_ROWS
 from fulmen.layers.fused.rotary import angles, p2, pairs, turned
 from fulmen.tiles import padded
@@ -166,7 +166,7 @@ def latent_step(
     tensors = (queries, latent, down, norm, cos, sin, begin, end, table, kv, up, out)
     grid = B * N * triton.cdiv(H, HEADS) + (0 if up is None else H * triton.cdiv(R, COLUMNS))
     rest = ((*strides, 0 if up is None else up.stride(0)), sizes, eps, *constants)
-    options = {"num_warps": 2 if up is None else 4} | ({"launch_pdl": True} if early else {})
+    options = {"num_warps": 2 if up is None else 4} | starting(early)
     return (out,), Launch(latent_step_kernel, grid, tensors, rest, options)
 
 
@@ -176,5 +176,5 @@ def latent_value(nope: int, o: Tensor, up: Tensor) -> tuple[tuple[Tensor], Launc
     y = torch.empty(B, N, H * E, dtype=o.dtype, device=o.device)
     early = starts_early(o.device)
     rest = (*o.stride()[:3], up.stride(0), B * N, N, H, nope, E, R, early, ROWS_OF_V, MAX_ROWS)
-    options = {"num_warps": 4} | ({"launch_pdl": True} if early else {})
+    options = {"num_warps": 4} | starting(early)
     return (y,), Launch(latent_value_kernel, H * triton.cdiv(E, ROWS_OF_V), (o, up, y), rest, options)

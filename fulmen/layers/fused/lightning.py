@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fulmen.launch import Launch, starts_early
+from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.rotary import angles, p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
@@ -398,9 +398,10 @@ def gate_kernel(
     o_ptr, gate_ptr, weight_ptr, y_ptr, eps,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token: GROUPS groups of SIZE features. EARLY: the kernel that follows may start and read its weights."""
+    """One token: GROUPS groups of SIZE features. EARLY: it and the kernel that follows may start, as in `linear.py`."""
     if EARLY:
         gdc_launch_dependents()
+        gdc_wait()
     g = tl.arange(0, width_of(GROUPS))[:, None]
     i = tl.arange(0, width_of(SIZE))[None, :]
     there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
@@ -451,12 +452,13 @@ def gate_backward_kernel(
 
 
 def gate_launch(
-    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool
+    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool, early: bool = False
 ) -> Launch:
     """eps None: no norm, and weight is not looked at; nor is gate unless `gated`."""
     B, N, width = o.shape
-    rest = (eps or 0.0, groups, width // groups, eps is not None, gated, starts_early(o.device))
-    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, warps(p2(groups) * p2(width // groups)))
+    rest = (eps or 0.0, groups, width // groups, eps is not None, gated, early)
+    options = warps(p2(groups) * p2(width // groups)) | starting(early)
+    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, options)
 
 
 def gate_backward_launch(
@@ -477,7 +479,8 @@ def gated(
     groups, eps = options
     y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
     given = (o, o if gate is None else gate, o if weight is None else weight, y)
-    return (y,), gate_launch(*given, groups, None if weight is None else eps, gate is not None)
+    early = starts_early(o.device)
+    return (y,), gate_launch(*given, groups, None if weight is None else eps, gate is not None, early)
 
 
 class Gated(torch.autograd.Function):

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fulmen.launch import Launch, starts_early
+from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.lightning import ACTIVATIONS, activated
 from fulmen.layers.fused.projections import MAX_WEIGHTS, Facts
 
@@ -188,7 +188,7 @@ def linears(
     grid = sum(triton.cdiv(n, tile.block_n) for n in sizes)
     block_k, early = min(tile.block_k, max(16, triton.next_power_of_2(K))), facts.early and starts_early(x.device)
     constants = (K, ACTIVATIONS[facts.activation], early, tile.block_n, block_k)
-    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if early else {})
+    options = {"num_warps": tile.warps} | starting(early)
     if rows == 1:
         return ys, Launch(linear_row_kernel, grid, tensors, (*sizes, facts.eps, *constants), options)
     padded = max(16, triton.next_power_of_2(rows))
