@@ -27,9 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fulmen import hardware
-from fulmen.launch import Launch, describable
+from fulmen.launch import Launch, describable, starting, starts_early
 from fulmen.layers.fused.rotary import angles, p2, pairs, per_row, run, turned
 from fulmen.layers.fused.sums import sum_launch
 
@@ -54,9 +55,12 @@ def norm_row(x_ptr, weight_ptr, y_ptr, rstd_ptr, row, stride, eps, R: tl.constex
 @triton.jit
 def norm_kernel(
     x_ptr, weight_ptr, x2_ptr, weight2_ptr, rstd_ptr, y_ptr, y2_ptr, stride, stride2, eps, eps2, rows,
-    R: tl.constexpr, R_P2: tl.constexpr, R2: tl.constexpr, R2_P2: tl.constexpr,
+    R: tl.constexpr, R_P2: tl.constexpr, R2: tl.constexpr, R2_P2: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row of each of the two; of one alone if R2 is 0."""
+    """A row of each of the two; of one alone if R2 is 0. EARLY: as in `linear.py`."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     norm_row(x_ptr, weight_ptr, y_ptr, rstd_ptr, row, stride, eps, R, R_P2)
     if R2 > 0:
@@ -128,19 +132,21 @@ def norms(
     rstd = torch.empty(len(eps), B * N, dtype=torch.float32, device=x.device)
     weights = [weight] if weight2 is None else [weight, weight2]
     ys = [torch.empty(B, N, w.shape[0], dtype=x.dtype, device=x.device) for w in weights]
-    given = [x, weight] if x2 is None or weight2 is None else [x, weight, x2, weight2]
-    tensors: Any = (*twice(given, eps), rstd, *twice(ys, eps))
-    return (rstd, *ys), norm_launch(*tensors, eps)
+    second, second_weight = (x, weight) if x2 is None or weight2 is None else (x2, weight2)
+    made = norm_launch(x, weight, second, second_weight, rstd, ys[0], ys[-1], eps, starts_early(x.device))
+    return (rstd, *ys), made
 
 
 def norm_launch(
-    x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor, rstd: Tensor, y: Tensor, y2: Tensor, eps: tuple[float, ...]
-) -> Launch:
+    x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor, rstd: Tensor, y: Tensor, y2: Tensor, eps: tuple[float, ...],
+    early: bool = False,
+) -> Launch:  # fmt: skip
     """rstd (norms, rows): if that is one norm the second x, weight and y are not looked at."""
     (norms, rows), R = rstd.shape, weight.shape[0]
     R2 = weight2.shape[0] if norms == 2 else 0
-    sizes = (x.stride(1), x2.stride(1), eps[0], eps[-1], rows, R, p2(R), R2, p2(max(R2, 1)))
-    return Launch(norm_kernel, rows, (x, weight, x2, weight2, rstd, y, y2), sizes, warps(p2(max(R, R2))))
+    sizes = (x.stride(1), x2.stride(1), eps[0], eps[-1], rows, R, p2(R), R2, p2(max(R2, 1)), early)
+    options = warps(p2(max(R, R2))) | starting(early)
+    return Launch(norm_kernel, rows, (x, weight, x2, weight2, rstd, y, y2), sizes, options)
 
 
 def norm_backward_launch(*tensors: Tensor) -> Launch:
