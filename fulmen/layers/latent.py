@@ -470,7 +470,7 @@ def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
     if all(_is_plain_norm(norm, x) for x, norm in pairs):
         eps: Any = tuple(norm.eps for _, norm in pairs)
         if not torch.is_grad_enabled():
-            found = fused_call("latent", "norms", eps, *tensors)
+            found = fused_call("latent", "norms", eps, *tensors, *[None] * (4 - len(tensors)))
             if found is not None:
                 rest = (x[..., norm.weight.shape[0] :] for x, norm in pairs)
                 return tuple(t for pair in zip(found[1:], rest, strict=True) for t in pair)
