@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,19 @@ from fulmen.layers.fused import projections
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fused operations without gradients use their kernels on the CPU and in fp32, too; names of those that ran."""
     names: list[str] = []
-    run = launch.run
+    run, repeated = launch.run, launch.repeated
+
+    def in_order(describe: Any, options: Any) -> Any:
+        """A launch that is repeated takes the call's tensors, then the outputs."""
+
+        def described(options: Any, *tensors: torch.Tensor | None) -> Any:
+            outputs, one = describe(options, *tensors)
+            given = (*tensors, *outputs)
+            assert all(a is None or a is b for a, b in zip(given, one.tensors, strict=False))
+            assert len(given) <= len(one.tensors)
+            return outputs, one
+
+        return repeated(described, options)
 
     def noted(one: launch.Launch) -> None:
         names.append(one.kernel.__name__)
@@ -26,6 +40,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return same and tensors[0].dtype in (torch.float32, torch.float16) and is_plain_eager(*tensors)
 
     monkeypatch.setattr(launch, "run", noted)
+    monkeypatch.setattr(launch, "repeated", in_order)
     monkeypatch.setattr(fused, "serves", serves)
     for module in (fused, projections, latent):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)
