@@ -171,18 +171,18 @@ def test_the_cpu_calls_its_modules() -> None:
 # ---------------------------------------------------------------------------------------------------- layers
 
 LAYERS = {
-    "lightning": lambda: LightningAttention(64, 4, layer=1, num_layers=4),
-    "lightning, bias": lambda: LightningAttention(64, 4, bias=True, gate=False, activation="relu"),
-    "ring": lambda: LightningAttention(64, 4, preset="ring", layer=1, num_layers=4),
-    "fewer keys": lambda: LightningAttention(64, 4, num_kv_heads=2, value_dim=8),
-    "grouped": lambda: GroupedQueryAttention(64, 4, 2, causal=True, rope={}, bias=True),
-    "normed": lambda: GroupedQueryAttention(64, 4, 1, causal=True, rope={}, qk_norm="before"),
-    "one product": lambda: GroupedQueryAttention(64, 4, 2, causal=True, fused_qkv=True),
+    "lightning": lambda: LightningAttention(32, 2, layer=1, num_layers=4),
+    "lightning, bias": lambda: LightningAttention(32, 2, bias=True, gate=False, activation="relu"),
+    "ring": lambda: LightningAttention(32, 4, preset="ring", layer=1, num_layers=4),
+    "fewer keys": lambda: LightningAttention(32, 4, num_kv_heads=2, value_dim=12),
+    "grouped": lambda: GroupedQueryAttention(32, 4, 2, causal=True, rope={}, bias=True),
+    "normed": lambda: GroupedQueryAttention(32, 4, 1, causal=True, rope={}, qk_norm="before"),
+    "one product": lambda: GroupedQueryAttention(32, 2, 1, causal=True, fused_qkv=True),
     "latent": lambda: MultiHeadLatentAttention(
-        64, 4, q_rank=48, kv_rank=40, nope_dim=24, rope_dim=8, value_dim=20, bias=True
+        32, 2, q_rank=24, kv_rank=40, nope_dim=24, rope_dim=8, value_dim=20, bias=True
     ),
     "latent, q directly": lambda: MultiHeadLatentAttention(
-        64, 4, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16, rope={"interleaved": False}
+        32, 2, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16, rope={"interleaved": False}
     ),
 }
 PRODUCTS = ["linear_row_kernel", "linear_rows_kernel"]
@@ -208,9 +208,9 @@ def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> Non
             sequences = Sequences(B, 48, pages=9, page_size=16, slots=B, device=DEVICE)
             pool = layer.new_pool(sequences)
             rows, y = [sequences.new() for _ in range(B)], []
-            for i, tokens in enumerate((20, 1, 1, 2, 1)):
+            for i, tokens in enumerate((3, 1, 2, 1)):
                 sequences.step(rows, tokens)
-                y.append(layer(drawn(B, tokens, 64, dtype=torch.float32, seed=i), cache=pool))
+                y.append(layer(drawn(B, tokens, 32, dtype=torch.float32, seed=i), cache=pool))
         results.append((torch.cat(y, 1), *pool.memory))
         if DEVICE == "cpu":
             assert bool(set(ran) & set(PRODUCTS)) == served
@@ -223,7 +223,7 @@ def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> Non
 @torch.no_grad()
 def test_steps_of_a_preallocated_cache(ran) -> None:
     layer = LAYERS["grouped"]().to(DEVICE)
-    cache, x = KVCache(32), drawn(2, 12, 64, dtype=torch.float32)
+    cache, x = KVCache(32), drawn(2, 12, 32, dtype=torch.float32)
     y = [layer(x[:, :9], cache=cache), *(layer(x[:, i : i + 1], cache=cache) for i in (9, 10, 11))]
     torch.testing.assert_close(torch.cat(y, 1), layer(x), rtol=1e-4, atol=1e-5)
     if DEVICE == "cpu":
@@ -237,13 +237,13 @@ def test_a_hook_on_a_projection_of_a_layer_is_called(ran) -> None:
     pool, row = layer.new_pool(sequences), sequences.new()
     for _ in range(3):
         sequences.step([row])
-        layer(drawn(1, 1, 64, dtype=torch.float32), cache=pool)
+        layer(drawn(1, 1, 32, dtype=torch.float32), cache=pool)
     handle = layer.k_proj.register_forward_hook(lambda *args: seen.append(1))
     sequences.step([row])
-    layer(drawn(1, 1, 64, dtype=torch.float32), cache=pool)
+    layer(drawn(1, 1, 32, dtype=torch.float32), cache=pool)
     handle.remove()
     sequences.step([row])
-    layer(drawn(1, 1, 64, dtype=torch.float32), cache=pool)
+    layer(drawn(1, 1, 32, dtype=torch.float32), cache=pool)
     assert len(seen) == 1
 
 
@@ -269,9 +269,9 @@ def test_on_a_gpu_and_in_a_graph(kind, B) -> None:
     pool = layer.new_pool(sequences)
     rows = [sequences.new() for _ in range(B)]
     sequences.step(rows, 20)
-    layer(drawn(B, 20, 64, dtype=torch.bfloat16), cache=pool)
+    layer(drawn(B, 20, 32, dtype=torch.bfloat16), cache=pool)
     sequences.step(rows, 1)
-    x, held = drawn(B, 1, 64, dtype=torch.bfloat16, seed=2), [t.clone() for t in pool.memory]
+    x, held = drawn(B, 1, 32, dtype=torch.bfloat16, seed=2), [t.clone() for t in pool.memory]
 
     def step(few: bool = True) -> torch.Tensor:
         for t, kept in zip(pool.memory, held, strict=True):
