@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulmen import hardware
+from fulmen.hardware import TARGETS
 from fulmen.plans import Repeated, allocator
 
 runtime = triton.knobs.runtime
@@ -37,6 +38,11 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
 def starts_early(device: torch.device) -> bool:
     """Whether kernels there may start before the one before them has ended: Hopper and later."""
     return device.type == "cuda" and hardware.of(device).arch >= 90
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have there; without a GPU, the least of those we name."""
+    return hardware.of(device).smem_bytes if device.type == "cuda" else min(hw.smem_bytes for hw in TARGETS.values())
 
 
 def starting(early: bool) -> dict[str, int]:

@@ -138,8 +138,7 @@ def backward(
     for name in ("q", "k", "v"):
         if not readable(getattr(x, name), repeats=False):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
-    if not readable(do, repeats=False):
-        do = do.clone(memory_format=torch.contiguous_format)
+    o, do = (t if readable(t, repeats=False) else t.clone(memory_format=torch.contiguous_format) for t in (o, do))
     dq, dk, dv = empty_gradients(spec, x)
     work = backward_kernel.empty_workspace(spec, choice.backward_tile)
     launch = backward_kernel.launcher(spec, choice.backward_tile, x, o, do, dq, dk, dv)
@@ -162,8 +161,7 @@ def prepare_backward(
         return sdpa.prepare_backward(spec, x, o, lse, do, dlse, "cudnn")
     if choice.backward == "triton":
         return triton.prepare_backward(spec, x, o, lse, do, dlse)
-    given = all(readable(t, repeats=False) for t in (*x[:3], do)) and do.stride(3) == 1
-    if not given or not (dlse is None or dlse.is_contiguous()):
+    if not all(readable(t, repeats=False) for t in (*x[:3], o, do)):
         return None
     results, tile = empty_gradients(spec, x), choice.backward_tile
     launch = backward_kernel.launcher(spec, tile, x, o, do, *results)

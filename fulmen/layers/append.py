@@ -31,15 +31,15 @@ def append(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes k and v behind the first lengths[b] tokens of row b; returns q, turned, and the new lengths.
 
-    q, k, v          (B, N_Q, H, D), (B, N_NEW, H_KV, D), (B, N_NEW, H_KV, E)
+    q, k, v          (B, N_Q, H, D), (B, N_NEW, H_KV, D), (B, N_NEW, H_KV, E); a head is contiguous, in caches, too
     k_cache, v_cache (B, capacity, H_KV, .) or, with a table, (pages, page, H_KV, .); changed in place. What is beyond
                      the capacity or in a page out of range is not written.
     lengths, table   int32 (B,) and (B, pages of a row), on the device
     cos, sin         (positions, dim / 2): the first dim elements of heads of q and k are turned; None: q is returned
     each_query       query n stands at position lengths[b] + n, else all of them at lengths[b]
     """
-    tables = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
-    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, lengths, table, *tables)
+    table, cos, sin = (x if x is None else x.contiguous() for x in (table, cos, sin))
+    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, lengths.contiguous(), table, cos, sin)
     if is_plain_eager(*tensors) and not torch.is_grad_enabled():
         turned, after = _append(*tensors, each_query, interleaved)  # type: ignore[call-arg]
         _note_change((k_cache, v_cache))

@@ -31,6 +31,7 @@ from fulmen.boundary import is_plain_eager
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.latent.op import latent_attention
 from fulmen.layers import weights
+from fulmen.layers.append import append
 from fulmen.layers.cache import End, LatentCache, Step
 from fulmen.layers.fused import fused_call, kernels_for, on_gpu
 from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_plain, project
@@ -176,14 +177,14 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        cache: LatentCache | None = None,
+        cache: LatentCache | LatentPool | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """y (B, N, embed_dim).
 
         positions   (N,) or (B, N) for RoPE; counted on from the cache's tokens, without padding, unless given.
-        cache       a `LatentCache`: x comes after its tokens, and is appended.
+        cache       a `LatentCache`: x comes after its tokens, and is appended. Or a pool, by `new_pool`.
         mask        bool (B, N), True for a token: padding is not seen, and its y is zero.
         cu_seqlens  int32: B is 1 and N holds packed sequences, which do not see each other.
         """
@@ -207,12 +208,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         q_nope, q_rope = queries.split([self.nope_dim, self.rope_dim], dim=3)
         q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved).transpose(1, 2)
         k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
-        if cache is None:
-            y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
-        else:
+        if isinstance(cache, LatentCache):
             o, end = self._continued(q_nope, q_rope, latent, k_rope, call, cache)
             y = self.o_proj(o.flatten(2))
             cache.advance(end, self)
+        else:
+            y = self.o_proj(self._expanded(q_nope, q_rope, latent, k_rope, rows).flatten(2))
         return call.back(y)
 
     def _q_first(self) -> nn.Module:
@@ -356,7 +357,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         if on_gpu(down) and is_plain_eager(down) and queries.is_contiguous() and down.is_contiguous():
             tables = self.rope.from_start(at.limit, down.device, down.dtype)
             facts = (self.nope_dim, self.rope.interleaved, 0.0 if norm is None else self.kv_a_layernorm.eps)
-            tensors = (queries, latent, down, norm, *tables, at.begin, at.end, at.table, kv, up if few else None)
+            tensors = (queries, latent, down, norm, *tables, at.begin, at.table, kv, up if few else None)
             found = fused_call("decode", "latent_step", facts, *tensors, like=(queries, latent, down, kv, up))
         if found is None:
             latent = latent if norm is None else self.kv_a_layernorm(down[..., :R])
@@ -397,22 +398,21 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         (kv,), (w_k, w_v) = at.memory, self._up_weights()
         sizes = [self.nope_dim, self.rope_dim]
         q_nope, q_rope = queries.unflatten(2, (-1, sum(sizes))).split(sizes, dim=3)
-        cos, sin = self.rope(at.positions(latent.shape[1]), latent.dtype)
-        q_rope = apply_rotary(q_rope.transpose(1, 2), cos, sin, self.rope.interleaved)
-        k_rope = apply_rotary(k_rope[:, None], cos, sin, self.rope.interleaved)[:, 0]
-        at.write(kv, torch.cat([latent, k_rope], 2))
-        q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope], 3)
+        tables, R = self.rope.span(0, at.limit, latent.device, latent.dtype), self.kv_rank
+        new, memory = (k_rope[:, :, None], latent[:, :, None]), (kv[:, :, None, R:], kv[:, :, None, :R])
+        q_rope, _ = append(q_rope, *new, *memory, at.begin, at.table, *tables, interleaved=self.rope.interleaved)
+        q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope.transpose(1, 2)], 3)
         return torch.einsum("bhnr,her->bnhe", self._attend(q, kv, at.end, at.table), w_v).flatten(2)
 
     def new_pool(self, sequences: Sequences) -> LatentPool:
         """Memory of this layer for `sequences`, on its device and in its dtype; a layer takes it as `cache`."""
-        if not self._plain():
+        if not self._plain() or self.absorb is False:
             raise NotImplementedError(
-                "latent_attention has no window, softcap or sinks, so that this layer has no pool"
+                "a pool is read by latent_attention: give the layer no window, softcap or sinks, and no absorb=False"
             )
         check_positions_of(self.rope, sequences)
         weight = self.o_proj.weight
-        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype)
+        return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype).of(self)
 
     # ------------------------------------------------------------------------------- weights and ranks
 

@@ -388,7 +388,7 @@ class LightningAttention(weights.AttentionLayer):
         return StatePool(
             sequences, self.num_heads // ranks, self.num_kv_heads // ranks, self.head_dim, self.value_dim,
             device=weight.device, dtype=weight.dtype, state_dtype=state_dtype,
-        )  # fmt: skip
+        ).of(self)  # fmt: skip
 
     # ------------------------------------------------------------------------------- weights and ranks
 

@@ -46,7 +46,7 @@ from fulmen.lightning.kernels.sweep import (
     variant,
 )
 from fulmen.lightning.policy import SAVED_ROWS, Split, SweepTile, SweepTiles, cdiv
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
 
@@ -63,8 +63,11 @@ def supports(spec: LightningSpec) -> str | None:
         return f"needs compute capability 9.0, this GPU has {hw.arch / 10}"
     if spec.D != spec.E or spec.D not in (64, 128):
         return f"needs D = E of 64 or 128, here D={spec.D}, E={spec.E}"
-    if spec.H != spec.H_KV:
-        return f"needs as many heads of k and v as of q, here H={spec.H}, H_KV={spec.H_KV}"
+    if spec.per_token:
+        return "takes a decay of shape (H,), and this one is (B, H, N)"
+    if spec.shared_heads:
+        heads = f"H={spec.H}, H_KV={spec.H_KV}" if spec.groups is None else f"{spec.groups} of q and k, {spec.H} of v"
+        return f"needs as many heads of k and v as of q, here {heads}"
     if not 0 < spec.N <= MAX_ROWS or not spec.B * spec.H:
         return f"takes 1 to {MAX_ROWS} rows of at least one head, here B={spec.B}, H={spec.H}, N={spec.N}"
     if not spec.aligned:
@@ -156,8 +159,8 @@ def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, 
 
 def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None) -> tuple[Tensor, Tensor | None]:
     launches = {} if launches is None else launches
-    o = empty_rows(x.q, spec.H, spec.E)
-    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+    o = empty_output(spec, x)
+    final = empty_states(spec) if spec.with_final_state else None
     slots, entering = kinds(spec, x.saved)
     tensors, tiles = forward_tensors(x, o, slots), tiles_of(spec)
     cut = segments(spec, tiles.forward_split, x)

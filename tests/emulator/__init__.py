@@ -354,7 +354,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
     for module in (home, flash_spec, lightning_triton):
-        for name in ("empty_rows", "empty_lse", "empty_states"):
+        for name in ("empty_rows", "empty_lse", "empty_states", "empty_output"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, functools.partial(emulator.empty, like=getattr(module, name)))
     own = emulator.on_own_memory

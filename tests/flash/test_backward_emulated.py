@@ -7,6 +7,7 @@ import torch
 
 from fulmen import dispatch
 from fulmen.dispatch import Choice
+from fulmen.flash.kernels import backward
 from fulmen.flash.policy_backward import BackwardTile, backward_tile
 from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
@@ -55,8 +56,9 @@ def launched(
     tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
     with emulator.serve("flash", mode, seed, edit) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
-        backward = dispatch.kernels("flash")["cuda"].backward
-        found = backward(spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None)
+        found = dispatch.kernels("flash")["cuda"].backward(
+            spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None
+        )
         assert emulated.launches == 2 * bool(spec.N_Q) + bool(spec.N_KV)
     return testing.Outputs(o, lse, *found)
 
@@ -110,6 +112,18 @@ def test_rows_of_no_sequence_do_not_matter(D):
     outputs = launched(y, longer(exact.o.to(x.q.dtype)), longer(exact.lse.float()), tile, ANY)
     for mine, yours in zip(right[2:5], outputs[2:5], strict=True):
         assert torch.equal(mine, yours[:, :, : mine.shape[2]])
+
+
+def test_o_is_read_in_units_of_16_bytes(monkeypatch):
+    """As a hook of saved tensors may hand it back, its rows do not begin at multiples of them."""
+    x = inputs(64, PLAIN)
+    exact = testing.reference(x, ("o",))
+    o = torch.nn.functional.pad(exact.o.to(x.q.dtype), (0, 4))[..., :-4]
+    launcher, read = backward.launcher, []
+    monkeypatch.setattr(backward, "launcher", lambda *args: read.append(args[3].stride(2)) or launcher(*args))
+    found = launched(x, o, exact.lse.float(), backward_tile(x.spec()), ANY, use=("o",))
+    testing.compare(x, found, ("o",))
+    assert read == [64]
 
 
 @pytest.mark.parametrize("D", [64, 128])

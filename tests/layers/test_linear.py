@@ -153,7 +153,11 @@ def test_calls_it_does_not_serve(ran) -> None:
     assert few_rows(x, *modules) is None  # gradients
     with torch.no_grad():
         assert few_rows(x, *modules) is not None
-        assert few_rows(drawn(MAX_ROWS + 1, 1, 64, dtype=torch.float32), *modules) is None
+        more = drawn(MAX_ROWS + 1, 1, 64, dtype=torch.float32)
+        assert few_rows(more, *modules) is None
+        both = few_rows(more, *modules, *linears(64, (9,), torch.float32))
+        torch.testing.assert_close(both[0], modules[0](more))
+        assert few_rows(drawn(65, 1, 64, dtype=torch.float32), *modules, *modules) is None
         assert few_rows(x.half(), *modules) is None
         assert few_rows(x.double(), *linears(64, (24,), torch.float64)) is None
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -250,7 +254,7 @@ def test_a_hook_on_a_projection_of_a_layer_is_called(ran) -> None:
 # ------------------------------------------------------------------------------------------------ compiled
 
 
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_fits_and_does_not_spill(arch, rows, compiler) -> None:
     for usage in compiler(LinearCase(arch, rows)):
@@ -259,7 +263,7 @@ def test_fits_and_does_not_spill(arch, rows, compiler) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("B", [1, 2, 16])
+@pytest.mark.parametrize("B", [1, 2, 16, 40])
 @pytest.mark.parametrize("kind", LAYERS)
 @torch.no_grad()
 def test_on_a_gpu_and_in_a_graph(kind, B) -> None:

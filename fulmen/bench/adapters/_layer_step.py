@@ -49,6 +49,7 @@ def served(case: dict[str, Any], B: int, device: torch.device) -> tuple[Sequence
         for row in rows:
             row.drafted = 0  # a short prompt, too, is in the states
     sequences.step(rows, 1)
+    sequences.stepped = []  # a pool of states refuses a second call of the same step
     return sequences, rows
 
 

@@ -1,9 +1,8 @@
 """New keys and values into a cache, RoPE on them and on their queries: one pass over memory on a GPU.
 
-A program takes HEADS heads of one token of q, k or v. Token n of row b stands at position lengths[b] + n, which is row
-position % page of page table[b][position // page], or row `position` of the cache's row b. A token beyond the capacity
-or in a page out of range is not written. q and k are turned by cos and sin of their positions (`turned` in rotary.py),
-v is copied. Program 0 of each row writes its new length.
+A program takes HEADS heads of one token of q, k or v. Token n of row b stands at position lengths[b] + n; `place_of`
+says where in memory that is. q and k are turned by cos and sin of their positions (`turned` in rotary.py), v is copied.
+Program 0 of each row writes its new length.
 """
 
 from __future__ import annotations
@@ -18,6 +17,20 @@ from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.rotary import HEADS, WARPS, angles, p2, pairs, turned
 
 CONTIGUOUS = torch.contiguous_format
+
+
+@triton.jit
+def place_of(table_ptr, b, position, page, pages, width):
+    """Page, row in it, and whether a token of row b is written: not beyond the capacity, or in a page out of range.
+
+    Without a table row b of a cache is its page, and width is 1.
+    """
+    there = position < page * width
+    entry = b
+    if table_ptr is not None:
+        entry = tl.load(table_ptr + b * width + position // page, mask=there, other=-1).to(tl.int64)
+        there = there & (entry >= 0) & (entry < pages)
+    return entry, position % page, there
 
 
 @triton.jit
@@ -82,13 +95,8 @@ def cache_append_kernel(
             D, D_P2, HALF, HALF_P2, TURN, INTERLEAVED, HEADS,
         )  # fmt: skip
     else:
-        there = (n < N_NEW) & (position < page * width)
-        row = position % page
-        entry = b.to(tl.int32)
-        if table_ptr is not None:
-            entry = tl.load(table_ptr + b * width + position // page, mask=there, other=-1)
-            there = there & (entry >= 0) & (entry < pages)
-        entry = entry.to(tl.int64)
+        entry, row, there = place_of(table_ptr, b, position, page, pages, width)
+        there = there & (n < N_NEW)
         h = (part - of_q) % blocks * HEADS + tl.arange(0, HEADS)
         angle = tl.minimum(position, last - 1)
         if part - of_q < blocks:

@@ -9,9 +9,10 @@ After:  y[h] = o[h] W_v[h]^T, all heads side by side as o_proj reads them.
 
 Of few rows (MAX_ROWS) the launches have programs for the products: a head and some columns each, all tokens at once.
 Others leave the products to BLAS. The other programs take a token and HEADS heads each, and the first of them writes to
-the cache, normed if there is a weight. A row without tokens (end[b] = begin[b]) writes nothing there.
+the cache, normed if there is a weight; `place_of` in append.py says where.
 
-From Hopper on both start early and read weights before they wait for the kernel before them, as in `linear.py`.
+From Hopper on both start early, as in `linear.py`. They read weights, `begin` and the table before they wait: no launch
+of a step writes those before them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fulmen.launch import Launch, starting, starts_early
+from fulmen.layers.fused.append import place_of
 from fulmen.layers.fused.projections import MAX_ROWS
 from fulmen.layers.fused.rotary import angles, p2, pairs, turned
 from fulmen.tiles import padded
@@ -33,15 +35,6 @@ ROWS_OF_V = 16  # that a program takes
 
 
 # ------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def place_of(table_ptr, begin, n, b, st_b, page, capacity):
-    """Which page (or row of a cache), and where in it, token n of row b is written."""
-    position = tl.minimum(begin + n, capacity - 1)
-    if table_ptr is not None:
-        return tl.load(table_ptr + b * st_b + position // page).to(tl.int64), position % page
-    return b, position
 
 
 @triton.jit
@@ -68,15 +61,15 @@ def absorb(
 
 @triton.jit
 def latent_step_kernel(
-    q_ptr, latent_ptr, down_ptr, norm_ptr, cos_ptr, sin_ptr, begin_ptr, end_ptr, table_ptr, kv_ptr, w_ptr, out_ptr,
-    strides,  # tokens of latent and down, pages and rows of kv, heads and tokens of out, rows of table, heads of w
-    sizes,  # T, N, H, rows of a page, capacity, rows of cos
+    q_ptr, latent_ptr, down_ptr, norm_ptr, cos_ptr, sin_ptr, begin_ptr, table_ptr, kv_ptr, w_ptr, out_ptr,
+    strides,  # tokens of latent and down, pages and rows of kv, heads and tokens of out, heads of w
+    sizes,  # T, N, H, rows of a page, pages, pages of a row, rows of cos
     eps, NOPE: tl.constexpr, R: tl.constexpr, R_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
     INTERLEAVED: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """q (T, H, NOPE + 2 HALF); the norm's weight, the table and w may be None."""
-    sl, sd, skv_p, skv_n, so_h, so_t, st_b, sw_h = strides
-    T, N, H, page, capacity, positions = sizes
+    sl, sd, skv_p, skv_n, so_h, so_t, sw_h = strides
+    T, N, H, page, pages, width, positions = sizes
     D: tl.constexpr = NOPE + 2 * HALF
     pid = tl.program_id(0)
     products = 0
@@ -85,36 +78,35 @@ def latent_step_kernel(
         if pid < products:
             absorb(q_ptr, w_ptr, out_ptr, pid, so_h, so_t, sw_h, T, H, D, NOPE, R, COLUMNS, ROWS, EARLY)
     if pid >= products:
-        if EARLY:
-            gdc_wait()
         pid -= products
         blocks = tl.cdiv(H, HEADS)
         token = (pid // blocks).to(tl.int64)
         block = pid % blocks
         h = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         b = token // N
-        n = token % N
-        begin = tl.load(begin_ptr + b)
-        cos, sin = angles(cos_ptr, sin_ptr, tl.minimum(begin + n, positions - 1), 1.0, HALF, HALF_P2)
+        position = tl.load(begin_ptr + b) + token % N
+        cos, sin = angles(cos_ptr, sin_ptr, tl.minimum(position, positions - 1), 1.0, HALF, HALF_P2)
+        entry, place, written = place_of(table_ptr, b, position, page, pages, width)
+        if EARLY:
+            gdc_wait()
         at, there = pairs(HALF, HALF_P2, INTERLEAVED)
         mask = (h < H)[:, None] & there[None, :]
         x = tl.load(q_ptr + (token * H + h[:, None]) * D + NOPE + at[None, :], mask, 0.0).to(tl.float32)
         y = turned(x, cos[None, :], sin[None, :], HEADS, HALF_P2, INTERLEAVED)
         out = out_ptr + h[:, None] * so_h + token * so_t + R + at[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask)
-        if block == 0 and tl.load(end_ptr + b) > begin:
-            page_at, place = place_of(table_ptr, begin, n, b, st_b, page, capacity)
-            row = kv_ptr + page_at * skv_p + place * skv_n
+        if block == 0:
+            row = kv_ptr + entry * skv_p + place * skv_n
             i = tl.arange(0, R_P2)
             latent = tl.load(latent_ptr + token * sl + i, i < R, 0.0)
             if norm_ptr is not None:
                 latent = latent.to(tl.float32)
                 latent *= tl.rsqrt(tl.sum(latent * latent) / R + eps)
                 latent *= tl.load(norm_ptr + i, i < R, 0.0).to(tl.float32)
-            tl.store(row + i, latent.to(kv_ptr.dtype.element_ty), i < R)
+            tl.store(row + i, latent.to(kv_ptr.dtype.element_ty), (i < R) & written)
             k = tl.load(down_ptr + token * sd + R + at, there, 0.0).to(tl.float32)[None, :]
             z = turned(k, cos[None, :], sin[None, :], 1, HALF_P2, INTERLEAVED)
-            tl.store(row + R + at[None, :], z.to(kv_ptr.dtype.element_ty), there[None, :])
+            tl.store(row + R + at[None, :], z.to(kv_ptr.dtype.element_ty), (there & written)[None, :])
 
 
 @triton.jit
@@ -144,26 +136,25 @@ def latent_value_kernel(
 
 def latent_step(
     facts: tuple[int, bool, float], queries: Tensor, latent: Tensor, down: Tensor, norm: Tensor | None, cos: Tensor,
-    sin: Tensor, begin: Tensor, end: Tensor, table: Tensor | None, kv: Tensor, up: Tensor | None,
+    sin: Tensor, begin: Tensor, table: Tensor | None, kv: Tensor, up: Tensor | None,
 ) -> tuple[tuple[Tensor], Launch]:  # fmt: skip
     """q_out (H, B, N, R + P) and its launch, which also writes to kv.
 
     facts       nope, whether RoPE is interleaved, the norm's eps
     queries     (B, N, H * (nope + P)); latent (B, N, R or more); down (B, N, R + P): k_rope are its last columns
     norm        None, or the weight of the latent's norm
-    begin, end  int32 (B,): tokens of each row before this step and after it
+    begin       int32 (B,): tokens of each row before this step
     kv          (B, capacity, R + P), or (pages, page, R + P) with a table, int32 (B, pages of a row)
     up          kv_b_proj's weight (H, nope + E, R); None: the first R columns of q_out are left as they are
     """
-    (B, N, _), (nope, interleaved, eps), half, page = queries.shape, facts, cos.shape[1], kv.shape[1]
+    (B, N, _), (nope, interleaved, eps), half = queries.shape, facts, cos.shape[1]
     R, H = down.shape[2] - 2 * half, queries.shape[2] // (nope + 2 * half)
     out = torch.empty(H, B, N, R + 2 * half, dtype=queries.dtype, device=queries.device)
-    st_b, capacity = (0, page) if table is None else (table.stride(0), page * table.shape[1])
-    strides = (latent.stride(1), down.stride(1), *kv.stride()[:2], out.stride(0), out.stride(2), st_b)
-    sizes = (B * N, N, H, page, capacity, cos.shape[0])
+    strides = (latent.stride(1), down.stride(1), *kv.stride()[:2], out.stride(0), out.stride(2))
+    sizes = (B * N, N, H, kv.shape[1], kv.shape[0], 1 if table is None else table.shape[1], cos.shape[0])
     early = starts_early(queries.device)
     constants = (nope, R, p2(R), half, p2(half), interleaved, early, HEADS, COLUMNS, MAX_ROWS)
-    tensors = (queries, latent, down, norm, cos, sin, begin, end, table, kv, up, out)
+    tensors = (queries, latent, down, norm, cos, sin, begin, table, kv, up, out)
     grid = B * N * triton.cdiv(H, HEADS) + (0 if up is None else H * triton.cdiv(R, COLUMNS))
     rest = ((*strides, 0 if up is None else up.stride(0)), sizes, eps, *constants)
     options = {"num_warps": 2 if up is None else 4} | starting(early)

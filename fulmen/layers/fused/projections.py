@@ -19,6 +19,7 @@ from fulmen.boundary import is_plain_eager
 from fulmen.layers.fused import fused_call, on_gpu
 
 MAX_ROWS = 16  # that kernels of decoding steps multiply
+MAX_ROWS_TOGETHER = 64  # if there are several weights, which BLAS multiplies one by one
 DTYPES = (torch.bfloat16, torch.float16)  # in fp32 torch may multiply in TF32
 MAX_WEIGHTS = 3  # of one launch
 _global = torch.nn.modules.module
@@ -80,7 +81,7 @@ def few_rows(
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
-        or not are_few(x, 1 if norm is not None else MAX_ROWS)
+        or not are_few(x, 1 if norm is not None else MAX_ROWS if len(linears) == 1 else MAX_ROWS_TOGETHER)
         or not (x.shape[1] == 1 or x.is_contiguous())
         or not is_plain(*linears)
         or torch._C._is_any_autocast_enabled()
