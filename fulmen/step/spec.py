@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import autocast, check_qkv, check_scale, empty_rows, plain_memory, require_tensors
+from fulmen.boundary import autocast, check_int32, check_qkv, check_scale, empty_rows, plain_memory, require_tensors
 from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values, is_per_token
 
 MAX_TOKENS = 8  # of a step, and of a draft
@@ -187,10 +187,7 @@ def _check_rows(name: str, rows: Tensor | None, q: Tensor) -> None:
         return
     if tuple(rows.shape) != (q.shape[0],):
         raise ValueError(f"{name} has shape {tuple(rows.shape)}, must be (B,) = ({q.shape[0]},)")
-    if rows.dtype != torch.int32:
-        raise ValueError(f"{name} is {rows.dtype}, must be int32")
-    if rows.device != q.device:
-        raise ValueError(f"{name} is on {rows.device}, must be on q's {q.device}")
+    check_int32(name, rows, q)
 
 
 def _list(sizes: tuple[int, ...]) -> str:
