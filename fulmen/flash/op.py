@@ -18,6 +18,7 @@ from fulmen.boundary import (
     empty_rows,
     is_plain_eager,
     needs_gradient,
+    no_gradient,
     no_second_derivative,
     refuse_derivatives_we_lack,
     register_operator,
@@ -210,13 +211,6 @@ register_operator(
 # ------------------------------------------------------------------------------------- over a cache
 
 
-_lib.define(
-    "flash_cache_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor kv_lengths,"
-    " Tensor? page_table, float scale, int? left, int? right, float? softcap, bool with_lse, int? max_kv_length,"
-    " str backend) -> (Tensor o, Tensor lse)"
-)
-
-
 def _cache_plan(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], backend: str) -> Plan:
     check_values(x)
     which, given = plans.given(x)
@@ -243,8 +237,15 @@ def _cache_forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[
     return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if others[-3] else _nothing(q)
 
 
-_lib.impl("flash_cache_forward", _cache_forward, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::flash_cache_forward", _cache_forward_fake, lib=_lib)
+register_operator(
+    _lib,
+    "flash_cache_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor kv_lengths,"
+    " Tensor? page_table, float scale, int? left, int? right, float? softcap, bool with_lse, int? max_kv_length,"
+    " str backend) -> (Tensor o, Tensor lse)",
+    _cache_forward,
+    _cache_forward_fake,
+    no_gradient("flash_attention over a cache"),
+)
 
 
 def _attend_cache(

@@ -10,7 +10,7 @@
     small_case(case)                   the case of `small`
     spec(case, device)                 what the backends are asked about
     without_data(case, fully)          a `Call` that records the launches of our kernels
-    backends_of(case)                  the operation whose backends serve it, where that is another
+    BACKENDS_OF                        the operation whose backends serve it, where that is another; or a case -> it
 
 A new operation is a module here and a suite.
 """
@@ -45,8 +45,8 @@ def ops() -> list[str]:
 
 def backends_of(op: str, case: dict[str, Any]) -> str:
     """The operation of the registry whose backends serve a case of `op`."""
-    named: str = getattr(of(op), "backends_of", lambda _: op)(case)
-    return named
+    named = getattr(of(op), "BACKENDS_OF", op)
+    return str(named(case) if callable(named) else named)
 
 
 # ------------------------------------------------------------------------------------------------------- cases

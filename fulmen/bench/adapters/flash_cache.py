@@ -23,12 +23,9 @@ from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.testing import Expected
 from fulmen.testing import flash as testing
 
+BACKENDS_OF = "flash"
 KEYS = flash.KEYS | {"B": 64, "H": 64, "H_KV": 8, "N": 4096, "N_Q": 1, "D": 128, "page": 0, "grad": False}
 function, small_case = flash.function, adapters.small_case
-
-
-def backends_of(case: dict[str, Any]) -> str:
-    return "flash"
 
 
 def complete(case: dict[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,9 @@ def backends_of(case: dict[str, Any]) -> str:
     return "lightning" if case.get("layer") in LIGHTNING else "flash"
 
 
+BACKENDS_OF = backends_of
+
+
 def within(case: dict[str, Any]) -> Any:
     """The adapter of the attention within."""
     return adapters.of(backends_of(case))

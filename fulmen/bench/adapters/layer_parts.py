@@ -20,7 +20,7 @@ from fulmen.bench.gate import Formula, Problem
 from fulmen.testing import flash as softmax
 from fulmen.testing import lightning as linear
 
-KEYS, small_case, backends_of = layer.KEYS, layer.small_case, layer.backends_of
+BACKENDS_OF, KEYS, small_case = layer.BACKENDS_OF, layer.KEYS, layer.small_case
 complete, spec, attend_fully, without_data = layer.complete, layer.spec, layer.attend_fully, layer.without_data
 
 

@@ -25,6 +25,7 @@ from fulmen.bench.gate import Formula, Problem
 from fulmen.layers import GroupedQueryAttention, LightningAttention
 from fulmen.testing import Expected
 
+BACKENDS_OF = "lightning"
 KEYS: dict[str, Any] = {
     "B": 64, "N": 8192, "H": 16, "H_KV": None, "D": 128, "layers": 8, "pattern": "LLLLLLLG", "vocab": 32000,
     "compiled": False, "dtype": "auto",
@@ -43,10 +44,6 @@ def complete(case: dict[str, Any]) -> dict[str, Any]:
 def function(case: dict[str, Any]) -> str:
     kinds = {"L": "linear", "G": "softmax"}
     return f"a training step, {' and '.join(kinds[kind] for kind in kinds if kind in case['pattern'])} attention"
-
-
-def backends_of(case: dict[str, Any]) -> str:
-    return "lightning"
 
 
 def small_case(case: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fulmen.launch import Launch
+from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.rotary import p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
@@ -41,7 +42,6 @@ TILE = 2048  # elements of q, k or v that a program takes at a time
 TOKENS = 4  # whose heads a program of the forward takes, one after the other
 HEAD_PROGRAMS = 1056  # each for q, k and v, of a backward that sums up gradients of norms: 8 on each SM of an H200
 GATE_PROGRAMS = 528
-MAX_WIDTH = 16384  # features of a token that one program holds
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3}
 NORMS = {None: 0, "before": 1, "after": 2}  # RoPE
@@ -395,9 +395,12 @@ def _stand_ins(
 @triton.jit
 def gate_kernel(
     o_ptr, gate_ptr, weight_ptr, y_ptr, eps,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token: GROUPS groups of SIZE features."""
+    """One token: GROUPS groups of SIZE features. EARLY: it and the kernel that follows may start, as in `linear.py`."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     g = tl.arange(0, width_of(GROUPS))[:, None]
     i = tl.arange(0, width_of(SIZE))[None, :]
     there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
@@ -449,12 +452,13 @@ def gate_backward_kernel(
 
 
 def gate_launch(
-    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool
+    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool, early: bool = False
 ) -> Launch:
     """eps None: no norm, and weight is not looked at; nor is gate unless `gated`."""
     B, N, width = o.shape
-    rest = (eps or 0.0, groups, width // groups, eps is not None, gated)
-    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, warps(p2(groups) * p2(width // groups), 8))
+    rest = (eps or 0.0, groups, width // groups, eps is not None, gated, early)
+    options = warps(p2(groups) * p2(width // groups), 8) | starting(early)
+    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, options)
 
 
 def gate_backward_launch(
@@ -466,6 +470,17 @@ def gate_backward_launch(
     rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs)
     tensors, options = (o, gate, weight, dy, do, dgate, sums), warps(p2(groups) * p2(width // groups), 8)
     return Launch(gate_backward_kernel, programs, tensors, rest, options)
+
+
+def gated(
+    options: tuple[int, float], o: Tensor, gate: Tensor | None, weight: Tensor | None
+) -> tuple[tuple[Tensor], Launch]:
+    """As `Gated`, for `fused_call`; options are groups and eps."""
+    groups, eps = options
+    y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    given = (o, o if gate is None else gate, o if weight is None else weight, y)
+    early = starts_early(o.device)
+    return (y,), gate_launch(*given, groups, None if weight is None else eps, gate is not None, early)
 
 
 class Gated(torch.autograd.Function):
