@@ -38,11 +38,13 @@ def require_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
 
 
 def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool, kv_rows: int | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool, kv_rows: int | None = None,
+    groups: bool = False,
+) -> None:  # fmt: skip
     """One clear error for what is wrong with q (B, H, N, D), k (B, H_KV, N_KV, D) and v (B, H_KV, N_KV, E).
 
     kv_rows  what k and v have instead of B: the rows or pages of a cache
+    groups   q and k may also have equally many heads, which divide v's
     """
 
     def got() -> str:
@@ -61,8 +63,10 @@ def check_qkv(
         raise ValueError(f"v must share B={B_K} and N={N_K} with k; {got()}")
     if D_K != D:
         raise ValueError(f"k has head dim {D_K}, must have q's D={D}; {got()}")
-    if H_V != H_KV:
-        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}; {got()}")
+    shared = groups and H == H_KV > 0 and H_V % H == 0
+    if H_V != H_KV and not shared:
+        more = ", or a multiple if q has as many as k" if groups else ""
+        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}{more}; {got()}")
     if (H_KV == 0 and H != 0) or (H_KV != 0 and H % H_KV != 0):
         raise ValueError(f"k and v have {H_KV} heads, which must divide q's H={H}; {got()}")
     if not (1 <= D <= max_head_dim and 1 <= E <= max_head_dim):
@@ -231,6 +235,11 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     return True
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there: what is computed holds nothing until the first replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Forward mode would silently give zeros, torch.func.grad a riddle."""
     func = None if torch.compiler.is_compiling() else torch._C._functorch.peek_interpreter_stack()
@@ -275,9 +284,10 @@ def register_operator(
     torch.library.register_fake(f"fulmen::{name}", fake, lib=library)
     operator = getattr(torch.ops.fulmen, name).default
     general = make_autograd_impl(operator, AutogradInfo(gradients, save))
+    tensors = [i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type)]
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        given = [a for a in args if isinstance(a, Tensor)]
+        given = [args[i] for i in tensors if i < len(args)]  # defaults may be left out
         if is_plain_eager(*given) and not needs_gradient(given):
             return implementation(*args)
         return general(keyset, *args)
@@ -303,7 +313,7 @@ def register_mutation(
     def kernel(keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             raise NotImplementedError(f"{name} has no gradient: call it under torch.no_grad()")
-        torch._C._increment_version([args[i] for i in changed if args[i] is not None])
+        torch._C._increment_version([args[i] for i in changed if i < len(args) and args[i] is not None])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 

@@ -30,7 +30,7 @@ from fulmen.dispatch import Choice, register
 from fulmen.flash import sdpa, triton
 from fulmen.flash.kernels import backward as backward_kernel
 from fulmen.flash.kernels import combine, single_tile, sm90, small
-from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
+from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs, heads_as_queries
 from fulmen.plans import allocator
 
 KERNELS: dict[str, Any] = {"sm90": sm90, "small": small, "single_tile": single_tile}
@@ -53,10 +53,10 @@ def supports(spec: FlashSpec) -> str | None:
     choice = chosen(spec)
     if spec.needs_grad and choice.backward == "triton" and (why := triton.supports(spec)) is not None:
         return f"has triton's backward, which {why}"
-    kernel = KERNELS[choice.kernel]
-    why = cuda.problem(kernel.variant(spec, hw, choice), spec.device, kernel.shared_bytes(spec, choice))
+    kernel, call = KERNELS[choice.kernel], heads_as_queries(spec)
+    why = cuda.problem(kernel.variant(call, hw, choice), spec.device, kernel.shared_bytes(call, choice))
     if why is None and choice.splits > 1:
-        why = cuda.problem(combine.variant(spec), spec.device, combine.SHARED_BYTES)
+        why = cuda.problem(combine.variant(call, choice.splits), spec.device, combine.SHARED_BYTES)
     if why is None and choice.backward == "cuda" and spec.needs_grad:
         why = backward_problem(spec, choice)
     return why
@@ -76,7 +76,10 @@ def chosen(spec: FlashSpec) -> Choice:
 
 
 def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
-    launch: Callable[..., None] = KERNELS[choice.kernel].launcher(spec, choice, x, o)
+    call = heads_as_queries(spec)
+    if call is not spec:
+        x, o = x._replace(q=x.q[:, :, 0].unflatten(1, (call.H, -1))), o[:, :, 0].unflatten(1, (call.H, -1))
+    launch: Callable[..., None] = KERNELS[choice.kernel].launcher(call, choice, x, o)
     return launch
 
 

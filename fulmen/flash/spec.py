@@ -31,6 +31,8 @@ from fulmen.boundary import (
 )
 
 MAX_HEAD_DIM = 256
+PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
+MAX_FOLDED = 128  # heads that become queries
 
 Causal = bool | str
 Window = tuple[int | None, int | None] | None
@@ -89,6 +91,15 @@ class FlashSpec(NamedTuple):
     def causal(self) -> bool:
         """Nothing but causal: the one mask torch's SDPA can say."""
         return self.right == 0 and self.left is None and self.sequences is None and self.N_Q == self.N_KV
+
+
+def heads_as_queries(spec: FlashSpec) -> FlashSpec:
+    """The call with the query heads of a group as queries, if that is the same and they could not share a tile else."""
+    packable, masked = spec.group in (1, *PACKABLE_GROUPS), spec.left is not None or (spec.top_left and spec.right)
+    apart = masked or spec.has_sinks or spec.sequences is not None or spec.needs_grad
+    if packable or apart or spec.N_Q != 1 or spec.group > MAX_FOLDED:
+        return spec
+    return spec._replace(H=spec.H_KV, N_Q=spec.group, right=None, top_left=False)
 
 
 class Residuals(NamedTuple):

@@ -37,7 +37,9 @@ def supports(spec: LatentSpec) -> str | None:
     choice = chosen(spec)
     why = cuda.problem(latent.variant(spec, choice), spec.device, latent.SHARED_BYTES)
     if why is None and choice.splits > 1:
-        why = cuda.problem(combine.variant(latent.combined_spec(spec)), spec.device, combine.SHARED_BYTES)
+        why = cuda.problem(
+            combine.variant(latent.combined_spec(spec), choice.splits), spec.device, combine.SHARED_BYTES
+        )
     return why
 
 

@@ -22,6 +22,11 @@ difference >= 0, so nothing overflows.
 The two directions differ by one power of lambda, `LAG`: left to right, row r reads the incoming state decayed
 r + 1 times (o_t = q_t (lambda S_{t-1} + k_t v_t^T)); right to left the gradient of the final state reaches the
 last row undecayed, so r times. `docs/internals/kernels.md` derives this and the shared-memory budget.
+
+A decay for each token (`Tokens`) makes these factors anew in every chunk, as exponentials of differences of a running
+sum (`token_decays`). Both directions then cut a sequence at the same rows, so that p of dq and of dk has the same bits:
+the decay's gradient is a running sum of q . dq - k . dk, in which they cancel. The sweeps of dq and dk leave these
+products, `lightning_token_gradient_kernel` adds them up. docs/lightning.md derives it.
 """
 
 from __future__ import annotations
@@ -41,10 +46,10 @@ from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.launch import unsupported_device
 from fulmen.lightning.policy import TritonTile
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
+from fulmen.lightning.tokens import FORGOTTEN, lightning_token_gradient_kernel, token_decays
+from fulmen.tiles import LOG2E
 
-LOG2E = tl.constexpr(1.4426950408889634)
-FORGOTTEN = tl.constexpr(64)  # bits
 MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strides are 64-bit run-time values
 
 
@@ -69,7 +74,7 @@ class Rows(NamedTuple):
     stride_b: int
     stride_h: int
     stride_n: int
-    group: int
+    group: int = 1
 
 
 class Tensors(NamedTuple):
@@ -93,6 +98,18 @@ class States(NamedTuple):
     final: Any = None
     dfinal: Any = None
     dinitial: Any = None
+
+
+class Tokens(NamedTuple):
+    """A decay (B, H, N) for each token, as `Rows`, and what a sweep leaves beside rows and states; fp32, or None."""
+
+    ptr: Any = None
+    stride_b: int | None = None
+    stride_h: int | None = None
+    stride_n: int | None = None
+    group: int = 1
+    dots: Any = None  # (B, H, tiles of columns, N): q . dq of the sweep dq, k . dk of dk
+    keeps: Any = None  # what a segment leaves of the state that enters it, one number for each of `states`
 
 
 @triton.jit
@@ -123,6 +140,24 @@ def open_sweep(tensors, pid_b, pid_h, row, SWEEP: tl.constexpr):
     b_ptr, b_stride = at_row(b, pid_b, pid_h, row)
     c_ptr, c_stride = at_row(c, pid_b, pid_h, row)
     out_ptr, out_stride = at_row(out, pid_b, pid_h, row)
+    return a_ptr, a_stride, b_ptr, b_stride, c_ptr, c_stride, out_ptr, out_stride
+
+
+@triton.jit
+def open_sweeps(tensors, pid_b, pid_h, row, pid_sweep, SWEEPS: tl.constexpr):
+    """`open_sweep` of the one of SWEEPS that is this program's."""
+    a_ptr, a_stride, b_ptr, b_stride, c_ptr, c_stride, out_ptr, out_stride = open_sweep(
+        tensors, pid_b, pid_h, row, tl.constexpr(SWEEPS[0])
+    )
+    for i in tl.static_range(1, len(SWEEPS)):
+        mine = pid_sweep == i
+        a_i, a_stride_i, b_i, b_stride_i, c_i, c_stride_i, out_i, out_stride_i = open_sweep(
+            tensors, pid_b, pid_h, row, tl.constexpr(SWEEPS[i])
+        )
+        a_ptr, a_stride = tl.where(mine, a_i, a_ptr), tl.where(mine, a_stride_i, a_stride)
+        b_ptr, b_stride = tl.where(mine, b_i, b_ptr), tl.where(mine, b_stride_i, b_stride)
+        c_ptr, c_stride = tl.where(mine, c_i, c_ptr), tl.where(mine, c_stride_i, c_stride)
+        out_ptr, out_stride = tl.where(mine, out_i, out_ptr), tl.where(mine, out_stride_i, out_stride)
     return a_ptr, a_stride, b_ptr, b_stride, c_ptr, c_stride, out_ptr, out_stride
 
 
@@ -172,10 +207,54 @@ def owned(number, segment_offsets_ptr, num_segments, H):
 
 
 @triton.jit
+def walked_rows(
+    sequence, pid_segment, segment, cu_seqlens_ptr, N, C: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr
+):
+    """What a program walks: batch entry, the first row of its first chunk, how many rows, and the last chunk's place.
+
+    Right to left chunks and segments end where the sequence does. With a decay for each token they are those of the
+    way from left to right.
+    """
+    if cu_seqlens_ptr is None:
+        pid_b = sequence
+        begin = 0
+        end = N
+    else:  # clamped: a wrong cu_seqlens must not reach foreign memory
+        pid_b = sequence * 0
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), begin), N)
+    skip = pid_segment * segment
+    if TOKENS and REVERSE:
+        skip = (tl.cdiv(end - begin, segment) - 1 - pid_segment) * segment
+    length = tl.minimum(end - begin - skip, segment)
+    last = tl.maximum(tl.cdiv(length, C) - 1, 0) * C
+    row = end - skip - C if REVERSE else begin + skip
+    if TOKENS and REVERSE:
+        length = tl.where(skip < 0, 0, length)  # there is no such segment
+        row = begin + skip + last
+    return pid_b, row, length, last
+
+
+@triton.jit
+def entered(state, states, offs, plain, swapped, mask, scale, SWEEP: tl.constexpr):
+    """`state` and what enters a sweep."""
+    if SWEEP == "o" and states.initial is not None:
+        state += tl.load(states.initial + offs + plain, mask=mask, other=0.0)
+    if SWEEP == "dq" and states.initial is not None:
+        state += tl.load(states.initial + offs + swapped, mask=mask, other=0.0)
+    if SWEEP == "dv" and states.dfinal is not None:
+        state += tl.load(states.dfinal + offs + plain, mask=mask, other=0.0) / scale
+    if SWEEP == "dk" and states.dfinal is not None:
+        state += tl.load(states.dfinal + offs + swapped, mask=mask, other=0.0) / scale
+    return state
+
+
+@triton.jit
 def lightning_sweep_kernel(
     tensors,  # Tensors
     states,  # States
     decay_ptr,  # (H,) fp32, or None
+    tokens,  # Tokens
     cu_seqlens_ptr,  # (sequences + 1,) int32, or None
     segment_offsets_ptr,  # (sequences + 1,) int32, the first segment of each packed sequence that is split; or None
     H,
@@ -194,6 +273,8 @@ def lightning_sweep_kernel(
     # who am I: column tiles innermost, then sweeps, so that programs that read the same rows run side by side
     NUM_SWEEPS: tl.constexpr = len(SWEEPS)
     TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    TOKENS: tl.constexpr = tokens.ptr is not None
+    DOTS: tl.constexpr = tokens.dots is not None
     HAS_OUT: tl.constexpr = SWEEPS[0] != "state" and SWEEPS[0] != "dstate"
     REVERSE: tl.constexpr = SWEEPS[0] == "dk" or SWEEPS[0] == "dv" or SWEEPS[0] == "dstate"
     STEP: tl.constexpr = -C if REVERSE else C
@@ -202,31 +283,12 @@ def lightning_sweep_kernel(
     pid_sweep = pid // TILES_V % NUM_SWEEPS
     rest = pid // (TILES_V * NUM_SWEEPS)
     pid_sequence, pid_h, pid_segment = owned(rest, segment_offsets_ptr, num_segments, H)
-    if cu_seqlens_ptr is None:
-        pid_b = pid_sequence
-        begin = 0
-        end = N
-    else:  # clamped: a wrong cu_seqlens must not reach foreign memory
-        pid_b = pid_sequence * 0
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_sequence), 0), N)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_sequence + 1), begin), N)
-    skip = pid_segment * segment
-    length = tl.minimum(end - begin - skip, segment)
+    pid_b, row, length, last = walked_rows(pid_sequence, pid_segment, segment, cu_seqlens_ptr, N, C, REVERSE, TOKENS)
 
     # which sweep: merged into one set of pointers, so that the loop below exists once
-    row = end - skip - C if REVERSE else begin + skip
-    a_ptr, a_stride, b_ptr, b_stride, c_ptr, c_stride, out_ptr, out_stride = open_sweep(
-        tensors, pid_b, pid_h, row, tl.constexpr(SWEEPS[0])
+    a_ptr, a_stride, b_ptr, b_stride, c_ptr, c_stride, out_ptr, out_stride = open_sweeps(
+        tensors, pid_b, pid_h, row, pid_sweep, SWEEPS
     )
-    for i in tl.static_range(1, NUM_SWEEPS):
-        mine = pid_sweep == i
-        a_i, a_stride_i, b_i, b_stride_i, c_i, c_stride_i, out_i, out_stride_i = open_sweep(
-            tensors, pid_b, pid_h, row, tl.constexpr(SWEEPS[i])
-        )
-        a_ptr, a_stride = tl.where(mine, a_i, a_ptr), tl.where(mine, a_stride_i, a_stride)
-        b_ptr, b_stride = tl.where(mine, b_i, b_ptr), tl.where(mine, b_stride_i, b_stride)
-        c_ptr, c_stride = tl.where(mine, c_i, c_ptr), tl.where(mine, c_stride_i, c_stride)
-        out_ptr, out_stride = tl.where(mine, out_i, out_ptr), tl.where(mine, out_stride_i, out_stride)
     offs_c = tl.arange(0, C)
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = pid_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -234,9 +296,7 @@ def lightning_sweep_kernel(
     offs_b = offs_c[:, None] * (ROW_STRIDE if ROW_STRIDE else b_stride) + offs_k[None, :]
     offs_cv = offs_c[:, None] * (ROW_STRIDE if ROW_STRIDE else c_stride) + offs_v[None, :]
     offs_out = offs_c[None, :] * (ROW_STRIDE if ROW_STRIDE else out_stride) + offs_v[:, None]
-    mask_k = offs_k < K
-    mask_v = offs_v < V
-
+    mask_k, mask_v = offs_k < K, offs_v < V
     FP32: tl.constexpr = b_ptr.dtype.element_ty == tl.float32
 
     # what stays resident: the state, and the decay within a chunk; `place` is a row's turn in walking order
@@ -260,14 +320,7 @@ def lightning_sweep_kernel(
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     for i in tl.static_range(NUM_SWEEPS):
         mine = mask_state & (pid_sweep == i)
-        if SWEEPS[i] == "o" and states.initial is not None:
-            state += tl.load(states.initial + offs_state + plain, mask=mine, other=0.0)
-        if SWEEPS[i] == "dq" and states.initial is not None:
-            state += tl.load(states.initial + offs_state + swapped, mask=mine, other=0.0)
-        if SWEEPS[i] == "dv" and states.dfinal is not None:
-            state += tl.load(states.dfinal + offs_state + plain, mask=mine, other=0.0) / scale
-        if SWEEPS[i] == "dk" and states.dfinal is not None:
-            state += tl.load(states.dfinal + offs_state + swapped, mask=mine, other=0.0) / scale
+        state = entered(state, states, offs_state, plain, swapped, mine, scale, tl.constexpr(SWEEPS[i]))
 
     # a state alone: rows from whose time less than 2^-FORGOTTEN is left need not be read
     first = 0
@@ -277,26 +330,51 @@ def lightning_sweep_kernel(
         b_ptr += first // C * STEP * b_stride
         c_ptr += first // C * STEP * c_stride
 
+    if TOKENS:
+        s_ptr, s_stride = at_row(tokens, pid_b, pid_h, row)
+        passed = 1.0  # what is left of the state that entered
+        if DOTS:
+            d_ptr, d_stride = at_row(tensors.q if SWEEPS[0] == "dq" else tensors.k, pid_b, pid_h, row)
+            dots_ptr = tokens.dots + ((pid_b.to(tl.int64) * H + pid_h) * TILES_V + pid_v) * N + row
+            has_dots = pid_sweep == NUM_SWEEPS - 1  # of dv and dk the second
+
     for start in range(first, length, C):
         left = length - start
         mask_c = offs_c >= C - left if REVERSE else offs_c < left  # place < left, in fewer registers
+        if TOKENS:
+            if REVERSE:
+                left += start + start - last
+                mask_c = offs_c < left
+            s = tl.load(s_ptr + offs_c * s_stride, mask=mask_c, other=0.0)
+            chunk_mask, a_decay_c, c_decay_c, keep_c, rest_c = token_decays(s, scale, C, REVERSE, FP32)
+            s_ptr += STEP * s_stride
+            passed *= keep_c
         b = tl.load(b_ptr + offs_b, mask=mask_c[:, None] & mask_k[None, :], other=0.0)  # [C, K]
         c = tl.load(c_ptr + offs_cv, mask=mask_c[:, None] & mask_v[None, :], other=0.0)  # [C, V]
         c_late = tl.trans(c)
         if HAS_OUT:
             a = tl.load(a_ptr + offs_a, mask=mask_c[:, None] & mask_k[None, :], other=0.0)  # [C, K]
-            p = tl.dot(b, tl.trans(a), input_precision="ieee") * mask  # [C (j), C (i)]
+            p = tl.dot(b, tl.trans(a), input_precision="ieee")  # [C (j), C (i)]
+            p *= chunk_mask if TOKENS else mask
             p = p.to(c.dtype)  # before the next product, which needs the registers
             operand, undo = as_operand(state, a.dtype)
             inter = tl.dot(operand, tl.trans(a), input_precision="ieee")  # [V, C]
-            if decay_ptr is not None:
-                inter *= (a_decay * undo)[None, :]
+            if TOKENS or decay_ptr is not None:
+                inter *= ((a_decay_c if TOKENS else a_decay) * undo)[None, :]
             else:
                 inter *= scale * undo
             out = tl.dot(tl.trans(c), p, inter, input_precision="ieee")
             mask_out = mask_v[:, None] & mask_c[None, :]
             tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
-        if decay_ptr is not None:
+            if DOTS:
+                d = tl.load(d_ptr + offs_c[None, :] * d_stride + offs_v[:, None], mask=mask_out & has_dots, other=0.0)
+                tl.store(dots_ptr + offs_c, tl.sum(out * d, axis=0), mask=mask_c & has_dots)
+                d_ptr += STEP * d_stride
+                dots_ptr += STEP
+        if TOKENS:
+            c_late = (c_late * c_decay_c[None, :]).to(c.dtype)
+            state = state * keep_c + state * rest_c if FP32 else state * keep_c
+        elif decay_ptr is not None:
             walked = tl.minimum(left, C)
             c_decay = tl.exp2(rate * tl.maximum(walked - LAG - place, 0))
             c_late = (c_late * c_decay[None, :]).to(c.dtype)
@@ -318,6 +396,8 @@ def lightning_sweep_kernel(
             tl.store(states.final + offs_state + plain, state, mask=mine)
         if (SWEEPS[i] == "dv" or SWEEPS[i] == "dstate") and states.dinitial is not None:
             tl.store(states.dinitial + offs_state + plain, state * scale, mask=mine)
+    if tokens.keeps is not None:
+        tl.store(tokens.keeps + rest, passed)
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -358,6 +438,8 @@ def sweep(
     tensors: Tensors,
     states: States,
     segments: Segments | None = None,
+    dots: Tensor | None = None,
+    keeps: Tensor | None = None,
 ) -> Launch:
     """One launch of `sweeps`, which must agree in direction and in the sizes they contract over."""
     segments = segments or Segments(max(spec.N, 1), 1)
@@ -366,11 +448,15 @@ def sweep(
     strides = {rows.stride_n for rows in tensors if rows is not None}
     row_stride = strides.pop() if len(strides) == 1 and max(strides) < MAX_ROW_STRIDE else 0
     packed = segments.segment_offsets is not None
+    slopes, tokens = x.decay, Tokens()
+    if spec.per_token:
+        assert x.decay is not None
+        slopes, tokens = None, Tokens(*Rows(x.decay, *x.decay.stride()), dots, keeps)
     return Launch(
         kernel=lightning_sweep_kernel,
         grid=(1 if packed else spec.states) * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
         args=(
-            *(tensors, states, x.decay, x.cu_seqlens, segments.segment_offsets),
+            *(tensors, states, slopes, tokens, x.cu_seqlens, segments.segment_offsets),
             *(spec.H, spec.N, segments.rows, spec.states if packed else segments.number, spec.scale),
             *(sweeps, row_stride, K, V, tile.chunk, block(K), block_v),
         ),
@@ -395,38 +481,55 @@ def forward_launches(
 
 
 class Gradients(NamedTuple):
-    """dq, and dk, dv with one head per *query* head: in fp32 where several share one stored head."""
+    """dq, dk and dv with H heads each: in fp32 where several share one stored head.
+
+    With the gradient of a decay for each token, also the products it is a sum of: (B, H, tiles of D, N), fp32.
+    """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    qdq: Tensor | None = None
+    kdk: Tensor | None = None
 
     @classmethod
-    def empty(cls, spec: LightningSpec, x: Residuals) -> Gradients:
-        dtype = torch.float32 if spec.H != spec.H_KV else spec.dtype
-        return cls(
-            empty_rows(x.q, spec.H, spec.D),
-            empty_rows(x.k, spec.H, spec.D, dtype),
-            empty_rows(x.v, spec.H, spec.E, dtype),
-        )
+    def empty(
+        cls, spec: LightningSpec, x: Residuals, tile: int | None = None, shared: torch.dtype = torch.float32
+    ) -> Gradients:
+        """tile: columns of D in a program, if the products are wanted; shared: the dtype of heads that are summed."""
+
+        def rows(t: Tensor) -> Tensor:
+            return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
+
+        more = []
+        if tile is not None:
+            shape = spec.B, spec.H, triton.cdiv(spec.D, min(tile, block(spec.D))), spec.N
+            more = [x.q.new_empty(shape, dtype=torch.float32) for _ in range(2)]
+        return cls(rows(x.q), rows(x.k), rows(x.v), *more)
 
     def of_stored_heads(self, spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor, Tensor]:
-        if spec.H == spec.H_KV:
-            return self
-        dk, dv = (empty_rows(t, spec.H_KV, t.shape[3]) for t in (x.k, x.v))
-        for shared, each in ((dk, self.dk), (dv, self.dv)):
-            shared.copy_(each.unflatten(1, (spec.H_KV, -1)).sum(2))
-        return self.dq, dk, dv
+        def stored(t: Tensor, each: Tensor) -> Tensor:
+            if t.shape[1] == spec.H:
+                return each
+            total = each.unflatten(1, (t.shape[1], -1)).sum(2, dtype=torch.float32)
+            return empty_rows(t, t.shape[1], t.shape[3]).copy_(total)
+
+        return stored(x.q, self.dq), stored(x.k, self.dk), stored(x.v, self.dv)
+
+    def dots(self, sweeps: tuple[str, ...]) -> Tensor | None:
+        """Where a launch of `sweeps` leaves its products."""
+        return self.qdq if sweeps == ("dq",) else self.kdk if "dk" in sweeps else None
 
 
 def backward_tensors(spec: LightningSpec, x: Residuals, do: Tensor, grads: Gradients) -> Tensors:
-    q, k, v, do_, dq, dk, dv = (rows_of(t, spec) for t in (x.q, x.k, x.v, do, *grads))
+    q, k, v, do_, dq, dk, dv = (rows_of(t, spec) for t in (x.q, x.k, x.v, do, *grads[:3]))
     return Tensors(q, k, v, None, do_, dq, dk, dv)
 
 
 def backward_sweeps(spec: LightningSpec) -> list[tuple[str, ...]]:
-    """Which gradients share a launch: dv and dk, where they contract over dimensions of one size."""
-    return [("dv", "dk"), ("dq",)] if spec.D == spec.E else [("dv",), ("dk",), ("dq",)]
+    """Which gradients share a launch: dv and dk, where they contract over one size and have one dtype."""
+    alike = spec.D == spec.E and spec.groups is None
+    return [("dv", "dk"), ("dq",)] if alike else [("dv",), ("dk",), ("dq",)]
 
 
 def backward_launches(
@@ -440,14 +543,30 @@ def backward_launches(
 ) -> list[Launch]:
     tensors = backward_tensors(spec, x, do, grads)
     states = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
-    return [sweep(spec, tile, sweeps, x, tensors, states) for sweeps in backward_sweeps(spec)]
+    return [sweep(spec, tile, sweeps, x, tensors, states, dots=grads.dots(sweeps)) for sweeps in backward_sweeps(spec)]
+
+
+def token_gradient(
+    spec: LightningSpec, x: Residuals, grads: Gradients, dinitial: Tensor | None, ddecay: Tensor
+) -> Launch:
+    assert x.decay is not None
+    assert grads.qdq is not None
+    return Launch(
+        kernel=lightning_token_gradient_kernel,
+        grid=spec.states * spec.H if spec.N else 0,
+        args=(
+            *(ddecay, x.decay, grads.qdq, grads.kdk, x.initial_state, dinitial, x.cu_seqlens),
+            *(ddecay.stride(), x.decay.stride(), spec.H, spec.N),
+            *(grads.qdq.shape[2], spec.D * spec.E, min(2048, block(max(spec.N, 1)))),
+        ),
+        options={"num_warps": 4})  # fmt: skip
 
 
 def run_forward(
     backend: str, launches: Callable[..., list[Launch]], spec: LightningSpec, x: Residuals
 ) -> tuple[Tensor, Tensor | None]:
-    o = empty_rows(x.q, spec.H, spec.E)
-    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+    o = empty_output(spec, x)
+    final = empty_states(spec) if spec.with_final_state else None
     tile = dispatch.choose("lightning", spec, backend).tile
     run(launches(spec, tile, x, o, final), spec.device)
     return o, final
@@ -460,11 +579,15 @@ def run_backward(
     x: Residuals,
     do: Tensor,
     dstate: Tensor | None,
+    ddecay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    grads = Gradients.empty(spec, x)
-    dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tile = dispatch.choose("lightning", spec, backend).tile
-    run(launches(spec, tile, x, do, dstate, grads, dinitial), spec.device)
+    grads = Gradients.empty(spec, x, None if ddecay is None else getattr(tile, "sweep", tile).block_v)
+    dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    todo = launches(spec, tile, x, do, dstate, grads, dinitial)
+    if ddecay is not None:
+        todo.append(token_gradient(spec, x, grads, dinitial, ddecay))
+    run(todo, spec.device)
     return *grads.of_stored_heads(spec, x), dinitial
 
 

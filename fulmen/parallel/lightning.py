@@ -164,6 +164,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = ranks_of(group)
     x = check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens)
+    if (x.decay is not None and x.decay.ndim == 3) or x.q.shape[1] < x.v.shape[1]:
+        raise NotImplementedError(
+            "over ranks decay must be (H,) and v must not have more heads than q; "
+            f"got decay {None if decay is None else tuple(decay.shape)}, q {tuple(q.shape)}, v {tuple(v.shape)}"
+        )
     cut = cut_of_shards(x.q.shape[2], ranks, "contiguous", lengths)
     offsets, sequences = [0, cut.total], None
     if x.cu_seqlens is not None:

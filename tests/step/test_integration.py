@@ -19,6 +19,7 @@ KINDS = {
     "slots": {"slots": (3, -1), "pool": 4, "decay": "mixed"},
     "draft": {"slots": (1, 2), "pool": 3, "draft": True, "decay": "mixed", "T": 3},
     "bf16 states": {"decay": "mixed", "state_dtype": torch.bfloat16},
+    "token decay": {"decay": "token", "T": 2, "draft": True, "groups": 2},
 }
 
 
@@ -43,14 +44,14 @@ def test_opcheck(kind, layout, device):
     for t in (x.state, *(x.draft or ())):  # NaN in free slots would never be equal
         t.nan_to_num_(0.0)
     draft = x.draft or (None, None)
-    args = (x.q, x.k, x.v, x.decay, x.state, x.slots, *draft, x.accepted, x.scale, "auto")
+    args = (x.q, x.k, x.v, x.decay, x.state, x.slots, *draft[:2], x.accepted, x.scale, "auto", *draft[2:])
     torch.library.opcheck(torch.ops.fulmen.lightning_step.default, args)
 
 
 def test_the_schema_says_what_changes():
     schema = torch.ops.fulmen.lightning_step.default._schema
     changed = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert changed == ["state", "draft_k", "draft_v"]
+    assert changed == ["state", "draft_k", "draft_v", "draft_decay"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -80,5 +80,5 @@ def without_data(case: dict[str, Any], fully: bool) -> Call:
     q, k, v, do = empty(case)
     slopes = torch.empty(case["H"], device=q.device) if case["decay"] else None
     call = spec(case, q.device)._replace(has_initial_state=fully, with_final_state=fully)
-    initial = empty_states(q, case["B"], case["E"]) if fully else None
+    initial = empty_states(call) if fully else None
     return call, Residuals(q, k, v, slopes, initial, None), lambda o, state: (do, state)

@@ -435,6 +435,7 @@ flash_sm90_forward_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(1024) char shared[];
     const Shared at((u32)__cvta_generic_to_shared(shared));
     if (threadIdx.x == 0) {
+        prefetch(a.k), prefetch(a.q), prefetch(a.v);
         for (int i = 0; i < CONSUMERS; i++) mbarrier_init(at.q_full + 8 * i, 1), mbarrier_init(at.q_empty + 8 * i, 4);
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(at.k.full + 8 * i, 1), mbarrier_init(at.k.empty + 8 * i, WARPS);
