@@ -82,7 +82,11 @@ class Plan:
     ) -> None:
         self.spec, self.forward, self.backward = spec, forward, backward
         self.arguments, self.needs_grad = arguments, needs_grad
-        self.backwards: tuple[tuple[int, Guard, Repeated], ...] = ()
+        self.backwards: tuple[tuple[Hashable, Guard, Repeated], ...] = ()  # which tensors are given, and which are one
+
+    def backward_alone(self) -> Plan:
+        """The plan of calls of the backward alone: its tensors are the saved ones and the gradients."""
+        return Plan(self.spec, self.backward(), self.backward, self.arguments, False)
 
     def gradients(self, *tensors: Tensor | None) -> Any:
         """Runs the backward on saved tensors and gradients of any kind."""
@@ -92,9 +96,11 @@ class Plan:
         """The backward of these saved tensors and gradients; None unless this is a plain eager call."""
         if _grad_enabled() or _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
+        which: Hashable
         which, there = given(tensors)
         if len(set(map(id, there))) < len(there):  # guards know no tensor twice: cu_seqlens of q and k, or one k and v
-            which, there = given(tuple(None if any(t is u for u in tensors[:i]) else t for i, t in enumerate(tensors)))
+            first = tuple(next(i for i, u in enumerate(tensors) if u is t) for t in tensors)
+            which, there = (which, first), tuple({id(t): t for t in there}.values())
         for of, guard, known in self.backwards:
             if of == which and guard(*there):
                 return known.run if _aligned(there) else known.general

@@ -9,7 +9,7 @@ counts here are minima over all known algorithms, exact where they can be:
               backward  8 N D E                   dq, dk, dv and the reversed state, with the forward's states saved
     decoding                                      a step of linear attention reads and writes its states, too;
                                                   a latent cache is read once: its first E columns are the values
-    layers    forward   2 tokens in out           for each projection
+    layers    forward   2 tokens in out           for each projection; a decoding step reads its cache, too
               backward  twice that                less the gradient of the layer's own input, which may not be wanted
 
 `usual` is the work as papers and other tools count it (backward 5/2 of the forward, forward and backward each moving
@@ -21,6 +21,7 @@ Ceilings are dense: SMs x FLOP/clk/SM x clock. Numbers with "sparsity" are twice
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -127,8 +128,8 @@ def family(op: str, function: str = "") -> str | None:
 def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
     """(in, out) of a layer's projections, the output's last, as the case says or implies; [] where it says too little.
 
-    Latent attention: q down and up, k and v down (with the D - E elements of k that RoPE turns) and up; both latents
-    have size `rank`.
+    Latent attention: q down and up, k and v down (with the D - E elements of k that RoPE turns) and up; the latents
+    have size `rank`, that of the queries `q_rank` if given. A lightning layer with a `gate` has one more.
     """
     given = case.get("projections")
     if given is not None:
@@ -142,10 +143,11 @@ def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
         return []
     E, hidden, rank = _int(case, "E") or D, _int(case, "hidden", "model"), _int(case, "rank")
     if rank:
-        hidden = hidden or H * E
-        return [(hidden, rank), (rank, H * D), (hidden, rank + D - E), (rank, 2 * H * E), (H * E, hidden)]
+        hidden, q_rank = hidden or H * E, _int(case, "q_rank") or rank
+        return [(hidden, q_rank), (q_rank, H * D), (hidden, rank + D - E), (rank, 2 * H * E), (H * E, hidden)]
     hidden, H_KV = hidden or H * D, _int(case, "H_KV") or H
-    return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), (H * E, _int(case, "out") or hidden)]
+    gate = [(hidden, H * E)] if case.get("gate") is True else []
+    return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), *gate, (H * E, _int(case, "out") or hidden)]
 
 
 # -------------------------------------------------------------------------------------------------- work
@@ -193,7 +195,14 @@ def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work
         return None
     work = attention(kind, shape, case, pass_)
     sizes = projections_of(case) if op.startswith("layer") else []
-    return layer(pass_, work, shape, sizes) if sizes else work
+    if not sizes:
+        return work
+    whole = layer(pass_, work, shape, sizes)
+    if not op.startswith("layer_step"):
+        return whole
+    read, written = cache_bytes(shape, case)
+    reads, writes = whole.reads + read, whole.writes + written
+    return dataclasses.replace(whole, reads=reads, writes=writes, usual_bytes=reads + writes)
 
 
 def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
@@ -227,6 +236,15 @@ def state_bytes(shape: Shape, case: Mapping[str, Any]) -> float:
     """Of the states that a decoding step reads and writes, which a case with a `state_dtype` is."""
     size = ITEMSIZE.get(dtype_name(case.get("state_dtype", "")) or "", 0)
     return float(size * sum(B for B, _, _ in shape.batches) * shape.H * shape.D * shape.E)
+
+
+def cache_bytes(shape: Shape, case: Mapping[str, Any]) -> tuple[float, float]:
+    """(read, written) of the cache or the states by a decoding step of a layer; a latent cache serves all heads."""
+    if states := state_bytes(shape, case):
+        return states, states
+    rank = _int(case, "rank")
+    width = rank + shape.D - shape.E if rank else shape.H_KV * (shape.D + shape.E)
+    return float(shape.itemsize * shape.keys * width), 0.0
 
 
 def layer(pass_: str, within: Work, shape: Shape, sizes: list[tuple[int, int]]) -> Work:

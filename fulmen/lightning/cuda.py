@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import readable
+from fulmen.boundary import address, readable
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
@@ -45,7 +45,6 @@ from fulmen.lightning.kernels.sweep import (
     States,
     SweepLaunch,
     V,
-    address,
     addresses,
     shared_bytes,
     variant,

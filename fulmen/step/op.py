@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import is_plain_eager, no_gradient, outside_autocast, refuse_derivatives_we_lack
+from fulmen.boundary import (
+    is_plain_eager,
+    no_gradient,
+    outside_autocast,
+    refuse_derivatives_we_lack,
+    register_mutation,
+)
 from fulmen.plans import Plan, Repeated
 from fulmen.step.spec import Tensors, check_inputs, check_values, empty_output, spec_of
 
@@ -77,7 +83,7 @@ def lightning_step(
             return torch.ops.fulmen.lightning_step(*x[:-1], scale, backend, x.draft_decay)
         plan = _planned(tensors, scale, backend)
     elif plan.spec.device.type == "cpu":
-        check_values(decay, slots)
+        check_values(decay, slots, state.shape[0])
     o: Tensor = plan.forward.run(*tensors)
     _note_change((state,) if draft is None else (state, *draft))
     return o
@@ -86,7 +92,7 @@ def lightning_step(
 def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
     """The plan of a call whose arguments are right."""
     x = Tensors(*tensors)
-    check_values(x.decay, x.slots)
+    check_values(x.decay, x.slots, x.state.shape[0])
     which, given = plans.given(x)
     key = (which, "step", scale, backend)
     plan = plans.find(key, given)
@@ -113,14 +119,6 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
 # ------------------------------------------------------------------------- the torch.library boundary
 
 
-_lib = torch.library.Library("fulmen", "FRAGMENT")
-_lib.define(
-    "lightning_step(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor(a!) state, Tensor? slots, "
-    "Tensor(b!)? draft_k, Tensor(c!)? draft_v, Tensor? accepted, float scale, str backend, "
-    "Tensor(d!)? draft_decay=None) -> Tensor"
-)
-
-
 def _step(*args: Any) -> Tensor:
     tensors, scale, backend = _arguments(*args)
     o: Tensor = _planned(tensors, scale, backend).forward.run(*tensors)
@@ -138,5 +136,12 @@ def _arguments(*args: Any) -> tuple[Tensors, float, str]:
     return Tensors(*tensors)._replace(draft_decay=draft_decay), scale, backend
 
 
-_lib.impl("lightning_step", _step, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::lightning_step", _step_fake, lib=_lib)
+_lib = torch.library.Library("fulmen", "FRAGMENT")
+register_mutation(
+    _lib,
+    "lightning_step(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor(a!) state, Tensor? slots, "
+    "Tensor(b!)? draft_k, Tensor(c!)? draft_v, Tensor? accepted, float scale, str backend, "
+    "Tensor(d!)? draft_decay=None) -> Tensor",
+    _step,
+    _step_fake,
+)

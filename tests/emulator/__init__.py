@@ -70,7 +70,9 @@ def operands(section: str) -> list[str]:
     return [re.match(r'\s*"[^"]*"\s*\((.*)\)\s*$', one, re.S)[1] for one in cut(section, ",") if one.strip()]
 
 
-NOTHING = re.compile(r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^\{\.reg \.pred never")
+NOTHING = re.compile(
+    r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^prefetch\.tensormap|^\{\.reg \.pred never"
+)
 CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"ex2\.approx\.ftz\.f32", "{0} = emulator::ex2({1})"),
     (r"rcp\.approx\.ftz\.f32", "{0} = emulator::rcp({1})"),

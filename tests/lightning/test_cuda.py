@@ -96,6 +96,11 @@ def test_no_register_is_overwritten_while_a_product_reads_it(made):
         assert sass.overwritten(text) == [], variant
 
 
+def test_nothing_is_read_before_the_kernel_ahead_is_over(made):
+    for variant, (*_, text) in made.items():
+        assert sass.read_early(text) == [], variant
+
+
 def test_blocks_of_a_head_share_without_a_fence_of_the_whole_gpu(made):
     """Which the compiler takes for granted wherever blocks of a cluster tell each other something, and which costs more
     than sharing gains."""

@@ -113,6 +113,12 @@ def test_values_are_checked_at_every_call():
             call(decay=-torch.ones(4))
 
 
+def test_rows_without_a_slot_need_not_differ():
+    """Any number that is no slot is padding."""
+    for slots in (ints(-1, -1), ints(3, 3), ints(7, 7)):
+        assert not call(slots=slots).any()
+
+
 def test_a_wrong_call_changes_nothing():
     x = GOOD.clone()
     with pytest.raises(ValueError, match="backend='fast': step has"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fulmen
 from fulmen import dispatch, plans
@@ -96,15 +97,35 @@ def test_a_pool_at_an_odd_address():
         assert torch.equal(odd, want.state)
 
 
-def test_the_change_is_seen_by_autograd():
+def by_operator(x: testing.Inputs) -> torch.Tensor:
+    tensors = (x.q, x.k, x.v, x.decay, x.state, x.slots, *(x.draft or (None, None)), x.accepted)
+    return torch.ops.fulmen.lightning_step(*tensors, x.scale, "auto")
+
+
+def in_a_mode(x: testing.Inputs) -> torch.Tensor:
+    with FlopCounterMode(display=False):
+        return step(x)
+
+
+@pytest.mark.parametrize("call", [step, by_operator, in_a_mode])
+def test_the_change_is_seen_by_autograd(call):
     """A product that saved the state for its backward must not be differentiated with what it is later."""
     x = testing.inputs()
     weight = torch.ones_like(x.state, requires_grad=True)
     y = (weight * x.state).sum()
     with torch.no_grad():
-        step(x)
+        call(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+def test_the_operator_refuses_gradients():
+    x = testing.inputs()
+    leaf = x._replace(q=x.q.clone().requires_grad_())
+    with pytest.raises(NotImplementedError, match="lightning_step has no gradient"):
+        by_operator(leaf)
+    with torch.no_grad():
+        by_operator(leaf)
 
 
 def test_fake_tensors_go_through_the_operator():
@@ -126,6 +147,12 @@ def test_inference_mode_and_autocast():
     assert o.dtype == torch.bfloat16
     assert y.state.dtype == torch.float32
     torch.testing.assert_close(o.float(), a, rtol=0.05, atol=0.05)
+
+
+def test_autocast_is_named_where_a_draft_does_not_match():
+    x = testing.inputs(draft=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"torch\.autocast cast to it"):
+        step(x)
 
 
 @pytest.mark.parametrize("backend", sorted(dispatch.kernels("step")))

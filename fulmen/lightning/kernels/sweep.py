@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda
+from fulmen.boundary import address
 from fulmen.lightning.policy import SAVED_ROWS, SweepTile
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
@@ -139,10 +140,6 @@ AROUND = {  # the states that enter and leave a sweep; those that leave dv and d
     "state": (None, FINAL),
     "dstate": (None, DINITIAL),
 }
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def addresses(
