@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulmen import hardware
+from fulmen.boundary import rows_aligned
 from fulmen.hardware import TARGETS
 from fulmen.plans import Repeated, allocator
 
@@ -86,14 +87,8 @@ def facts_of(x: Tensor, rows: int) -> dict[str, Any]:
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether the hardware's tensor copy can read these: whole 16-byte units, nothing empty or repeated."""
-    for x in tensors:
-        unit = 16 // x.element_size()
-        if x.data_ptr() % 16 or x.shape[3] % unit or not x.numel():
-            return False
-        if any(n > 1 and (s % unit or s == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)):
-            return False
-    return True
+    """Whether TMA can read these: whole 16-byte units, nothing empty or repeated."""
+    return all(x.numel() and x.shape[3] % (16 // x.element_size()) == 0 and rows_aligned(x) for x in tensors)
 
 
 class Ready:

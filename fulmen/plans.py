@@ -84,6 +84,10 @@ class Plan:
         self.arguments, self.needs_grad = arguments, needs_grad
         self.backwards: tuple[tuple[Hashable, Guard, Repeated], ...] = ()  # which tensors are given, and which are one
 
+    def backward_alone(self) -> Plan:
+        """The plan of calls of the backward alone: its tensors are the saved ones and the gradients."""
+        return Plan(self.spec, self.backward(), self.backward, self.arguments, False)
+
     def gradients(self, *tensors: Tensor | None) -> Any:
         """Runs the backward on saved tensors and gradients of any kind."""
         return (self.backward_of(tensors) or self.backward().general)(*tensors)

@@ -230,7 +230,7 @@ def launches(case: Case) -> list[Any]:
     if case.pass_ == "forward":
         return module.forward_launches(spec, tile, saved, empty_output(spec, saved), state)
     dstate = x.dstate if case.states else None
-    grads = Gradients.empty(spec, getattr(tile, "sweep", tile), saved, case.per_token)
+    grads = Gradients.empty(spec, saved, getattr(tile, "sweep", tile).block_v if case.per_token else None)
     found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state)
     return [*found, token_gradient(spec, saved, grads, state, torch.empty_like(decay))] if case.per_token else found
 

@@ -102,7 +102,8 @@ LATENT = """
 ## Latent attention
 
 `auto` takes `cuda` on compute capability 9.0 where it serves the call, else `triton`. A block of `cuda` owns {rows}
-queries, of any heads, and takes {keys} keys at a time. An entry of `triton` is the same, with warps and stages.
+queries, of any heads, and takes {keys} keys at a time, or half as many where {rows} queries are all and keys many. An
+entry of `triton` is the same, with warps and stages.
 
 | GPU | shared memory | up to 16 queries and heads | more | fp32 |
 |---|---|---|---|---|

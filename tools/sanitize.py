@@ -10,6 +10,7 @@ build/sanitize/. The exit status is 1 if the sanitizer found anything or a proce
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from fulmen.flash.policy import OWN_BACKWARD
 from fulmen.testing import flash as softmax
 from fulmen.testing import latent as latents
+from fulmen.testing import step as steps
 from fulmen.testing.lightning import check, inputs
 
 BF16 = torch.bfloat16
@@ -102,7 +104,32 @@ def latent() -> None:
         latents.check(latents.inputs(140, 16, 1, 200, 576, 512, dtype=BF16, device="cuda"), backend)  # not split
 
 
-OPERATIONS = {"flash-cuda": flash_cuda, "flash-triton": flash_triton, "lightning": lightning, "latent": latent}
+def cache() -> None:
+    """Softmax attention over a cache; some entries of page tables lead out of it."""
+    for backend, D in itertools.product(("cuda", "triton"), (64, 128, 256)):
+        for page, lengths in ((None, [700, 65, 0]), (16, [700, 17, 1 << 30]), (64, [-1, 640, 64])):
+            for heads, N_Q in ((8, 3), (10, 1)):
+                x = softmax.cache_inputs(
+                    kv_lengths=lengths, capacity=704, page=page, H=heads, H_KV=2, N_Q=N_Q, D=D, causal=True, dtype=BF16,
+                    device="cuda",
+                )  # fmt: skip
+                if x.page_table is not None:
+                    x.page_table[0, 1], x.page_table[1, 0] = 1 << 30, -7
+                softmax.backend(backend)(x)
+
+
+def step() -> None:
+    for state, T in itertools.product((torch.float32, BF16), (1, 8)):
+        x: dict[str, Any] = {"B": 3, "H": 4, "H_KV": 2, "T": T, "dtype": BF16, "state_dtype": state, "device": "cuda"}
+        for D, E in ((128, 128), (80, 21)):
+            steps.check(steps.inputs(D=D, E=E, slots=(4, -1, 1 << 30), pool=5, decay="mixed", **x), "triton")
+            steps.check(steps.inputs(D=D, E=E, draft=True, accepted=(0, 99, -5), **x), "triton")
+
+
+OPERATIONS = {
+    "flash-cuda": flash_cuda, "flash-triton": flash_triton, "cache": cache, "lightning": lightning, "latent": latent,
+    "step": step,
+}  # fmt: skip
 
 
 def sanitize(operation: str, tool: str) -> str | None:

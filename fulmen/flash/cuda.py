@@ -11,8 +11,9 @@ and lse, is our own where policy.py says so, else cuDNN's where `sdpa` has it, e
     backward      for Hopper: D = E of 64 or 128, every option
 
 All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for TMA, which sm90
-loads with, those that repeat (stride 0). NVRTC compiles a source at the first call that needs it (`fulmen.cuda`), in
-seconds, and the result is kept on disk.
+loads with, those that repeat (stride 0). A cache is never copied: such a call is refused.
+
+NVRTC compiles a source at the first call that needs it (`fulmen.cuda`), in seconds, and the result is kept on disk.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import empty_rows
+from fulmen.boundary import address, empty_rows, rows_aligned
 from fulmen.dispatch import Choice, register
 from fulmen.flash import sdpa, triton
 from fulmen.flash.kernels import backward as backward_kernel
 from fulmen.flash.kernels import combine, single_tile, sm90, small
-from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs
+from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs, heads_as_queries
 from fulmen.plans import allocator
 
 KERNELS: dict[str, Any] = {"sm90": sm90, "small": small, "single_tile": single_tile}
@@ -47,13 +48,15 @@ def supports(spec: FlashSpec) -> str | None:
         return f"needs a positive scale, and it is {spec.scale}"
     if (why := (sm90 if hw.arch == 90 else small).unsupported_reason(spec, hw)) is not None:
         return why
+    if not spec.aligned:
+        return "needs a cache whose rows begin at multiples of 16 bytes and do not repeat"
     choice = chosen(spec)
     if spec.needs_grad and choice.backward == "triton" and (why := triton.supports(spec)) is not None:
         return f"has triton's backward, which {why}"
-    kernel = KERNELS[choice.kernel]
-    why = cuda.problem(kernel.variant(spec, hw, choice), spec.device, kernel.shared_bytes(spec, choice))
+    kernel, call = KERNELS[choice.kernel], heads_as_queries(spec)
+    why = cuda.problem(kernel.variant(call, hw, choice), spec.device, kernel.shared_bytes(call, choice))
     if why is None and choice.splits > 1:
-        why = cuda.problem(combine.variant(spec), spec.device, combine.SHARED_BYTES)
+        why = cuda.problem(combine.variant(call, choice.splits), spec.device, combine.SHARED_BYTES)
     if why is None and choice.backward == "cuda" and spec.needs_grad:
         why = backward_problem(spec, choice)
     return why
@@ -72,28 +75,19 @@ def chosen(spec: FlashSpec) -> Choice:
     return dispatch.choose("flash", spec, "cuda")
 
 
-def readable(x: Tensor, repeats: bool) -> bool:
-    """Whether rows start at multiples of 16 bytes and, unless they may, do not repeat."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(
-        n <= 1 or (s % unit == 0 and (repeats or s != 0)) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
-    )
-
-
 def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
-    launch: Callable[..., None] = KERNELS[choice.kernel].launcher(spec, choice, x, o)
+    call = heads_as_queries(spec)
+    if call is not spec:
+        x, o = x._replace(q=x.q[:, :, 0].unflatten(1, (call.H, -1))), o[:, :, 0].unflatten(1, (call.H, -1))
+    launch: Callable[..., None] = KERNELS[choice.kernel].launcher(call, choice, x, o)
     return launch
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def forward(spec: FlashSpec, x: Residuals, choice: Choice | None = None) -> tuple[Tensor, Tensor | None]:
     choice = choice or chosen(spec)
     o, lse = empty_outputs(spec, x)
     for name in ("q", "k", "v"):
-        if not readable(getattr(x, name), repeats=KERNELS[choice.kernel].TAKES_REPEATS):
+        if not rows_aligned(getattr(x, name), KERNELS[choice.kernel].TAKES_REPEATS):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
     others = x[3:] if spec.has_kv_lengths else x[3:6]
     launcher(spec, choice, x, o)(*map(address, (*x[:3], o, lse, *others)))
@@ -105,7 +99,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor
     choice = chosen(spec)
     if spec.has_sinks and spec.sequences is not None:  # whose lse is filled first
         return None
-    if not all(readable(t, KERNELS[choice.kernel].TAKES_REPEATS) for t in x[:3]):
+    if not all(rows_aligned(t, KERNELS[choice.kernel].TAKES_REPEATS) for t in x[:3]):
         return None
     o, lse = empty_outputs(spec, x)
     launch, new_o, new_lse = launcher(spec, choice, x, o), allocator(o), None if lse is None else allocator(lse)
@@ -136,9 +130,9 @@ def backward(
     if choice.backward == "triton":
         return triton.backward(spec, x, o, lse, do, dlse)
     for name in ("q", "k", "v"):
-        if not readable(getattr(x, name), repeats=False):
+        if not rows_aligned(getattr(x, name)):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
-    o, do = (t if readable(t, repeats=False) else t.clone(memory_format=torch.contiguous_format) for t in (o, do))
+    o, do = (t if rows_aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (o, do))
     dq, dk, dv = empty_gradients(spec, x)
     work = backward_kernel.empty_workspace(spec, choice.backward_tile)
     launch = backward_kernel.launcher(spec, choice.backward_tile, x, o, do, dq, dk, dv)
@@ -161,7 +155,7 @@ def prepare_backward(
         return sdpa.prepare_backward(spec, x, o, lse, do, dlse, "cudnn")
     if choice.backward == "triton":
         return triton.prepare_backward(spec, x, o, lse, do, dlse)
-    if not all(readable(t, repeats=False) for t in (*x[:3], o, do)):
+    if not all(rows_aligned(t) for t in (*x[:3], o, do)):
         return None
     results, tile = empty_gradients(spec, x), choice.backward_tile
     launch = backward_kernel.launcher(spec, tile, x, o, do, *results)

@@ -156,9 +156,14 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tensors, lse = args[:TENSORS], args[TENSORS + 1]
     if lse.shape != tensors[0].shape[:3]:
         raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
-    arguments, given = args[TENSORS + 4 :], args[: TENSORS + 4]
-    plan = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
-    dq, dk, dv, dsinks = plan.gradients(*given)
+    arguments = args[TENSORS + 4 :]
+    which, given = given_tensors(args[: TENSORS + 4])
+    key = (which, "flash backward operator", *arguments)
+    plan = plans.find(key, given)
+    if plan is None:
+        ahead = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
+        plan = plans.keep(key, given, ahead.backward_alone())
+    dq, dk, dv, dsinks = plan.forward.run(*args[: TENSORS + 4])
     return dq, dk, dv, _nothing(lse) if dsinks is None else dsinks
 
 

@@ -23,8 +23,8 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.flash import policy_cache, sdpa
-from fulmen.flash.policy_backward import backward_tile, workspace
-from fulmen.flash.spec import FlashSpec, tiles_of
+from fulmen.flash.policy_backward import affordable, backward_tile, workspace
+from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec, heads_as_queries, tiles_of
 from fulmen.hardware import Hardware
 
 # --------------------------------------------------------------------------------------------------- tile types
@@ -125,7 +125,6 @@ PASSES = ("forward", "dq", "dkdv")
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.40, over triton 1.3 to 1.9 (options)
 SMALL_MAX_TOKENS = 512
-PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
 
 # -------------------------------------------------------------------------------------------- what "auto" takes
 
@@ -176,8 +175,8 @@ def is_plain(spec: FlashSpec) -> bool:
 
 def fastest(spec: FlashSpec, hw: Hardware) -> str:
     """The backend measured to be the fastest; torch's where nothing was measured."""
-    if spec.has_kv_lengths:  # heads that cannot share a tile each read their keys in `cuda`, in `triton` they share
-        return "cuda" if hw.arch == 90 and (spec.group == 1 or spec.group in PACKABLE_GROUPS) else "triton"
+    if spec.has_kv_lengths:  # heads that share no tile read their keys one by one in `cuda`, in `triton` they share
+        return "cuda" if hw.arch == 90 and heads_as_queries(spec).group in (1, *PACKABLE_GROUPS) else "triton"
     if hw.arch != 90:
         return "sdpa"
     plain = is_plain(spec)
@@ -222,9 +221,9 @@ def decode(spec: FlashSpec, hw: Hardware) -> str | None:
 
     us between events, cuda, FlashAttention-2 and triton: D 128, H32/8, B1 1 x 8192 21, 31, 99; B4 1 x 16384 78, 87,
     196; B64 1 x 1024 76, 114, 167; H128/4, B64 1 x 8192 264, 403, 3937; D 64, H64/4, B64 1 x 32768 527, 880, 4584;
-    D 256, H16/2, B32 1 x 32768 521, 485, 4101. Groups of heads that cannot share a tile: H5/1, B2 1 x 131072 107, 72,
-    1470; H128/1, B64 1 x 2048 940, 47, 1046. With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101;
-    D 128, H32/8, softcap 24, 246; 1 x 300 12, 16.
+    D 256, H16/2, B32 1 x 32768 521, 485, 4101. Heads as queries: H5/1, B2 1 x 131072 47, 71; H128/1, B64 1 x 2048 39,
+    46; D 256, B128 1 x 4096 147, 250. With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101; D 128,
+    H32/8, softcap 24, 246; 1 x 300 12, 16.
     """
     rows, decoding = spec.N_Q * spec.group, is_decoding(spec)
     few = rows <= 64
@@ -233,15 +232,15 @@ def decode(spec: FlashSpec, hw: Hardware) -> str | None:
         return None
     if spec.dtype not in (torch.bfloat16, torch.float16) or spec.scale < 0 or (spec.D, spec.E) not in SM90_HEAD_DIMS:
         return "sdpa" if decoding and is_plain(spec) and spec.N_KV > 256 else None
-    tile = sm90_tile(spec, hw)
-    number = splits(spec, tile, hw)
+    tile = sm90_tile(call := heads_as_queries(spec), hw)
+    number = splits(call, tile, hw)
     if not is_plain(spec):
         return "cuda" if few or number > 1 else None
     if spec.N_KV <= 256:
         return None
     if not (few or decoding):
         return "cuda" if number > 1 else None
-    shares_keys = tile.pack_gqa or spec.group == 1  # else each head reads its keys for itself
+    shares_keys = tile.pack_gqa or call.group == 1  # else each head reads its keys for itself
     too_large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for torch
     bottom_right = spec.right is not None and spec.N_Q > 1  # which torch cannot say
     return "cuda" if shares_keys or too_large or bottom_right else "sdpa"
@@ -263,7 +262,7 @@ def sm90_base_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
     waves = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
     if spec.D == 64:
         if few or (spec.plain and spec.N_KV <= 512 and waves[64] <= 2):
-            return Sm90Tile(1, 128, 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
+            return Sm90Tile(1, 128, 3 if few else 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
         short = spec.N_KV <= 1024 if causal else 1.2 * math.ceil(waves[192]) >= math.ceil(waves[128])
         if spec.softcap is not None or (spec.plain and short):
             return Sm90Tile(2, 128, 2)  # B32 H8 N1024, causal: 288, 317
@@ -561,11 +560,12 @@ def choose(spec: FlashSpec, hw: Hardware, backend: str = "auto") -> Choice:
     if backend == "triton":
         return Choice(backend, backend, triton_tiles(spec, hw), 1, backend)
     if backend == "cuda":
-        short = short_tile(spec, hw) if hw.arch == 90 else small_tile(spec, hw)
+        call = heads_as_queries(spec)
+        short = short_tile(call, hw) if hw.arch == 90 else small_tile(call, hw)
         if short is not None:
             return with_backward(spec, hw, Choice(backend, short.kernel, short, 1, ""))
-        tile = sm90_tile(spec, hw)
-        return with_backward(spec, hw, Choice(backend, tile.kernel, tile, splits(spec, tile, hw), ""))
+        tile = sm90_tile(call, hw)
+        return with_backward(spec, hw, Choice(backend, tile.kernel, tile, splits(call, tile, hw), ""))
     return Choice(backend, backend, None, 1, backend)
 
 
@@ -583,10 +583,10 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    Our own where it was measured (OWN_BACKWARD). cuDNN's is faster than triton's, but has no option except causal, no
-    gradient of lse and no fixed order of sums, and builds a plan for every new shape.
+    Our own where it was measured (OWN_BACKWARD) and `affordable`. cuDNN's is faster than triton's, but has no option
+    except causal, no gradient of lse and no fixed order of sums, and builds a plan for every new shape.
     """
-    if hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD:
+    if hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD and affordable(spec):
         return "cuda"
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
     return "cudnn" if cudnn else "triton"

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.boundary import empty_rows
+from fulmen.boundary import empty_rows, rows_aligned
 from fulmen.dispatch import register
 from fulmen.flash.spec import FlashSpec, Residuals
 
@@ -176,9 +176,7 @@ def ordered_like(x: Tensor, y: Tensor) -> Tensor:
 
 def loadable(x: Tensor) -> Tensor:
     """x, or a copy if its rows do not start at multiples of 16 bytes or share memory."""
-    step = 16 // x.element_size()
-    apart = all(x.shape[i] == 1 or (x.stride(i) and x.stride(i) % step == 0) for i in range(3))
-    return x if apart and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_first(x: Tensor) -> Tensor:

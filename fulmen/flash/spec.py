@@ -14,8 +14,11 @@ from torch import Tensor
 
 from fulmen import plans
 from fulmen.boundary import (
+    aligned,
     as_int,
     autocast,
+    autocasts,
+    check_int32,
     check_offset_values,
     check_offsets,
     check_qkv,
@@ -28,6 +31,8 @@ from fulmen.boundary import (
 )
 
 MAX_HEAD_DIM = 256
+PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
+MAX_FOLDED = 128  # heads that become queries
 
 Causal = bool | str
 Window = tuple[int | None, int | None] | None
@@ -64,6 +69,7 @@ class FlashSpec(NamedTuple):
     deterministic: bool = False  # torch.use_deterministic_algorithms asks for gradients that repeat bit for bit
     has_kv_lengths: bool = False
     page: int | None = None  # rows of a page of k and v; None: a row of the cache is one tensor
+    aligned: bool = True  # rows of a cache begin at multiples of 16 bytes and do not repeat
 
     @property
     def wants_lse(self) -> bool:
@@ -85,6 +91,15 @@ class FlashSpec(NamedTuple):
     def causal(self) -> bool:
         """Nothing but causal: the one mask torch's SDPA can say."""
         return self.right == 0 and self.left is None and self.sequences is None and self.N_Q == self.N_KV
+
+
+def heads_as_queries(spec: FlashSpec) -> FlashSpec:
+    """The call with the query heads of a group as queries, if that is the same and they could not share a tile else."""
+    packable, masked = spec.group in (1, *PACKABLE_GROUPS), spec.left is not None or (spec.top_left and spec.right)
+    apart = masked or spec.has_sinks or spec.sequences is not None or spec.needs_grad
+    if packable or apart or spec.N_Q != 1 or spec.group > MAX_FOLDED:
+        return spec
+    return spec._replace(H=spec.H_KV, N_Q=spec.group, right=None, top_left=False)
 
 
 class Residuals(NamedTuple):
@@ -156,7 +171,9 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     if tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, must be (H,) with q's H={q.shape[1]}")
     if sinks.dtype not in (torch.float32, q.dtype):
-        raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+        if not (autocasts(q) and sinks.dtype in (torch.float16, torch.bfloat16)):
+            raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+        sinks = sinks.float()  # q's dtype is autocast's
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device}, must be on q's {q.device}")
     return sinks.contiguous()
@@ -201,13 +218,6 @@ def check_cache(
     return x
 
 
-def check_int32(name: str, x: Tensor, q: Tensor) -> None:
-    if x.dtype != torch.int32:
-        raise ValueError(f"{name} is {x.dtype}, must be int32")
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
-
-
 def check_max_kv_length(max_kv_length: int | None) -> int | None:
     if max_kv_length is None:
         return None
@@ -241,6 +251,7 @@ def spec_of(
         B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left, right, top_left, softcap,
         x.sinks is not None, sequences, with_lse, needs_grad,
         needs_grad and plans.deterministic(), x.kv_lengths is not None, page,
+        x.kv_lengths is None or aligned(x.k, x.v),
     )  # fmt: skip
 
 

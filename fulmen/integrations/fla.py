@@ -41,17 +41,24 @@ def chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t S_t; g (B, T, H), or g_gamma (H,) for all tokens."""
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t S_t; g (B, T, H), or g_gamma (H,) for all tokens.
+
+    A g that is expanded from one number for each head costs no more than g_gamma.
+    """
     _check_rank(q=q, k=k, v=v)
     if g is not None and g_gamma is not None:
         raise ValueError("g and g_gamma are both given: a decay is either of each token, g, or constant, g_gamma")
     if g is not None and g.ndim != 3:
         raise ValueError(f"g has shape {tuple(g.shape)}, must be (B, T, H)")
+    if g is not None and not any(step for step, size in zip(g.stride()[:2], g.shape[:2], strict=True) if size != 1):
+        g_gamma, g = g[0, 0], None
     decay = None if g_gamma is None else -g_gamma.float()
     decay = decay if g is None else -g.float().transpose(1, 2)
     state = _turned(initial_state, state_v_first)
-    o, final = _attend(q, k, v, decay, scale, state, cu_seqlens)
+    o, final = _attend(q, k, v, decay, scale, state, cu_seqlens, backend)
     return o, _turned(final, state_v_first) if output_final_state else None
 
 
@@ -139,8 +146,9 @@ def chunk_linear_attn(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float | None, state: Tensor | None, ends: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float | None, state: Tensor | None, ends: Any,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, final = lightning_attention_with_state(
         q.transpose(1, 2),
@@ -150,6 +158,7 @@ def _attend(
         scale=1 / math.sqrt(k.shape[3]) if scale is None else scale,
         initial_state=None if state is None else state.to(wide).contiguous(),
         cu_seqlens=None if ends is None else ends.to(torch.int32),
+        backend=backend,
     )
     return o.transpose(1, 2), final
 

@@ -19,16 +19,23 @@ HOPPER_ORDER = ("cuda", "triton", "eager", "reference")
 CPU_ORDER = ("eager", "reference", "triton", "cuda")  # triton is interpreted there
 
 MAX_SPLITS = 128
-CUDA_ROWS, CUDA_KEYS = 64, 64  # queries of a block of the kernel of `cuda`, and keys at a time
+CUDA_ROWS, CUDA_KEYS = 64, 64  # queries of a block of the kernel of `cuda`; pages divide the keys or are a multiple
 TRITON_ROOMY = 113_000  # bytes of shared memory: 32 queries, 32 keys of 576 columns, 3 stages
 CUDA_DIMS = (576, 512)
+LONG_SPLIT = 512  # keys
 
 
 class LatentTile(NamedTuple):
     """The kernel of backend `cuda`: for Hopper."""
 
+    block_n: int = CUDA_KEYS  # keys at a time
+
+    @property
+    def stages(self) -> int:
+        return 2 * CUDA_KEYS // self.block_n
+
     def __str__(self) -> str:
-        return f"{CUDA_ROWS} queries x {CUDA_KEYS} keys"
+        return f"{CUDA_ROWS} queries x {self.block_n} keys"
 
 
 class TritonTile(NamedTuple):
@@ -57,6 +64,16 @@ def triton_tile(spec: LatentSpec, hw: Hardware) -> TritonTile:
     return TritonTile(32, 32, 8, 3 if roomy else 2, per_sm)
 
 
+def cuda_tile(spec: LatentSpec, parts: int) -> LatentTile:
+    """32 keys and 4 stages where loads are the limit: one tile of queries that walks many keys; else 64 and 2.
+
+    N8192, 32 and 64 keys: B64 H16 167, 183 us; B64 H32 174, 188; B16 H32 57.0, 62.4; B1 H32 15.8, 15.6; B64 H128 494,
+    508 TFLOP/s.
+    """
+    few = spec.rows <= CUDA_ROWS and spec.max_kv_length >= LONG_SPLIT * parts
+    return LatentTile(CUDA_KEYS // 2 if few else CUDA_KEYS)
+
+
 def splits(spec: LatentSpec, block_m: int, block_n: int, room: int) -> int:
     """Parts of a row's keys, so that `room` blocks have work; each has two blocks of keys or more."""
     tiles, blocks = spec.B * query_tiles(spec, block_m), math.ceil(spec.max_kv_length / block_n)
@@ -82,5 +99,6 @@ def choose(spec: LatentSpec, hw: Hardware, backend: str = "auto") -> Choice:
         parts = splits(spec, tile.block_m, tile.block_n, tile.per_sm * hw.sm_count)
         return Choice(backend, backend, tile, parts, backend)
     if backend == "cuda":
-        return Choice(backend, backend, LatentTile(), splits(spec, CUDA_ROWS, CUDA_KEYS, hw.sm_count), backend)
+        parts = splits(spec, CUDA_ROWS, CUDA_KEYS, hw.sm_count)
+        return Choice(backend, backend, cuda_tile(spec, parts), parts, backend)
     return Choice(backend, backend, None, 1, backend)

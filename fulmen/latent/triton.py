@@ -28,7 +28,7 @@ from fulmen.latent.spec import LatentSpec, Residuals
 from fulmen.launch import Launch, repeat, unsupported_device
 from fulmen.tiles import LOG2E
 
-COMBINED = 8  # splits that are added up at a time
+COMBINED, COLUMNS = 32, 128  # splits that are added up at a time, and columns of a program that does
 MAX_VALUE_DIM, MAX_REST = 512, 128
 
 
@@ -150,14 +150,16 @@ def latent_forward_kernel(
 def latent_combine_kernel(
     sums_ptr, found_ptr, lengths_ptr, o,
     o_strides, B, H, N_Q, N_KV, splits,
-    E: tl.constexpr, BLOCK_N: tl.constexpr,
+    E: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
     COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """One query of one head: the splits of its row that have keys, COMBINED at a time."""
+    """COLUMNS of one query of one head: the splits of its row that have keys, COMBINED at a time."""
+    SLICES: tl.constexpr = E // COLUMNS
+    pid = tl.program_id(0) // SLICES
     rows = H * N_Q
-    b = (tl.program_id(0) // rows).to(tl.int64)
-    r = tl.program_id(0) % rows
+    b = (pid // rows).to(tl.int64)
+    r = pid % rows
     blocks = tl.cdiv(length_of(lengths_ptr, b, N_KV), BLOCK_N)
     used = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, splits), 1))
 
@@ -168,8 +170,8 @@ def latent_combine_kernel(
     pivot = tl.where(m == float("-inf"), 0.0, m)
     l = tl.sum(tl.load(found_ptr + 2 * at + 1, mask=split < used, other=0.0) * tl.exp2(m_all - pivot), 0)
 
-    offs_e = tl.arange(0, E)
-    acc = tl.zeros([E], tl.float32)
+    offs_e = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
     for i in tl.range(0, used, COMBINED):
         some = i + tl.arange(0, COMBINED)
         rows_at = (some.to(tl.int64) * B + b) * rows + r
@@ -206,9 +208,11 @@ def forward_launches(
     grid = query_tiles(spec, tile.block_m) * choice.splits * spec.B
     launches = [Launch(latent_forward_kernel, grid, tensors[0], (*strides, *sizes, *flags), options)]
     if work:
-        parts: Any = (strides[2], *sizes[:4], choice.splits, spec.E, tile.block_n)
-        parts += (triton.next_power_of_2(choice.splits), COMBINED)
-        launches.append(Launch(latent_combine_kernel, spec.B * spec.rows, tensors[1], parts, {"num_warps": 4}))
+        columns, splits = min(spec.E, COLUMNS), triton.next_power_of_2(choice.splits)
+        parts: Any = (strides[2], *sizes[:4], choice.splits, spec.E, columns, tile.block_n, splits)
+        parts += (min(splits, COMBINED),)
+        programs = spec.B * spec.rows * (spec.E // columns)
+        launches.append(Launch(latent_combine_kernel, programs, tensors[1], parts, {"num_warps": 4}))
     return launches
 
 

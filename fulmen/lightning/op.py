@@ -203,9 +203,14 @@ def _backward(
     tensors = (q, k, v, decay, initial_state, cu_seqlens)
     if saved is not None and saved.ndim == 1:  # nothing
         saved = None
-    plan = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
+    which, given = plans.given((*tensors, saved, do, dstate))
+    key = (which, "lightning backward operator", scale, decay_gradient, backend)
+    plan = plans.find(key, given)
+    if plan is None:
+        ahead = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
+        plan = plans.keep(key, given, ahead.backward_alone())
     into = _token_gradient(plan.spec, decay, decay_gradient)
-    dq, dk, dv, dinitial = plan.gradients(*tensors, saved, do, dstate, *into)
+    dq, dk, dv, dinitial = plan.forward.run(*tensors, saved, do, dstate, *into)
     ddecay = into[0] if into else _nothing(dq)
     if decay_gradient and not into:
         ddecay = _slopes_gradient(plan.spec, Residuals(*tensors), do, dstate)

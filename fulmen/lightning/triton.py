@@ -74,7 +74,7 @@ class Rows(NamedTuple):
     stride_b: int
     stride_h: int
     stride_n: int
-    group: int
+    group: int = 1
 
 
 class Tensors(NamedTuple):
@@ -451,7 +451,7 @@ def sweep(
     slopes, tokens = x.decay, Tokens()
     if spec.per_token:
         assert x.decay is not None
-        slopes, tokens = None, Tokens(*each_token(x.decay), dots, keeps)
+        slopes, tokens = None, Tokens(*Rows(x.decay, *x.decay.stride()), dots, keeps)
     return Launch(
         kernel=lightning_sweep_kernel,
         grid=(1 if packed else spec.states) * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
@@ -467,12 +467,6 @@ def sweep(
 def rows_of(x: Tensor, spec: LightningSpec) -> Rows:
     stride_b, stride_h, stride_n, _ = x.stride()
     return Rows(x, stride_b, stride_h, stride_n, spec.H // max(x.shape[1], 1))
-
-
-def each_token(x: Tensor) -> Rows:
-    """A (B, H, N) tensor."""
-    stride_b, stride_h, stride_n = x.stride()
-    return Rows(x, stride_b, stride_h, stride_n, 1)
 
 
 def forward_tensors(spec: LightningSpec, x: Residuals, o: Tensor) -> Tensors:
@@ -499,19 +493,26 @@ class Gradients(NamedTuple):
     kdk: Tensor | None = None
 
     @classmethod
-    def empty(cls, spec: LightningSpec, tile: TritonTile, x: Residuals, dots: bool) -> Gradients:
-        def rows(t: Tensor) -> Tensor:
-            return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else torch.float32)
+    def empty(
+        cls, spec: LightningSpec, x: Residuals, tile: int | None = None, shared: torch.dtype = torch.float32
+    ) -> Gradients:
+        """tile: columns of D in a program, if the products are wanted; shared: the dtype of heads that are summed."""
 
-        shape = spec.B, spec.H, triton.cdiv(spec.D, min(tile.block_v, block(spec.D))), spec.N
-        more = [x.q.new_empty(shape, dtype=torch.float32) for _ in range(2)] if dots else []
+        def rows(t: Tensor) -> Tensor:
+            return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
+
+        more = []
+        if tile is not None:
+            shape = spec.B, spec.H, triton.cdiv(spec.D, min(tile, block(spec.D))), spec.N
+            more = [x.q.new_empty(shape, dtype=torch.float32) for _ in range(2)]
         return cls(rows(x.q), rows(x.k), rows(x.v), *more)
 
     def of_stored_heads(self, spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor, Tensor]:
         def stored(t: Tensor, each: Tensor) -> Tensor:
             if t.shape[1] == spec.H:
                 return each
-            return empty_rows(t, t.shape[1], t.shape[3]).copy_(each.unflatten(1, (t.shape[1], -1)).sum(2))
+            total = each.unflatten(1, (t.shape[1], -1)).sum(2, dtype=torch.float32)
+            return empty_rows(t, t.shape[1], t.shape[3]).copy_(total)
 
         return stored(x.q, self.dq), stored(x.k, self.dk), stored(x.v, self.dv)
 
@@ -558,8 +559,7 @@ def token_gradient(
             *(ddecay.stride(), x.decay.stride(), spec.H, spec.N),
             *(grads.qdq.shape[2], spec.D * spec.E, min(2048, block(max(spec.N, 1)))),
         ),
-        options={"num_warps": 4},
-    )  # fmt: skip
+        options={"num_warps": 4})  # fmt: skip
 
 
 def run_forward(
@@ -582,7 +582,7 @@ def run_backward(
     ddecay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     tile = dispatch.choose("lightning", spec, backend).tile
-    grads = Gradients.empty(spec, getattr(tile, "sweep", tile), x, ddecay is not None)
+    grads = Gradients.empty(spec, x, None if ddecay is None else getattr(tile, "sweep", tile).block_v)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     todo = launches(spec, tile, x, do, dstate, grads, dinitial)
     if ddecay is not None:

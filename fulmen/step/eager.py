@@ -60,8 +60,8 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
         state = enter(state, k[:, :, t], v[:, :, t], t, decay)
         o = (q[:, :, t, None] @ state)[:, :, 0] * spec.scale
         out[:, :, t] = torch.where(taken.view(-1, 1, 1), o, 0.0).to(out.dtype)
-    stored = state if stored is None else stored
-    stored = to_bf16(stored) if x.state.dtype == torch.bfloat16 else stored
+    last, stored = (q[:, :, -1], state) if stored is None else (None, stored)
+    stored = to_bf16(stored, last) if x.state.dtype == torch.bfloat16 else stored
     x.state[slot] = torch.where(some, stored, held)
     return out
 

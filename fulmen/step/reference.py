@@ -38,7 +38,7 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
             for t in range(min(int(x.accepted[b]), MAX_TOKENS)):
                 old = x.draft_decay[slot] if x.draft_decay is not None else decay
                 state = enter(state, x.draft_k[slot, :, t], x.draft_v[slot, :, t], t, old)
-            store(x.state[slot], state)
+            store(x.state[slot], state, None)
             x.draft_k[slot, :, : spec.T] = x.k[b]
             x.draft_v[slot, :, : spec.T] = x.v[b]
             if x.draft_decay is not None and decay is not None:
@@ -48,12 +48,12 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
             q = x.q[b, :, t, None].to(compute).repeat_interleave(of_q, dim=0)
             o[b, :, t] = ((q @ state)[:, 0] * spec.scale).to(o.dtype)
         if x.draft_k is None:
-            store(x.state[slot], state)
+            store(x.state[slot], state, q[:, 0])
     return o
 
 
-def store(to: Tensor, state: Tensor) -> None:
-    to.copy_(to_bf16(state) if to.dtype == torch.bfloat16 else state)
+def store(to: Tensor, state: Tensor, q: Tensor | None) -> None:
+    to.copy_(to_bf16(state, q) if to.dtype == torch.bfloat16 else state)
 
 
 register("step", "reference", supports=supports, forward=forward, backward=no_gradient("lightning_step"))

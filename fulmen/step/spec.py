@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import autocast, check_qkv, check_scale, empty_rows, plain_memory, require_tensors
+from fulmen.boundary import (
+    autocast,
+    autocasts,
+    check_int32,
+    check_qkv,
+    check_scale,
+    empty_rows,
+    plain_memory,
+    require_tensors,
+)
 from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values, is_per_token
 
 MAX_TOKENS = 8  # of a step, and of a draft
@@ -164,7 +173,8 @@ def _check_draft(name: str, pool: Tensor, slots: int, x: Tensor) -> None:
         of = f"(slots, H_KV, {MAX_TOKENS}, {'D' if name == 'draft[0]' else 'E'})"
         raise ValueError(f"{name} has shape {tuple(pool.shape)}, must be {of} = ({_list(want)})")
     if pool.dtype != x.dtype:
-        raise ValueError(f"{name} is {pool.dtype}, must be {x.dtype}, as k and v")
+        cast = ", which torch.autocast cast to it" if autocasts(x) else ""
+        raise ValueError(f"{name} is {pool.dtype}, must be {x.dtype}, as k and v{cast}")
     _check_pool(name, pool, x)
 
 
@@ -187,10 +197,7 @@ def _check_rows(name: str, rows: Tensor | None, q: Tensor) -> None:
         return
     if tuple(rows.shape) != (q.shape[0],):
         raise ValueError(f"{name} has shape {tuple(rows.shape)}, must be (B,) = ({q.shape[0]},)")
-    if rows.dtype != torch.int32:
-        raise ValueError(f"{name} is {rows.dtype}, must be int32")
-    if rows.device != q.device:
-        raise ValueError(f"{name} is on {rows.device}, must be on q's {q.device}")
+    check_int32(name, rows, q)
 
 
 def _list(sizes: tuple[int, ...]) -> str:

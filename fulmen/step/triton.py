@@ -46,20 +46,18 @@ def supports(spec: StepSpec) -> str | None:
 
 
 @triton.jit
-def to_bf16(x, offs_d, offs_e):
+def to_bf16(x, columns, offs_d, offs_e):
     """x [D, V] in fp32 rounded stochastically, in pairs of columns: see `fulmen.step.rounding`."""
     D: tl.constexpr = x.shape[0]
     V: tl.constexpr = x.shape[1]
-    columns = tl.sum(x, axis=0)
     seed = tl.sum(columns.to(tl.uint32, bitcast=True), axis=0)
     place, _ = tl.split(tl.reshape(offs_e.to(tl.uint32) * COLUMN + seed, (V // 2, 2)))
     left, right = tl.split(tl.reshape(columns, (V // 2, 2)))
     number = left + right == left + right
     first = tl.where(number, FIRST, 0).to(tl.uint32)
-    second = tl.where(number, SECOND, 0).to(tl.uint32)
     even, odd = tl.split(tl.reshape(x.to(tl.uint32, bitcast=True), (D, V // 2, 2)))
     a = (even ^ (offs_d.to(tl.uint32) * ROW)[:, None] ^ place[None, :]) * first[None, :]
-    b = (a ^ odd) * second[None, :]
+    b = a * SECOND
     rounded = tl.reshape(tl.join(even + (a >> 16), odd + (b >> 16)), (D, V))
     return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
@@ -91,9 +89,10 @@ def enter(state, keep, k, v):
 
 
 @triton.jit
-def store_state(ptrs, state, offs_d, offs_e, mask):
+def store_state(ptrs, state, columns, offs_d, offs_e, mask):
+    """`columns`: sums of the state's columns [V] that seed the rounding to bf16."""
     if ptrs.dtype.element_ty == tl.bfloat16:
-        tl.store(ptrs, to_bf16(state, offs_d, offs_e), mask=mask)
+        tl.store(ptrs, to_bf16(state, columns, offs_d, offs_e), mask=mask)
     else:
         tl.store(ptrs, state, mask=mask)
 
@@ -126,6 +125,7 @@ def lightning_step_kernel(
 ):
     # who am I: column tiles innermost, then heads, so that programs that read the same rows run side by side
     BLOCK_D: tl.constexpr = padded(D)
+    ROUNDS: tl.constexpr = state_ptr.dtype.element_ty == tl.bfloat16
     TILES: tl.constexpr = (E + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     pid_h = pid // TILES % H
@@ -169,15 +169,22 @@ def lightning_step_kernel(
         for t in tl.static_range(DRAFT):
             if t < accepted:
                 state = enter(state, old[t] if PER_TOKEN else keep, draft_ks[t], draft_vs[t])
-        store_state(state_ptrs, state, offs_d, offs_e, mask)
+        columns = tl.sum(state, axis=0) if ROUNDS else None
+        store_state(state_ptrs, state, columns, offs_d, offs_e, mask)
 
     for t in tl.static_range(T):
         state = enter(state, keeps[t] if PER_TOKEN else keep, ks[t], vs[t])
-        o = tl.sum(state * qs[t].to(tl.float32)[:, None], axis=0) * scale  # [V]
+        q = qs[t].to(tl.float32)
+        some = taken
+        if ROUNDS and draft_k_ptr is None and t == T - 1:  # the sums seed the rounding, so they must tell states apart
+            some = tl.sum((q != 0.0).to(tl.int32), axis=0) > 0
+            q = tl.where(some, q, 1.0)
+            some = some & taken
+        columns = tl.sum(state * q[:, None], axis=0)  # [V]
         o_t = at_head(o_ptr, strides[3], pid_b, pid_h, t)
-        tl.store(o_t + offs_e, tl.where(taken, o, 0.0).to(o_ptr.dtype.element_ty), mask=mask_e)
+        tl.store(o_t + offs_e, tl.where(some, columns * scale, 0.0).to(o_ptr.dtype.element_ty), mask=mask_e)
     if draft_k_ptr is None:
-        store_state(state_ptrs, state, offs_d, offs_e, mask)
+        store_state(state_ptrs, state, columns, offs_d, offs_e, mask)
 
 
 @triton.jit

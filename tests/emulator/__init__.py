@@ -31,6 +31,7 @@ from fulmen.flash import spec as flash_spec
 from fulmen.flash.kernels import backward, sm90
 from fulmen.latent import cuda as latent_cuda
 from fulmen.lightning import cuda as lightning_cuda
+from fulmen.lightning import tokens
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
 from tests import builds
@@ -68,7 +69,9 @@ def operands(section: str) -> list[str]:
     return [re.match(r'\s*"[^"]*"\s*\((.*)\)\s*$', one, re.S)[1] for one in cut(section, ",") if one.strip()]
 
 
-NOTHING = re.compile(r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^\{\.reg \.pred never")
+NOTHING = re.compile(
+    r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^prefetch\.tensormap|^\{\.reg \.pred never"
+)
 CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"ex2\.approx\.ftz\.f32", "{0} = emulator::ex2({1})"),
     (r"rcp\.approx\.ftz\.f32", "{0} = emulator::rcp({1})"),
@@ -370,9 +373,11 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
 
 def run_launches(launches: Any, device: Any) -> None:
     for launch in launches:
-        {split.lightning_scan_kernel: scan, split.lightning_segment_offsets_kernel: find_segment_offsets}[
-            launch.kernel
-        ](*launch.args)
+        {
+            split.lightning_scan_kernel: scan,
+            split.lightning_segment_offsets_kernel: find_segment_offsets,
+            tokens.lightning_token_gradient_kernel: token_gradient,
+        }[launch.kernel](*launch.args)
 
 
 def find_segment_offsets(
@@ -383,21 +388,41 @@ def find_segment_offsets(
 
 
 def scan(
-    states: Any, initial: Any, final: Any, decay: Any, cu: Any, segment_offsets: Any, whole: int, H: int, N: int,
-    segment: int, count: int, size: int, *tiles: int,
+    states: Any, initial: Any, final: Any, decay: Any, keeps: Any, cu: Any, segment_offsets: Any, whole: int, H: int,
+    N: int, segment: int, count: int, size: int, *tiles: int,
 ) -> None:  # fmt: skip
     heads = whole + states.numel() // (count * size) if segment_offsets is None else (segment_offsets.numel() - 1) * H
     for head in range(whole, heads):
         rows, rate = N, 0.0 if decay is None else float(decay[head % H])
         if segment_offsets is None:
-            here = states.view(-1, count, size)[head - whole]
+            here, kept = (
+                states.view(-1, count, size)[head - whole],
+                None if keeps is None else keeps.view(-1, count)[head - whole],
+            )
         else:
             first, last = segment_offsets[head // H : head // H + 2].tolist()
             here, rows = states.view(-1, H, size)[first:last, head % H], int(cu[head // H + 1] - cu[head // H])
+            kept = None if keeps is None else keeps.view(-1, H)[first:last, head % H]
         carry = torch.zeros(size) if initial is None else initial.view(-1, size)[head].clone()
         for i in range(len(here)):
             added = here[i].clone()
             here[i] = carry
-            carry = carry * math.exp(-rate * (min((i + 1) * segment, rows) - i * segment)) + added
+            left = math.exp(-rate * (min((i + 1) * segment, rows) - i * segment)) if kept is None else float(kept[i])
+            carry = carry * left + added
         if final is not None:
             final.view(-1, size)[head] = carry
+
+
+def token_gradient(
+    ddecay: Any, decay: Any, qdq: Any, kdk: Any, initial: Any, dinitial: Any, cu: Any, *sizes: Any
+) -> None:
+    ends = [0, decay.shape[2]] if cu is None else cu.tolist()
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        which, rows = slice(None) if cu is None else slice(i, i + 1), slice(begin, end)
+        total = torch.zeros(decay.shape[:2], dtype=torch.float64)
+        if initial is not None:
+            total -= (initial[which].double() * dinitial[which]).sum((2, 3))
+        for t, x in zip(range(begin, end), (qdq - kdk).double().sum(2)[:, :, rows].unbind(2), strict=True):
+            total = torch.where(decay[:, :, t] > 30.0, 0.0, total)
+            ddecay[:, :, t] = total
+            total = total + x

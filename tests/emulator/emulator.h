@@ -95,11 +95,11 @@ void wgmma_commit(), wgmma_wait(int pending);
 
 template <typename T>
 inline T __shfl_sync(unsigned, T x, int from) {
-    static_assert(sizeof(T) == 4, "a word");
-    unsigned bits;
-    memcpy(&bits, &x, 4);
-    bits = emulator::shuffle(bits, from);
-    memcpy(&x, &bits, 4);
+    static_assert(sizeof(T) % 4 == 0, "words");
+    unsigned bits[sizeof(T) / 4];
+    memcpy(bits, &x, sizeof(T));
+    for (unsigned &word : bits) word = emulator::shuffle(word, from);
+    memcpy(&x, bits, sizeof(T));
     return x;
 }
 template <typename T>

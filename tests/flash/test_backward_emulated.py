@@ -136,6 +136,34 @@ def test_wrong_offsets_lead_nowhere(D):
     launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+def test_nobody_waits_forever_for_wrong_offsets(D, causal):
+    """Of the three tiles of keys of the first sequence the search gives the last to another."""
+    x = inputs(D, {"lengths_q": [70, 30, 30, 30], "lengths_k": [384, 0, 0, 0], "causal": causal, "H": 1})
+    exact = testing.reference(x)
+    wrong = x._replace(cu_seqlens_k=torch.tensor([0, 384, 0, 0, 384], dtype=torch.int32))
+    launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY, deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+def test_rows_before_the_first_sequence_do_not_matter(D, deterministic):
+    """cu_seqlens that do not begin at 0: neither gradients of rows in a sequence nor the sinks' see those rows."""
+    x = inputs(D, {"lengths_q": [140, 45], "lengths_k": [130, 100], "causal": True, "sinks": True})
+    exact = testing.reference(x)
+    right = launched(x, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY)
+
+    def after(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.full_like(t[:, :, :1], 3.0).repeat_interleave(260, 2), t], 2)
+
+    y = x._replace(**{name: after(getattr(x, name)) for name in ("q", "k", "v", "do", "dlse")})
+    y = y._replace(cu_seqlens_q=x.cu_seqlens_q + 260, cu_seqlens_k=x.cu_seqlens_k + 260)
+    o, lse = after(exact.o.to(x.q.dtype)), after(exact.lse.float())
+    found = launched(y, o, lse, backward_tile(x.spec()), ANY, deterministic=deterministic)
+    testing.compare(x, testing.Outputs(right.o, right.lse, *(t[:, :, 260:] for t in found[2:5]), found.dsinks))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("N_Q", "N_KV"), [(0, 70), (70, 0)])
 def test_without_queries_or_keys(N_Q, N_KV, deterministic):

@@ -97,6 +97,19 @@ def test_rows_before_the_first_sequence_lead_nowhere():
     assert (whole[-4096:] == 7).all()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+def test_a_cache_that_cuda_cannot_read_is_not_copied(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
+    x = testing.cache_inputs([700, 33], 1000, H=8, H_KV=2, N_Q=1, D=64, dtype=torch.bfloat16)
+    wide = torch.nn.functional.pad(x.k, (0, 4))[..., :64]
+    for k, aligned in ((x.k, True), (wide, False), (x.k[:1].expand(2, -1, -1, -1), False)):
+        spec = x._replace(k=k).spec()._replace(device=torch.device("cuda", 0))
+        assert spec.aligned is aligned
+        assert dispatch.pick.__wrapped__("flash", spec).name == ("cuda" if aligned else "triton")
+        why = dispatch.kernels("flash")["cuda"].supports(spec)
+        assert (why or "") in "needs a cache whose rows begin at multiples of 16 bytes and do not repeat"
+
+
 def call(x: testing.Inputs, **changes):
     return fulmen.flash_attention(x.q, x.k, x.v, **x.options() | changes)
 

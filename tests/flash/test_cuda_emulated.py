@@ -11,6 +11,7 @@ import fulmen
 from fulmen import dispatch
 from fulmen.dispatch import Choice
 from fulmen.flash.policy import SingleTile, Sm90Tile, SmallTile
+from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
 from tests import emulator
 from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
@@ -76,7 +77,11 @@ HOPPER = {
     "D=192": (G(2, 128, 2), 192, {"E": 128, "N_Q": 150, "causal": True}),
     "D=256": (G(2, 80, 2), 256, {"N_Q": 100, "N_KV": 180, "causal": True}),
     "D=256 full": (G(2, 80, 2), 256, FULL),
-}
+    "heads as queries": (
+        G(1, 128, 2, blocks_per_sm=2), 64,
+        {"H": 10, "H_KV": 2, "N_Q": 1, "N_KV": 299, "causal": True, "softcap": 3.0, "layout": "bnhd"},
+    ),
+}  # fmt: skip
 SPLIT = {
     "64x128": (G(1, 128, 2, blocks_per_sm=2, splits=3), 64, {"N_Q": 5, "N_KV": 700}),
     "64x128 causal": (G(1, 128, 2, blocks_per_sm=2, splits=4), 64, {"N_Q": 70, "N_KV": 555, "causal": True}),
@@ -84,6 +89,7 @@ SPLIT = {
         G(1, 128, 2, blocks_per_sm=2, pack_gqa=True, splits=5), 64, {"H": 8, "H_KV": 2, "N_Q": 3, "N_KV": 900},
     ),
     "all": (G(2, 128, 2, splits=2), 64, {**FULL, "N_KV": 400}),
+    "many": (G(1, 128, 2, blocks_per_sm=2, splits=20), 64, {"H": 1, "N_Q": 2, "N_KV": 2600, "sinks": True}),
     "blind": (G(1, 128, 2, blocks_per_sm=2, splits=2), 64, {"N_Q": 350, "N_KV": 300, "causal": True}),
     "D=128 64x80": (
         G(1, 80, 2, blocks_per_sm=2, splits=7), 128, {"N_Q": 2, "N_KV": 600, "causal": True, "sinks": True},
@@ -109,6 +115,9 @@ CACHE = {
     "packed": (
         G(2, 128, 2, pack_gqa=True, splits=2), 64,
         {"kv_lengths": [300, 9, 0, 40], "capacity": 300, "lengths_q": [70, 1, 3, 0], "causal": True, "H": 4},
+    ),
+    "heads as queries": (
+        G(2, 128, 2, splits=2), 64, {"kv_lengths": [300, 1, 0], "capacity": 304, "page": 16, "H": 72, "H_KV": 1},
     ),
     "D=256": (G(2, 80, 2, splits=2), 256, {"kv_lengths": [170, 5], "capacity": 170, "softcap": 3.0, "N_Q": 3}),
     "pages of 16": (
@@ -186,6 +195,24 @@ def test_few_blocks_take_all_parts(case):
     attend(choice, inputs(D, options, torch.bfloat16), ANY, sm_count=1)
 
 
+def test_rows_before_the_first_sequence_are_not_written():
+    """If cu_seqlens do not begin at 0, which nobody checks on a GPU."""
+    choice, D, options = CASES["hopper D=128 grouped"]
+    x = inputs(D, options, torch.bfloat16)
+    o, lse = attend(choice, x, ANY)
+    q, k, v = (torch.cat([torch.full_like(t[:, :, :1], 3.0).repeat_interleave(260, 2), t], 2) for t in (x.q, x.k, x.v))
+    y = x._replace(q=q, k=k, v=v, cu_seqlens_q=x.cu_seqlens_q + 260, cu_seqlens_k=x.cu_seqlens_k + 260)
+    with emulator.serve("flash", ANY), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
+        forward = dispatch.kernels("flash")["cuda"].forward
+        cu = (y.cu_seqlens_q, y.cu_seqlens_k)
+        found, of_rows = forward(y.spec(with_lse=True), Residuals(q, k, v, y.sinks, *cu))
+    assert torch.equal(found[:, :, 260:], o)
+    assert torch.equal(of_rows[:, :, 260:], lse)
+    assert found[:, :, :260].isnan().all()
+    assert (of_rows[:, :, :260] == -torch.inf).all()  # they have no part in the sinks' gradients
+
+
 def test_entries_out_of_range_are_clamped():
     choice, D, options = CASES["cache pages of 16"]
     x = inputs(D, options, torch.bfloat16)
@@ -238,10 +265,9 @@ MISTAKES = {
     "a part of the keys twice": (
         "split 64x128", "first += before * BLOCK_N;", "first += max(0, before - 1) * BLOCK_N;", EARLY, WRONG,
     ),
-    "parts put together as they are": ("split D=256", "exp2_(x.x - pivot)", "1.0f", EARLY, WRONG),
-    "weights read before they are there": (
-        "split D=128 64x80", "if (SINKS) l += exp2_(sink - pivot);\n    __syncthreads();",
-        "if (SINKS) l += exp2_(sink - pivot);", ANY, WRONG,
+    "parts put together as they are": ("split D=256", "exp2_(found[j].x - pivot)", "1.0f", EARLY, WRONG),
+    "sums read before they are there": (
+        "split D=128 64x80", "partial[threadIdx.x] = y;\n    __syncthreads();", "partial[threadIdx.x] = y;", ANY, WRONG,
     ),
     "k not waited for": (
         "hopper 64x128", "at.k.wait(k);", ";", LATE, f"{WRONG}|all wait|more arrivals",

@@ -50,7 +50,8 @@ def spec(B=1, H=32, H_KV=8, N_Q=1, N_KV=8192, D=128, causal=False, **options) ->
         (spec(H=24, N_Q=1), "64 queries x 80 keys"),  # three heads do not divide a tile
         (spec(H=40, N_Q=17), "64 queries x 80 keys"),
         (spec(H=8, N_Q=1), "64 queries x 80 keys"),  # nothing to group
-        (spec(N_Q=1, H=256, H_KV=2), "64 queries x 80 keys"),  # 128 of a group are too many
+        (spec(N_Q=1, H=256, H_KV=2), "128 queries x 176 keys"),  # 128 of a group are queries of one head
+        (spec(N_Q=1, H=512, H_KV=2), "64 queries x 80 keys"),  # 256 of a group are too many
         *[(spec(N_Q=N, N_KV=N, causal=True), "128 queries x 176 keys") for N in (4096, 8192, 5000)],  # full either way
         *[(spec(N_Q=N, N_KV=N), "128 queries x 176 keys") for N in (2048, 4096)],
         (spec(N_Q=2049, N_KV=2049), "128 queries x 176 keys, pack GQA"),  # 520 tiles, four rounds; else 544, five

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -117,9 +118,8 @@ def test_split_keys_on_a_gpu(case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_combining_fits(dtype):
-    for E in (64, 128, 256):
-        for sinks in (None, torch.float32, dtype):
-            call = spec(D=E, dtype=dtype, has_sinks=sinks is not None)
-            _, usage = cuda.compile_variant(combine.variant(call, sinks))
-            assert (usage.spilled, usage.warnings) == (0, ())
-            assert usage.registers <= 64
+    for E, splits, sinks in itertools.product((64, 128, 256), (2, 264), (None, torch.float32, dtype)):
+        call = spec(D=E, dtype=dtype, has_sinks=sinks is not None)
+        _, usage = cuda.compile_variant(combine.variant(call, splits, sinks))
+        assert (usage.spilled, usage.warnings) == (0, ())
+        assert usage.registers <= 64

@@ -68,7 +68,8 @@ def hopper(monkeypatch):
         (spec(N=8192, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # too many heads for that
         (spec(N=1000, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
         (spec(N=4000, B=32, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
-        (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=1, H=28, H_KV=4), "sdpa"),  # 7 heads share no tile
+        (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=1, H=28, H_KV=4), "cuda"),  # 7 heads as queries
+        (spec(N=8192, B=1, causal=False, grad=False)._replace(N_Q=2, H=28, H_KV=4), "sdpa"),  # 7 heads share no tile
         (spec(N=1 << 17, B=64, causal=False, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),  # too large for cuDNN
         (spec(N=8192, B=1, grad=False, dtype=torch.float32)._replace(N_Q=1), "sdpa"),
         (spec(N=8192, B=32, grad=False)._replace(N_Q=2, H_KV=4), "cuda"),  # which torch cannot be asked for

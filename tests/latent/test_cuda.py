@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from fulmen.latent import cuda as latent
 from fulmen.latent import policy
 from fulmen.latent.kernels import latent as kernel
 from fulmen.latent.policy import LatentTile
-from fulmen.latent.spec import LatentSpec
+from fulmen.latent.spec import LatentSpec, Residuals, spec_of
 from tests import sass
 
 CUDA = torch.device("cuda", 0)
@@ -28,21 +26,30 @@ def spec(B=64, H=128, N_Q=1, N_KV=8192, D=576, E=512, dtype=torch.bfloat16, **op
 
 @pytest.mark.parametrize(("page", "dtype"), [(None, torch.bfloat16), (16, torch.bfloat16), (64, torch.float16)])
 def test_fits_and_does_not_spill(page, dtype):
-    for causal, splits in itertools.product((False, True), (1, 4)):
+    for causal, splits, keys in ((False, 1, 64), (True, 4, 64), (False, 4, 32), (True, 1, 32)):
         call = spec(N_Q=1 + causal, causal=causal, page=page, dtype=dtype)
-        code, usage = cuda.compile_variant(kernel.variant(call, Choice("cuda", "cuda", LatentTile(), splits, "cuda")))
+        choice = Choice("cuda", "cuda", LatentTile(keys), splits, "cuda")
+        code, usage = cuda.compile_variant(kernel.variant(call, choice))
         assert (usage.spilled, usage.warnings, usage.shared) == (0, (), 0)
         assert usage.registers * kernel.THREADS <= 65_536
         text = sass.disassemble(code)
         assert sass.overwritten(text) == []
-        assert text.count("HGMMA.") == 40 + 44 + 4  # the first tile, any other, the other consumer's last
+        assert sass.read_early(text) == []
+        values = keys // 16  # of products p v; the first tile, any other, the other consumer's last
+        assert text.count("HGMMA.") == (36 + values) + (36 + 2 * values) + values
         assert text.index("ACQBULK") < text.index("UTMALDG")  # nothing is read before the launch ahead is over
     assert TARGETS[90].smem_bytes >= kernel.SHARED_BYTES
 
 
 def test_combining_fits():
-    _, usage = cuda.compile_variant(combine.variant(kernel.combined_spec(spec())))
-    assert (usage.spilled, usage.warnings) == (0, ())
+    for splits in (2, 64):
+        _, usage = cuda.compile_variant(combine.variant(kernel.combined_spec(spec()), splits))
+        assert (usage.spilled, usage.warnings) == (0, ())
+
+
+def test_few_queries_walk_keys_in_small_tiles():
+    for call, keys in ((spec(64, 16), 32), (spec(16, 32), 32), (spec(1, 32), 64), (spec(64, 128), 64)):
+        assert policy.choose(call, TARGETS[90], "cuda").tile.block_n == keys
 
 
 @pytest.mark.parametrize(
@@ -85,3 +92,13 @@ def test_hopper_takes_it(monkeypatch):
     assert latent.supports(spec()) is None
     assert dispatch.pick.__wrapped__("latent", spec()).name == "cuda"
     assert dispatch.pick.__wrapped__("latent", spec(D=96, E=64)).name == "triton"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+def test_a_cache_it_cannot_read_is_not_copied(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    q, kv = torch.zeros(2, 16, 1, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 580, dtype=torch.bfloat16)[..., :576]
+    for bad in (kv, kv.contiguous()[:1].expand(2, -1, -1)):
+        call = spec_of(Residuals(q, bad), 512, 1.0, False, None)._replace(device=CUDA)
+        assert latent.supports(call) == "needs rows of kv that begin at multiples of 16 bytes and do not repeat"
+        assert dispatch.pick.__wrapped__("latent", call).name == "triton"

@@ -22,6 +22,7 @@ CASES = {
     "lengths": (1, {"B": 5, "H": 3, "N_KV": 300, "lengths": [0, 1, 64, 65, 300]}),
     "split": (3, {"B": 4, "H": 16, "N_KV": 500, "lengths": [500, 0, 64, 129]}),
     "more splits than tiles": (9, {"B": 2, "H": 5, "N_KV": 300, "lengths": [300, 20]}),
+    "many splits": (70, {"H": 5, "N_KV": 2300}),
     "causal": (1, {"B": 3, "H": 20, "N_Q": 5, "N_KV": 200, "lengths": [200, 3, 66], "causal": True}),
     "causal, split": (4, {"B": 2, "H": 5, "N_Q": 70, "N_KV": 330, "lengths": [330, 40], "causal": True}),
     "bnhd": (2, {"B": 2, "H": 6, "N_Q": 3, "N_KV": 200, "layout": "bnhd", "causal": True}),
@@ -33,9 +34,11 @@ CASES = {
 }
 
 
-def attend(x: testing.Inputs, splits: int, mode: int, seed: int = 0, edit: emulator.Edit = None) -> torch.Tensor:
+def attend(
+    x: testing.Inputs, splits: int, mode: int, seed: int = 0, edit: emulator.Edit = None, keys: int = 32
+) -> torch.Tensor:
     """o, which was compared with fp64."""
-    choice = Choice("cuda", "cuda", LatentTile(), splits, "cuda")
+    choice = Choice("cuda", "cuda", LatentTile(keys), splits, "cuda")
     with emulator.serve("latent", mode, seed, edit) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
         with torch.no_grad():
@@ -48,9 +51,11 @@ def attend(x: testing.Inputs, splits: int, mode: int, seed: int = 0, edit: emula
 @pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
 @pytest.mark.parametrize("case", CASES)
 def test_right_on_the_emulator(case, mode):
+    """Tiles of 32 and 64 keys by turns."""
     splits, options = CASES[case]
+    keys = 32 << (list(CASES).index(case) + mode) % 2
     x = testing.inputs(**{"D": 576, "E": 512} | options, dtype=torch.float16 if mode == LATE else torch.bfloat16)
-    attend(x, splits, mode, seed=mode)
+    attend(x, splits, mode, seed=mode, keys=keys)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -172,6 +172,12 @@ def test_two_layers_do_not_share_a_pool() -> None:
             layer(torch.zeros(1, 1, DIM).double(), cache=pool)
 
 
+@pytest.mark.parametrize("options", [{"absorb": False}, {"window": (5, None)}, {"sinks": True}], ids=str)
+def test_latent_layers_without_a_pool(options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="no window, softcap or sinks, and no absorb=False"):
+        layer_of("latent", **options).new_pool(Sequences(rows=1, max_length=32, pages=2))
+
+
 @layers
 def test_pools_made_in_inference_mode_are_written_outside_of_it(kind: str) -> None:
     layer, x = made(kind), torch.randn(1, 21, DIM).double()

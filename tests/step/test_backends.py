@@ -213,9 +213,22 @@ def test_a_token_that_repeats_does_not_stall():
         fulmen.lightning_step(ones, ones, ones, None, state)
     assert abs(float(state.float().mean()) / 2048 - 1) < 0.01
     decay = torch.tensor([1e-3])
-    for _ in range(1000):
-        fulmen.lightning_step(ones, 0 * ones, ones, decay, state)
-    assert abs(float(state.float().mean()) / 2048 / math.exp(-1) - 1) < 0.01
+    for q, rest in ((ones, math.exp(-1)), (0 * ones, math.exp(-2))):  # also where o is zero
+        for _ in range(1000):
+            fulmen.lightning_step(q, 0 * ones, ones, decay, state)
+        assert abs(float(state.float().mean()) / 2048 / rest - 1) < 0.01
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_of_zeros_is_rounded_as_any(backend):
+    """o is zero, and the state takes another draw at each step."""
+    x = testing.inputs(B=1, H=1, D=16, E=32, state_dtype=torch.bfloat16)
+    supported(backend, x)
+    state, decay, zeros = torch.ones_like(x.state), torch.tensor([2.0**-10]), torch.zeros_like(x.q)
+    for _ in range(64):
+        o = fulmen.lightning_step(zeros, 0 * x.k, x.v, decay, state, backend=backend)
+        assert not o.any()
+    assert abs(float(state.float().mean()) / math.exp(-1 / 16) - 1) < 0.01
 
 
 @pytest.mark.parametrize("states", STATES)

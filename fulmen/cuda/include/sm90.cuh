@@ -82,6 +82,11 @@ __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.
 
 // ------------------------------------------------------------------------------------------------------ TMA
 
+// Has a map fetched, which a first load would wait for.
+__device__ __forceinline__ void prefetch(const TensorMap &map) {
+    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
+
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
@@ -118,8 +123,8 @@ __device__ __forceinline__ void tma_store_wait_read() {
 #define TYPES "f16.f16"
 #endif
 #define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define LIST_32 LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define LIST_64 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LIST_80 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
@@ -129,7 +134,8 @@ __device__ __forceinline__ void tma_store_wait_read() {
     "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
-#define D_32 D8(0), D8(8), D8(16), D8(24)
+#define D_16 D8(0), D8(8)
+#define D_32 D_16, D8(16), D8(24)
 #define D_40 D_32, D8(32)
 #define D_64 D_32, D8(32), D8(40), D8(48), D8(56)
 #define D_80 D_64, D8(64), D8(72)
@@ -152,6 +158,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
                      : D_##REGS, "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : "l"(b), "r"(add)); \
     }
 
+WGMMA_SHARED(wgmma, 16, 32, "%16", "%17", "%18", "0, 0")
 WGMMA_SHARED(wgmma, 32, 64, "%32", "%33", "%34", "0, 0")
 WGMMA_SHARED(wgmma, 40, 80, "%40", "%41", "%42", "0, 0")
 WGMMA_SHARED(wgmma, 64, 128, "%64", "%65", "%66", "0, 0")

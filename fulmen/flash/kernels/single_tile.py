@@ -11,8 +11,8 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.dispatch import Choice
 from fulmen.flash.kernels.small import ARGUMENTS, constants, strides, unsupported_reason
-from fulmen.flash.policy import PACKABLE_GROUPS, SingleTile
-from fulmen.flash.spec import FlashSpec, Residuals
+from fulmen.flash.policy import SingleTile
+from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec, Residuals
 
 __all__ = ["ARGUMENTS", "TAKES_REPEATS", "launch_of", "launcher", "unsupported_reason", "variant"]
 

@@ -11,16 +11,8 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.dispatch import Choice
 from fulmen.flash.kernels import combine
-from fulmen.flash.policy import (
-    PACKABLE_GROUPS,
-    SM90_HEAD_DIMS,
-    Sm90Tile,
-    heads,
-    sm90_tile,
-    swizzle_heads,
-    tiles_per_head,
-)
-from fulmen.flash.spec import FlashSpec, Residuals
+from fulmen.flash.policy import SM90_HEAD_DIMS, Sm90Tile, heads, sm90_tile, swizzle_heads, tiles_per_head
+from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec, Residuals
 
 MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
 MAX_TILES = 1 << 30

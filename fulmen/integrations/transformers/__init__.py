@@ -10,6 +10,7 @@
 |---|---|
 | attention.py | softmax attention, through transformers' attention and mask interfaces |
 | lightning.py, cache.py | the lightning layer of MiniMax, and its model's cache |
+| mamba2.py | the Mamba-2 mixers |
 | simple_gla.py | the linear layers of Ring and Ling, through the functions of fla they call |
 | packing.py | tells layers of packed sequences |
 | models.py | `accelerate`: finds these in a model |

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fulmen.integrations.transformers import attention, cache, lightning, packing, simple_gla
+from fulmen.integrations.transformers import attention, cache, lightning, mamba2, packing, simple_gla
 from fulmen.layers.inputs import check_backend
 
 __all__ = ["Accelerated", "accelerate"]
@@ -41,14 +41,18 @@ KINDS = (
         (cache.bring, packing.announce),
     ),
     Kind(
+        "lightning", mamba2.matches, mamba2.unsupported_reason, mamba2.replace, (packing.announce, mamba2.announce)
+    ),
+    Kind(
         "lightning", simple_gla.matches, simple_gla.unsupported_reason, simple_gla.replace, (simple_gla.refuse_packed,)
     ),
 )  # fmt: skip
 
-MIXER = re.compile(r"(Attention2?|Mixer|DeltaNet|SSM|RecurrentBlock|Retention)$")  # classes that look like one
+# classes that look like one
+MIXER = re.compile(r"(Attention2?|Mixer|MambaLayer|DeltaNet|SSM|RecurrentBlock|Retention)$")
 OTHERS = (
     (re.compile("Delta"), "its update is the delta rule, which fulmen does not compute"),
-    (re.compile("Mamba|SSM|Mixer"), "decay that depends on the token is not served"),
+    (re.compile("Mamba|SSM|Mixer"), "its state has a decay for each channel, which fulmen does not compute"),
     (
         re.compile(""),
         "its forward does not call transformers' attention interface, nor has it the parts of a known layer",

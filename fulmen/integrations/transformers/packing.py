@@ -55,9 +55,15 @@ def offsets(x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         if x.shape[0] != 1:
             raise ValueError(f"cu_seq_lens_q packs sequences along N, so B must be 1; got {tuple(x.shape)}")
         return given.to(torch.int32)
-    positions = kwargs.get("position_ids")
-    found: Tensor | None = None if positions is None else getattr(positions, NAME, None)
-    if positions is None or found is None or positions.shape[0] == x.shape[0]:
-        return found
+    for name in ("position_ids", "seq_idx"):  # (B or 1, N)
+        told = kwargs.get(name)
+        found: Tensor | None = None if told is None else getattr(told, NAME, None)
+        if told is not None and found is not None:
+            return found if told.shape[0] == x.shape[0] else _for_each_row(found, x)
+    return None
+
+
+def _for_each_row(found: Tensor, x: Tensor) -> Tensor:
+    """Offsets for all rows of x, which are packed alike."""
     row = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)[:, None] * x.shape[1]
     return torch.nn.functional.pad((row + found[:-1]).flatten(), (0, 1), value=x.shape[0] * x.shape[1])

@@ -1,10 +1,10 @@
 // Attention over a latent cache (absorbed MLA) for Hopper (sm_90a): TMA, mbarriers, wgmma, warp specialisation.
 //
 // All heads share kv (N, 576), whose first 512 columns are the values. A block owns 64 queries of one row of the batch, of
-// any heads (query r is token r / H, head r % H), and one split of the row's keys, which it walks 64 at a time:
+// any heads (query r is token r / H, head r % H), and one split of the row's keys, which it walks BLOCK_N at a time:
 //
-//     producer    one thread issues TMA loads of tiles of kv into two stages, in two halves each: columns 0 to 255 with
-//                 512 to 575, and columns 256 to 511. It gives its registers to the consumers.
+//     producer    one thread issues TMA loads of tiles of kv into STAGES stages, in two halves each: columns 0 to 255
+//                 with 512 to 575, and columns 256 to 511. It gives its registers to the consumers.
 //     consumer w  of two keeps o of columns 256 w to 256 w + 255. It owns every second tile: the logits s = q kv^T and
 //                 the softmax of an own tile are its work, the product p v of every tile is done by both.
 //
@@ -26,7 +26,7 @@
 // SPLIT: blocks that share a row's keys leave sums, not divided yet, in fp32, and m and l of every query for
 // flash/kernels/combine.cu; a block without keys leaves m = -infinity alone.
 //
-// The compiler defines BF16, CAUSAL, SPLIT, PAGED, BOX.
+// The compiler defines BLOCK_N, STAGES, BF16, CAUSAL, SPLIT, PAGED, BOX.
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/cp_async.cuh"
@@ -34,9 +34,10 @@
 #include "cuda/include/mask.cuh"
 #include "cuda/include/tile_scheduler.cuh"
 
-constexpr int D = 576, E = 512, ROWS = 64, BLOCK_N = 64;
+constexpr int D = 576, E = 512, ROWS = 64;
 constexpr int THREADS = 384, COLUMNS = E / 2;       // COLUMNS: of o, a consumer's
-constexpr int STAGE = D / 64 * PANEL;
+constexpr int Q_BYTES = D / 64 * PANEL;
+constexpr int KV_PANEL = BLOCK_N * 128, STAGE = D / 64 * KV_PANEL;
 constexpr int S = BLOCK_N / 2, O = COLUMNS / 2, P = BLOCK_N / 4;  // registers
 constexpr int OF_PRODUCER = 24, OF_CONSUMER = 240;  // registers of a thread
 constexpr int BOTH = 3, WITHIN = 4;                 // named barriers: of the consumers; of one, from here on
@@ -45,19 +46,20 @@ struct Shared {
     u32 q, stages, p, full, empty;      // full, empty: of half h of stage i at 8 (2 i + h)
     float *m, *l;                       // of 64 rows; l of both consumers
     __device__ __forceinline__ explicit Shared(char *shared) : q((u32)__cvta_generic_to_shared(shared)) {
-        stages = q + STAGE;             // q takes as many bytes as a tile
-        p = stages + 2 * STAGE;
+        stages = q + Q_BYTES;
+        p = stages + STAGES * STAGE;
         full = p + PANEL;
-        empty = full + 32;
-        m = reinterpret_cast<float *>(shared + 3 * STAGE + PANEL + 64);
+        empty = full + 16 * STAGES;
+        m = reinterpret_cast<float *>(shared + Q_BYTES + STAGES * STAGE + PANEL + 32 * STAGES);
         l = m + ROWS;
     }
-    __device__ __forceinline__ u32 stage(int tile) const { return stages + tile % 2 * STAGE; }
+    __device__ __forceinline__ u32 stage(int tile) const { return stages + tile % STAGES * STAGE; }
+    __device__ __forceinline__ static int barrier(int tile, int half) { return 8 * (tile % STAGES * 2 + half); }
     __device__ __forceinline__ void wait(int tile, int half) const {
-        mbarrier_wait(full + 8 * (tile % 2 * 2 + half), tile / 2 % 2);
+        mbarrier_wait(full + barrier(tile, half), tile / STAGES % 2);
     }
     __device__ __forceinline__ void release(int tile, int half) const {
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * (tile % 2 * 2 + half));
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + barrier(tile, half));
     }
 };
 
@@ -69,7 +71,7 @@ struct Task {
         row = block % a.tiles * ROWS;
         split = block / a.tiles % a.splits;
         b = block / a.tiles / a.splits;
-        length = a.lengths ? min(max(__ldg(a.lengths + b), 0), a.n_kv) : a.n_kv;
+        length = a.lengths ? min(max(a.lengths[b], 0), a.n_kv) : a.n_kv;
         const int all = (length + BLOCK_N - 1) / BLOCK_N, each = (all + a.splits - 1) / a.splits;
         first = min(all, split * each) * BLOCK_N;
         tiles = min(each, all - first / BLOCK_N);
@@ -93,14 +95,14 @@ __device__ __forceinline__ void produce(const Args &a, const Task &task, const S
                 row[i] = key + i * BOX, where[i] = task.b, boxes++;
                 if (PAGED) {
                     const long long entry = (long long)task.b * a.table_width + row[i] / a.page;
-                    where[i] = min(max(__ldg(a.table + entry), 0), a.pages - 1);
+                    where[i] = min(max(a.table[entry], 0), a.pages - 1);
                     row[i] %= a.page;
                 }
             }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int barrier = 8 * (j % 2 * 2 + half), panels = half ? 4 : 5;
-            mbarrier_wait(at.empty + barrier, j / 2 % 2 ^ 1);
+            const int barrier = at.barrier(j, half), panels = half ? 4 : 5;
+            mbarrier_wait(at.empty + barrier, j / STAGES % 2 ^ 1);
             mbarrier_expect(at.full + barrier, boxes * panels * BOX * 128);
 #pragma unroll
             for (int c = 0; c < panels; c++) {
@@ -108,7 +110,7 @@ __device__ __forceinline__ void produce(const Args &a, const Task &task, const S
 #pragma unroll
                 for (int i = 0; i < BOXES; i++)
                     if (i < boxes)
-                        tma_load(at.stage(j) + panel * PANEL + i * BOX * 128, a.kv, at.full + barrier, 64 * panel, row[i],
+                        tma_load(at.stage(j) + panel * KV_PANEL + i * BOX * 128, a.kv, at.full + barrier, 64 * panel, row[i],
                                  0, where[i]);
             }
         }
@@ -131,14 +133,13 @@ __device__ __forceinline__ void start_panels(float (&s)[S], u32 q, u32 kv, bool 
     const u64 a = descriptor(q, 16), b = descriptor(kv, 16);
 #pragma unroll
     for (int d = 0; d < 4 * COUNT; d++) {
-        const int offset = (d / 4 * PANEL + d % 4 * 32) / 16;
-        wgmma(s, a + offset, b + offset, add || d > 0);
+        wgmma(s, a + (d / 4 * PANEL + d % 4 * 32) / 16, b + (d / 4 * KV_PANEL + d % 4 * 32) / 16, add || d > 0);
     }
 }
 
 // Starts o += p v, with p in shared memory.
 __device__ __forceinline__ void start_from_shared(float (&o)[O], u32 p, u32 v) {
-    const u64 a = descriptor(p, 16), b = descriptor(v, PANEL);
+    const u64 a = descriptor(p, 16), b = descriptor(v, KV_PANEL);
 #pragma unroll
     for (int j = 0; j < BLOCK_N / 16; j++) wgmma_over_rows(o, a + j * 32 / 16, b + j * 16 * 128 / 16, 1);
     wgmma_commit();
@@ -167,7 +168,7 @@ __device__ __forceinline__ void start_other(Work &w, const Shared &at, int tile,
     rescale_if_needed(w.o, alpha);
     pin(w.o);
     wgmma_fence();
-    start_from_shared(w.o, at.p, at.stage(tile) + consumer * 4 * PANEL);
+    start_from_shared(w.o, at.p, at.stage(tile) + consumer * 4 * KV_PANEL);
 }
 
 // Rows of the values that are beyond the end of the keys, once every warp has its logits.
@@ -175,7 +176,7 @@ __device__ __forceinline__ void zero_rows(u32 kv, int from, int consumer) {
     named_barrier_sync<128>(WITHIN + consumer);
     for (int unit = from * 8 + threadIdx.x % 128; unit < BLOCK_N * 8; unit += 128)
 #pragma unroll
-        for (int i = 0; i < E / 64; i++) store_zeros(kv + i * PANEL + unit * 16);
+        for (int i = 0; i < E / 64; i++) store_zeros(kv + i * KV_PANEL + unit * 16);
     fence_async();
     named_barrier_sync<128>(WITHIN + consumer);
 }
@@ -190,10 +191,10 @@ __device__ __forceinline__ void step(Work &w, const Args &a, const Task &task, c
     pin(w.s);
     wgmma_fence();
     start_panels<4>(w.s, at.q, at.stage(j), false);
-    start_panels<1>(w.s, at.q + 8 * PANEL, at.stage(j) + 8 * PANEL, true);
+    start_panels<1>(w.s, at.q + 8 * PANEL, at.stage(j) + 8 * KV_PANEL, true);
     at.wait(j, 1);
     wgmma_fence();                      // again: the wait may have taken another path
-    start_panels<4>(w.s, at.q + 4 * PANEL, at.stage(j) + 4 * PANEL, true);
+    start_panels<4>(w.s, at.q + 4 * PANEL, at.stage(j) + 4 * KV_PANEL, true);
     wgmma_commit();
     if (FIRST) {
         wgmma_wait<0>();
@@ -222,7 +223,7 @@ __device__ __forceinline__ void step(Work &w, const Args &a, const Task &task, c
     pin(w.o);
     pin(w.p);
     wgmma_fence();
-    start_over_rows<BLOCK_N>(w.o, w.p, at.stage(j) + consumer * 4 * PANEL, true);
+    start_over_rows<BLOCK_N>(w.o, w.p, at.stage(j) + consumer * 4 * KV_PANEL, true);
     wgmma_wait<0>();
     pin(w.o);
     pin(w.p);
@@ -266,14 +267,21 @@ __device__ __forceinline__ void store_split(const Args &a, const Task &task, con
     }
 }
 
-// 64 queries to shared memory, zeros where there are none.
+// 64 queries to shared memory, zeros where there are none: eight rows a warp, of which lane i finds row i % 8.
 __device__ __forceinline__ void load_q(const Args &a, const Task &task, u32 to) {
     constexpr int UNITS = D / 8;
-    for (int i = threadIdx.x - 128; i < ROWS * UNITS; i += 256) {
-        const int r = i / UNITS, row = task.row + r;
-        const char *from = a.q + task.b * a.q_strides.b + row % a.h * a.q_strides.h + row / a.h * a.q_strides.n;
-        const bool there = row < a.h * a.n_q;
-        cp_async(swizzled(to, r, i % UNITS), there ? from + i % UNITS * 16 : a.q, there);
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 8 - 32, row = task.row + first + lane % 8;
+    const long long mine = row % a.h * a.q_strides.h + row / a.h * a.q_strides.n;
+    const char *q = a.q + task.b * a.q_strides.b;
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+        const bool there = task.row + first + r < a.h * a.n_q;
+        const long long offset = __shfl_sync(~0u, mine, r);     // by all lanes
+#pragma unroll
+        for (int i = 0; i < UNITS; i += 32) {
+            const int unit = i + lane;
+            if (unit < UNITS) cp_async(swizzled(to, first + r, unit), there ? q + offset + unit * 16 : q, there);
+        }
     }
     cp_async_commit();
     cp_async_wait<0>();
@@ -319,7 +327,8 @@ latent_forward_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(1024) char shared[];
     const Shared at(shared);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 4; i++) mbarrier_init(at.full + 8 * i, 1), mbarrier_init(at.empty + 8 * i, 4);
+        prefetch(a.kv);
+        for (int i = 0; i < 2 * STAGES; i++) mbarrier_init(at.full + 8 * i, 1), mbarrier_init(at.empty + 8 * i, 4);
         fence_barrier_init();
     }
     __syncthreads();

@@ -12,11 +12,12 @@ from fulmen import cuda
 from fulmen.dispatch import Choice
 from fulmen.flash.kernels import combine, sm90
 from fulmen.flash.spec import FlashSpec
-from fulmen.latent.policy import CUDA_DIMS, CUDA_KEYS, CUDA_ROWS, query_tiles
+from fulmen.latent.policy import CUDA_DIMS, CUDA_KEYS, CUDA_ROWS, LatentTile, query_tiles
 from fulmen.latent.spec import LatentSpec, Residuals
 
 THREADS = 384
-SHARED_BYTES = 3 * CUDA_ROWS * 2 * CUDA_DIMS[0] + 2 * CUDA_ROWS * CUDA_KEYS + 64 + 12 * CUDA_ROWS
+# q, two blocks of CUDA_KEYS keys in some number of stages, p, barriers, m and l
+SHARED_BYTES = 3 * CUDA_ROWS * 2 * CUDA_DIMS[0] + 2 * CUDA_ROWS * CUDA_KEYS + 128 + 12 * CUDA_ROWS
 MAX_BLOCKS = (1 << 31) - 1
 MAX_GRID = 65_535  # of combine.cu: heads and rows of the batch
 
@@ -45,15 +46,17 @@ def unsupported_reason(spec: LatentSpec) -> str | None:
     return None
 
 
-def box(spec: LatentSpec) -> int:
+def box(spec: LatentSpec, tile: LatentTile) -> int:
     """Keys that one TMA load brings: they lie in one page."""
-    return CUDA_KEYS if spec.page is None else min(CUDA_KEYS, spec.page)
+    return tile.block_n if spec.page is None else min(tile.block_n, spec.page)
 
 
 def variant(spec: LatentSpec, choice: Choice) -> cuda.Variant:
+    tile: LatentTile = choice.tile
     macros = {
+        "BLOCK_N": tile.block_n, "STAGES": tile.stages,
         "BF16": int(spec.dtype == torch.bfloat16), "CAUSAL": int(spec.causal), "SPLIT": int(choice.splits > 1),
-        "PAGED": int(spec.page is not None), "BOX": box(spec),
+        "PAGED": int(spec.page is not None), "BOX": box(spec, tile),
     }  # fmt: skip
     return cuda.Variant("latent/kernels/latent.cu", "latent_forward_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 
@@ -76,7 +79,7 @@ def launcher(spec: LatentSpec, choice: Choice, x: Residuals, o: Tensor) -> Calla
     launch = cuda.Launch(variant(spec, choice), spec.device, grid, THREADS, SHARED_BYTES, constants, early=True)
     if launch.empty:
         return lambda *addresses: None
-    kv_map = cuda.tensor_maps(x.kv[:, None], box(spec))
+    kv_map = cuda.tensor_maps(x.kv[:, None], box(spec, choice.tile))
 
     def run(q: int, kv: int, lengths: int, table: int, o: int) -> None:
         launch(kv_map(kv), q, o, 0, lengths, table)
