@@ -51,6 +51,7 @@ check: $(STAMP)  ## lint, format, types, size limits, generated tables
 	$(VENV)/bin/mypy
 	$(PY) tools/size_guard.py
 	$(PY) tools/dispatch_table.py --check
+	$(PY) tools/models_table.py --check
 	$(PY) tools/parallel_plans.py --check
 	$(PY) tools/performance.py --check
 

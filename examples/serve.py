@@ -5,7 +5,8 @@
 
 Keys and values lie in pages and states in slots that the sequences share. On a GPU a step is one CUDA graph, captured
 once and replayed while sequences come and go. If the pages run out, the youngest sequence gives its own back and waits
-for another turn. The last line says how long a step takes, and how long reading its weights and caches would.
+for another turn. Tokens a second are those generated, over all the time, that of prompts included. The last line says
+how long a step takes, and how long reading its weights and caches would.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ class Request:
         self.tokens: list[int] = []
         self.sequence: Sequence | None = None
 
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) >= self.new
+
 
 class Server:
     """Rows of a batch, each empty or with a request."""
 
     def __init__(self, model: HybridLM, rows: int, max_length: int, pages: int, page_size: int = 64) -> None:
         self.model, self.device = model, model.embed.weight.device
+        pages = max(pages, -(-max_length // page_size))  # of one request alone: else it would wait for ever
         self.served = Sequences(rows, max_length, pages=pages, page_size=page_size, slots=rows, device=self.device)
         self.pools = [block.attention.new_pool(self.served) for block in model.blocks]  # type: ignore[operator, union-attr]
         self.rows: list[Request | None] = [None] * rows
@@ -53,7 +59,7 @@ class Server:
         return self.model(ids, self.pools)[:, -1:].argmax(-1)
 
     def admit(self, request: Request, chunk: int = 512) -> bool:
-        """Reads the prompt in chunks into a free row; False if there is no row or too little memory."""
+        """Reads the prompt in chunks into a free row, for its first token; False: no row, or too little memory."""
         if None not in self.rows:
             return False
         sequence, ids = self.served.new(), request.prompt + request.tokens
@@ -67,6 +73,8 @@ class Server:
             return False
         request.sequence, self.rows[self.rows.index(None)] = sequence, request
         request.tokens.append(int(token))
+        if request.done:
+            self._leave(request)
         return True
 
     def step(self) -> list[Request]:
@@ -87,7 +95,7 @@ class Server:
         for request, (token,) in zip(self.rows, self.ids.tolist(), strict=True):
             if request is not None:
                 request.tokens.append(token)
-                if len(request.tokens) >= request.new:
+                if request.done:
                     left.append(self._leave(request))
         return left
 
@@ -126,24 +134,25 @@ def main(
     draw, vocab = random.Random(0), 512
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     model = HybridLM(Config(vocab, pattern, layers, dim, heads)).to(device, dtype).eval()
-    length = prompt + new + 1
+    length = prompt + new
     server = Server(model, rows, length, pages=rows * -(-length // 64) * 3 // 4 + 1)
     prompts = ([draw.randrange(vocab) for _ in range(draw.randint(1, prompt))] for _ in range(requests))
-    waiting = deque(Request(ids, new) for ids in prompts)
-    done, steps, seconds, floor = 0, 0, 0.0, 0.0
+    asked = [Request(ids, new) for ids in prompts]
+    waiting, steps, stepping, floor, begun = deque(asked), 0, 0.0, 0.0, time.perf_counter()
     with Live(refresh_per_second=8) as live:
         while waiting or any(server.rows):
             while waiting and server.admit(waiting[0]):
                 waiting.popleft()
-            begun, busy = time.perf_counter(), sum(r is not None for r in server.rows)
-            floor += floor_seconds(server)
-            left = server.step()
-            done += sum(len(r.tokens) >= new for r in left)
-            waiting.extendleft(r for r in left if len(r.tokens) < new)
-            seconds, steps = seconds + time.perf_counter() - begun, steps + 1
-            made = sum(len(r.tokens) for r in server.rows if r) + done * new
-            live.update(f"{done} of {requests} done, {busy} rows, {len(waiting)} wait; {made / seconds:,.0f} tokens/s")
-    print(f"{steps} steps of {1e3 * seconds / steps:.2f} ms; on an H200 bytes alone take {1e3 * floor / steps:.3f} ms")
+            busy, floor, start = sum(map(bool, server.rows)), floor + floor_seconds(server), time.perf_counter()
+            waiting.extendleft(r for r in server.step() if not r.done)
+            stepping, steps = stepping + time.perf_counter() - start, steps + 1
+            done, made = sum(r.done for r in asked), sum(len(r.tokens) for r in asked)
+            rate = made / (time.perf_counter() - begun)
+            live.update(f"{done} of {requests} done, {busy} rows, {len(waiting)} wait; {rate:,.0f} tokens/s")
+    print(
+        f"{made} tokens in {steps} steps of {1e3 * stepping / steps:.2f} ms; "
+        f"on an H200 bytes alone take {1e3 * floor / steps:.3f} ms"
+    )
 
 
 if __name__ == "__main__":

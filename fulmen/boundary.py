@@ -38,11 +38,13 @@ def require_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
 
 
 def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool, kv_rows: int | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, max_head_dim: int, same_length: bool, kv_rows: int | None = None,
+    groups: bool = False,
+) -> None:  # fmt: skip
     """One clear error for what is wrong with q (B, H, N, D), k (B, H_KV, N_KV, D) and v (B, H_KV, N_KV, E).
 
     kv_rows  what k and v have instead of B: the rows or pages of a cache
+    groups   q and k may also have equally many heads, which divide v's
     """
 
     def got() -> str:
@@ -61,8 +63,10 @@ def check_qkv(
         raise ValueError(f"v must share B={B_K} and N={N_K} with k; {got()}")
     if D_K != D:
         raise ValueError(f"k has head dim {D_K}, must have q's D={D}; {got()}")
-    if H_V != H_KV:
-        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}; {got()}")
+    shared = groups and H == H_KV > 0 and H_V % H == 0
+    if H_V != H_KV and not shared:
+        more = ", or a multiple if q has as many as k" if groups else ""
+        raise ValueError(f"v has {H_V} heads, must have as many as k, {H_KV}{more}; {got()}")
     if (H_KV == 0 and H != 0) or (H_KV != 0 and H % H_KV != 0):
         raise ValueError(f"k and v have {H_KV} heads, which must divide q's H={H}; {got()}")
     if not (1 <= D <= max_head_dim and 1 <= E <= max_head_dim):
@@ -105,6 +109,14 @@ def check_scale(scale: float) -> float:
     return float(scale)
 
 
+def check_int32(name: str, x: Tensor, q: Tensor, of: str = "q") -> None:
+    """int32 on the device of q, the argument called `of`."""
+    if x.dtype != torch.int32:
+        raise ValueError(f"{name} is {x.dtype}, must be int32")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, must be on {of}'s {q.device}")
+
+
 def check_offsets(name: str, offsets: Tensor, x: Tensor, of: str = "q", along: int = 2) -> None:
     """`offsets` of sequences packed along a dimension of x, the argument called `of`: all but their values, which are
     `check_offset_values`' matter."""
@@ -113,10 +125,7 @@ def check_offsets(name: str, offsets: Tensor, x: Tensor, of: str = "q", along: i
         raise ValueError(f"{name} has shape {tuple(offsets.shape)}, must be (sequences + 1,)")
     if offsets.shape[0] == 1 and N > 0:
         raise ValueError(f"{name} has shape (1,), so there is no sequence, but N={N}: it must end at N")
-    if offsets.dtype != torch.int32:
-        raise ValueError(f"{name} is {offsets.dtype}, must be int32")
-    if offsets.device != x.device:
-        raise ValueError(f"{name} is on {offsets.device}, must be on {of}'s {x.device}")
+    check_int32(name, offsets, x, of)
     if x.shape[0] != 1:
         raise ValueError(f"{name} packs sequences along N, so B must be 1; got {of} {tuple(x.shape)}")
 
@@ -163,9 +172,14 @@ def plain_memory(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is enabled on the device of x."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast q, k, v take the autocast dtype, as in torch's own attention."""
-    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+    if not autocasts(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -173,22 +187,26 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether rows of (B, heads, N, size) begin at multiples of 16 bytes, and no two at the same: what the copy engine
-    of Hopper and later takes."""
-    if not is_plain_eager(*tensors):
-        return True  # there may be no address, and no kernel is called
-    for x in tensors:
-        unit = 16 // x.element_size()
-        if x.data_ptr() % 16 or any(
-            n > 1 and (s % unit or s == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
-        ):
-            return False
-    return True
+    """Whether `rows_aligned` holds for all; outside of plain eager calls, where no kernel is called, it does."""
+    return not is_plain_eager(*tensors) or all(map(rows_aligned, tensors))
+
+
+def rows_aligned(x: Tensor, repeats: bool = False) -> bool:
+    """Whether rows begin at multiples of 16 bytes and, unless they may, no two at the same: what TMA takes."""
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and not any(
+        n > 1 and (s % unit or (s == 0 and not repeats)) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
 
 
 def readable(x: Tensor) -> Tensor:
-    """x, or a copy with its memory order that the copy engine can read."""
+    """x, or a copy with its memory order that TMA can read."""
     return x if aligned(x) else empty_rows(x, x.shape[1], x.shape[3]).copy_(x)
+
+
+def address(x: Tensor | None) -> int:
+    """As kernels take a tensor that may be missing."""
+    return 0 if x is None else x.data_ptr()
 
 
 def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +214,7 @@ def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(implementation)
     def run(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+        if not autocasts(q):
             return implementation(q, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return implementation(q, *args, **kwargs)
@@ -215,6 +233,11 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if x is not None and not torch._C._has_storage(x):  # legacy vmap, sparse tensors
             return False
     return True
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there: what is computed holds nothing until the first replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:
@@ -261,14 +284,40 @@ def register_operator(
     torch.library.register_fake(f"fulmen::{name}", fake, lib=library)
     operator = getattr(torch.ops.fulmen, name).default
     general = make_autograd_impl(operator, AutogradInfo(gradients, save))
+    tensors = [i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type)]
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        given = [a for a in args if isinstance(a, Tensor)]
+        given = [args[i] for i in tensors if i < len(args)]  # defaults may be left out
         if is_plain_eager(*given) and not needs_gradient(given):
             return implementation(*args)
         return general(keyset, *args)
 
     library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def register_mutation(
+    library: torch.library.Library, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """Defines an operator of the namespace fulmen that changes arguments in place, as its schema says.
+
+    It refuses gradients. Autograd counts the changes, so that it refuses a backward that saved such an argument before.
+    """
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fulmen::{name}", fake, lib=library)
+    operator = getattr(torch.ops.fulmen, name).default
+    arguments = operator._schema.arguments
+    changed = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            raise NotImplementedError(f"{name} has no gradient: call it under torch.no_grad()")
+        torch._C._increment_version([args[i] for i in changed if i < len(args) and args[i] is not None])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
 def no_second_derivative(op: str) -> Callable[..., Any]:

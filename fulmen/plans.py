@@ -5,7 +5,8 @@ looked up twice:
 
     _recent   the last few plans with the same options, each behind a guard: one C++ call that compares types, dtypes,
               devices, shapes, strides and requires_grad of all tensors. torch.compile's guards are used.
-    _plans    all plans, in a dictionary keyed by the same facts. It also serves what guards cannot tell apart.
+    _plans    all plans, in a dictionary keyed by the same facts. It also serves calls that guards do not: under
+              autocast, with one tensor given twice, or with one that does not begin at a multiple of 16 bytes.
 
 The key holds everything an op's checks read, so a hit skips them. Only plain eager calls have plans: no compiler, mode,
 transform, tensor subclass or nested tensor. `clear()` forgets every plan.
@@ -82,7 +83,11 @@ class Plan:
     ) -> None:
         self.spec, self.forward, self.backward = spec, forward, backward
         self.arguments, self.needs_grad = arguments, needs_grad
-        self.backwards: tuple[tuple[int, Guard, Repeated], ...] = ()
+        self.backwards: tuple[tuple[Hashable, Guard, Repeated], ...] = ()  # which tensors are given, and which are one
+
+    def backward_alone(self) -> Plan:
+        """The plan of calls of the backward alone: its tensors are the saved ones and the gradients."""
+        return Plan(self.spec, self.backward(), self.backward, self.arguments, False)
 
     def gradients(self, *tensors: Tensor | None) -> Any:
         """Runs the backward on saved tensors and gradients of any kind."""
@@ -92,9 +97,11 @@ class Plan:
         """The backward of these saved tensors and gradients; None unless this is a plain eager call."""
         if _grad_enabled() or _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
+        which: Hashable
         which, there = given(tensors)
         if len(set(map(id, there))) < len(there):  # guards know no tensor twice: cu_seqlens of q and k, or one k and v
-            which, there = given(tuple(None if any(t is u for u in tensors[:i]) else t for i, t in enumerate(tensors)))
+            first = tuple(next(i for i, u in enumerate(tensors) if u is t) for t in tensors)
+            which, there = (which, first), tuple({id(t): t for t in there}.values())
         for of, guard, known in self.backwards:
             if of == which and guard(*there):
                 return known.run if _aligned(there) else known.general

@@ -78,7 +78,8 @@ def find_tile(cu_ptr, slot, sequences, N, BLOCK: tl.constexpr, group=1):
     """(sequence, tile within it) of the `slot`-th tile of packed sequences, whose tokens have `group` rows each.
 
     Sequence i gets the slots from begin_i * group // BLOCK + i on: that is room enough for its tiles whatever the
-    lengths, and known without the sequences before it, so a search takes the place of a sum on the host.
+    lengths, and known without the sequences before it, so a search takes the place of a sum on the host. Slots before
+    the first sequence, if it does not begin at 0, are like those behind the last.
     """
     low = 0
     high = sequences - 1
@@ -87,7 +88,8 @@ def find_tile(cu_ptr, slot, sequences, N, BLOCK: tl.constexpr, group=1):
         fits = offset_at(cu_ptr, middle, N) * group // BLOCK + middle <= slot
         low = tl.where(fits, middle, low)
         high = tl.where(fits, high, middle - 1)
-    return low, slot - (offset_at(cu_ptr, low, N) * group // BLOCK + low)
+    first = offset_at(cu_ptr, low, N) * group // BLOCK + low
+    return low, tl.where(slot < first, N * group // BLOCK + 1, slot - first)
 
 
 @triton.jit

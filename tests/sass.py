@@ -1,8 +1,11 @@
-"""Reads disassembled machine code for a hazard the assembler does not see.
+"""Reads disassembled machine code for hazards the assembler does not see.
 
 A product (HGMMA) whose first operand lies in registers reads them while it runs. To the assembler they are free as soon
 as it was started, and it may give them to whatever comes next: the product then multiplies that. `overwritten` follows
 every path from such products to the wait that ends them.
+
+A kernel launched early must not read what the kernel before it writes until that one is over: `read_early` finds loads
+ahead of the wait (ACQBULK), and those of memory said to be constant, which the compiler may move there.
 """
 
 from __future__ import annotations
@@ -114,3 +117,10 @@ def overwritten(sass: str) -> list[str]:
             else:
                 at += 1
     return list(bad.values())
+
+
+def read_early(sass: str) -> list[str]:
+    """Loads that do not wait for the kernel before, or need not."""
+    before, wait, after = sass.partition("ACQBULK")
+    assert wait, "the kernel waits for nobody"
+    return re.findall(r"\bLDG.*", before) + re.findall(r"\bLDG\S*CONSTANT.*", after)

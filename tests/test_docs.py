@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fulmen.integrations import transformers as ours
+from fulmen.integrations.transformers import attention as ours
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -25,9 +25,10 @@ BLOCKS = {
 }
 PUBLIC = (
     "fulmen", "fulmen.decay", "fulmen.layers", "fulmen.parallel", "fulmen.bench", "fulmen.integrations.transformers",
-    "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn",
+    "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn", "fulmen.integrations.fla",
+    "fulmen.integrations.mamba",
 )  # fmt: skip
-LONG = {ROOT / "examples" / name for name in ("hybrid_lm.py", "serve.py")}  # tested with the layers
+LONG = {ROOT / "examples" / f"{name}.py" for name in ("hybrid_lm", "serve", "finetune", "long_context")}
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - LONG)
 
 
@@ -51,8 +52,8 @@ def one_rank(monkeypatch):
 
 def test_there_are_blocks():
     assert len(BLOCKS["README.md"]) == 5
-    assert len(BLOCKS["docs/integrations.md"]) == 4
-    guide = ("index", "lightning", "flash", "layers", "decoding", "parallel", "bench")
+    assert len(BLOCKS["docs/integrations.md"]) == 6
+    guide = ("index", "lightning", "linear", "flash", "layers", "decoding", "models", "parallel", "bench")
     assert {f"docs/{name}.md" for name in guide} <= set(BLOCKS)
 
 

@@ -187,6 +187,34 @@ def test_an_operator_follows_deterministic_mode():
     assert [spec.deterministic for spec in wanted] == [False, True, False]
 
 
+def test_a_gradient_that_is_an_input(monkeypatch):
+    """A prepared backward keeps the strides of do: do that is q is no do that is k."""
+    kernel = dispatch.kernels("flash")["eager"]
+
+    def prepare_backward(spec, x, o, lse, do, dlse):
+        strides = do.stride()
+
+        def again(*t):
+            return kernel.backward(spec, Residuals(*t[:6]), *t[6:8], t[8].as_strided(t[8].shape, strides), t[9])
+
+        return again
+
+    monkeypatch.setitem(dispatch._kernels["flash"], "eager", kernel._replace(prepare_backward=prepare_backward))
+    dispatch.pick.cache_clear()
+    plans.clear()
+    q, v = torch.randn(2, 1, 2, 8, 16).unbind()
+    k = torch.randn(1, 8, 2, 16).transpose(1, 2)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    for do in (q, k, q, k):
+        want, got = (
+            torch.autograd.grad(fulmen.flash_attention(*inputs, backend=name), inputs, do)
+            for name in ("reference", "eager")
+        )
+        torch.testing.assert_close(got, want)
+    plans.clear()
+    dispatch.pick.cache_clear()
+
+
 def test_packed_training_finds_its_backward_again():
     q, k, v = torch.randn(3, 1, 2, 12, 16).unbind()
     q.requires_grad_()

@@ -11,8 +11,9 @@ and lse, is our own where policy.py says so, else cuDNN's where `sdpa` has it, e
     backward      for Hopper: D = E of 64 or 128, every option
 
 All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for TMA, which sm90
-loads with, those that repeat (stride 0). NVRTC compiles a source at the first call that needs it (`fulmen.cuda`), in
-seconds, and the result is kept on disk.
+loads with, those that repeat (stride 0). A cache is never copied: such a call is refused.
+
+NVRTC compiles a source at the first call that needs it (`fulmen.cuda`), in seconds, and the result is kept on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import empty_rows
+from fulmen.boundary import address, empty_rows, rows_aligned
 from fulmen.dispatch import Choice, register
 from fulmen.flash import sdpa, triton
 from fulmen.flash.kernels import backward as backward_kernel
@@ -47,6 +48,8 @@ def supports(spec: FlashSpec) -> str | None:
         return f"needs a positive scale, and it is {spec.scale}"
     if (why := (sm90 if hw.arch == 90 else small).unsupported_reason(spec, hw)) is not None:
         return why
+    if not spec.aligned:
+        return "needs a cache whose rows begin at multiples of 16 bytes and do not repeat"
     choice = chosen(spec)
     if spec.needs_grad and choice.backward == "triton" and (why := triton.supports(spec)) is not None:
         return f"has triton's backward, which {why}"
@@ -72,14 +75,6 @@ def chosen(spec: FlashSpec) -> Choice:
     return dispatch.choose("flash", spec, "cuda")
 
 
-def readable(x: Tensor, repeats: bool) -> bool:
-    """Whether rows start at multiples of 16 bytes and, unless they may, do not repeat."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(
-        n <= 1 or (s % unit == 0 and (repeats or s != 0)) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
-    )
-
-
 def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
     call = heads_as_queries(spec)
     if call is not spec:
@@ -88,15 +83,11 @@ def launcher(spec: FlashSpec, choice: Choice, x: Residuals, o: Tensor) -> Callab
     return launch
 
 
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def forward(spec: FlashSpec, x: Residuals, choice: Choice | None = None) -> tuple[Tensor, Tensor | None]:
     choice = choice or chosen(spec)
     o, lse = empty_outputs(spec, x)
     for name in ("q", "k", "v"):
-        if not readable(getattr(x, name), repeats=KERNELS[choice.kernel].TAKES_REPEATS):
+        if not rows_aligned(getattr(x, name), KERNELS[choice.kernel].TAKES_REPEATS):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
     others = x[3:] if spec.has_kv_lengths else x[3:6]
     launcher(spec, choice, x, o)(*map(address, (*x[:3], o, lse, *others)))
@@ -108,7 +99,7 @@ def prepare(spec: FlashSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor
     choice = chosen(spec)
     if spec.has_sinks and spec.sequences is not None:  # whose lse is filled first
         return None
-    if not all(readable(t, KERNELS[choice.kernel].TAKES_REPEATS) for t in x[:3]):
+    if not all(rows_aligned(t, KERNELS[choice.kernel].TAKES_REPEATS) for t in x[:3]):
         return None
     o, lse = empty_outputs(spec, x)
     launch, new_o, new_lse = launcher(spec, choice, x, o), allocator(o), None if lse is None else allocator(lse)
@@ -139,10 +130,9 @@ def backward(
     if choice.backward == "triton":
         return triton.backward(spec, x, o, lse, do, dlse)
     for name in ("q", "k", "v"):
-        if not readable(getattr(x, name), repeats=False):
+        if not rows_aligned(getattr(x, name)):
             x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
-    if not readable(do, repeats=False):
-        do = do.clone(memory_format=torch.contiguous_format)
+    o, do = (t if rows_aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (o, do))
     dq, dk, dv = empty_gradients(spec, x)
     work = backward_kernel.empty_workspace(spec, choice.backward_tile)
     launch = backward_kernel.launcher(spec, choice.backward_tile, x, o, do, dq, dk, dv)
@@ -165,8 +155,7 @@ def prepare_backward(
         return sdpa.prepare_backward(spec, x, o, lse, do, dlse, "cudnn")
     if choice.backward == "triton":
         return triton.prepare_backward(spec, x, o, lse, do, dlse)
-    given = all(readable(t, repeats=False) for t in (*x[:3], do)) and do.stride(3) == 1
-    if not given or not (dlse is None or dlse.is_contiguous()):
+    if not all(rows_aligned(t) for t in (*x[:3], o, do)):
         return None
     results, tile = empty_gradients(spec, x), choice.backward_tile
     launch = backward_kernel.launcher(spec, tile, x, o, do, *results)

@@ -18,6 +18,7 @@ from fulmen.boundary import (
     empty_rows,
     is_plain_eager,
     needs_gradient,
+    no_gradient,
     no_second_derivative,
     refuse_derivatives_we_lack,
     register_operator,
@@ -155,9 +156,14 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tensors, lse = args[:TENSORS], args[TENSORS + 1]
     if lse.shape != tensors[0].shape[:3]:
         raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
-    arguments, given = args[TENSORS + 4 :], args[: TENSORS + 4]
-    plan = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
-    dq, dk, dv, dsinks = plan.gradients(*given)
+    arguments = args[TENSORS + 4 :]
+    which, given = given_tensors(args[: TENSORS + 4])
+    key = (which, "flash backward operator", *arguments)
+    plan = plans.find(key, given)
+    if plan is None:
+        ahead = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
+        plan = plans.keep(key, given, ahead.backward_alone())
+    dq, dk, dv, dsinks = plan.forward.run(*args[: TENSORS + 4])
     return dq, dk, dv, _nothing(lse) if dsinks is None else dsinks
 
 
@@ -205,13 +211,6 @@ register_operator(
 # ------------------------------------------------------------------------------------- over a cache
 
 
-_lib.define(
-    "flash_cache_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor kv_lengths,"
-    " Tensor? page_table, float scale, int? left, int? right, float? softcap, bool with_lse, int? max_kv_length,"
-    " str backend) -> (Tensor o, Tensor lse)"
-)
-
-
 def _cache_plan(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], backend: str) -> Plan:
     check_values(x)
     which, given = plans.given(x)
@@ -238,8 +237,15 @@ def _cache_forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[
     return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if others[-3] else _nothing(q)
 
 
-_lib.impl("flash_cache_forward", _cache_forward, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::flash_cache_forward", _cache_forward_fake, lib=_lib)
+register_operator(
+    _lib,
+    "flash_cache_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor kv_lengths,"
+    " Tensor? page_table, float scale, int? left, int? right, float? softcap, bool with_lse, int? max_kv_length,"
+    " str backend) -> (Tensor o, Tensor lse)",
+    _cache_forward,
+    _cache_forward_fake,
+    no_gradient("flash_attention over a cache"),
+)
 
 
 def _attend_cache(

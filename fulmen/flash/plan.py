@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
@@ -25,8 +24,8 @@ def plan_for(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...
     @outside_autocast
     def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         assert kernel.backward is not None, "natively differentiable backends do not come here"
-        *given, o, lse, do, dlse = tensors
-        return kernel.backward(spec, Residuals(*given), o, lse, *tidy_gradients(o, do, dlse))
+        tensors = tidy(*tensors)
+        return kernel.backward(spec, Residuals(*tensors[:TENSORS]), *tensors[TENSORS:])
 
     def prepare(*tensors: Any) -> Any:
         assert kernel.prepare is not None
@@ -34,6 +33,8 @@ def plan_for(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...
 
     def prepare_backward(*tensors: Any) -> Any:
         assert kernel.prepare_backward is not None
+        if any(a is not b for a, b in zip(tensors, tidy(*tensors), strict=True)):
+            return None
         return kernel.prepare_backward(spec, Residuals(*tensors[:TENSORS]), *tensors[TENSORS:])
 
     return Plan(
@@ -68,13 +69,19 @@ def plan_of(spec: FlashSpec, x: Residuals, backend: str) -> Plan:
     return plans.find(key, given) or plans.keep(key, given, plan_for(spec, dispatch.pick("flash", spec, backend), ()))
 
 
-def tidy_gradients(o: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Incoming gradients as backends take them: autograd leaves out what was not used, and expands, as for o.sum()."""
-    if do is None:
-        do = torch.zeros_like(o)
-    elif (do.stride(3) != 1 and do.shape[3] > 1) or do.is_neg():
-        do = do.resolve_neg().contiguous()
-    return do, None if dlse is None else dlse.resolve_neg().contiguous()
+def tidy(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Any
+) -> tuple[Any, ...]:
+    """The tensors of a backward as backends take them: hooks of saved tensors may hand back other strides, and autograd
+    expands gradients, as for o.sum()."""
+    q, k, v, o, do = map(tidy_rows, (q, k, v, o, do))
+    sinks, cu_q, cu_k, dlse = (x if x is None else x.resolve_neg().contiguous() for x in (sinks, cu_q, cu_k, dlse))
+    return q, k, v, sinks, cu_q, cu_k, o, lse.resolve_neg().contiguous(), do, dlse
+
+
+def tidy_rows(x: Tensor) -> Tensor:
+    """x, or a copy if its rows are not contiguous in memory as they are."""
+    return x if (x.stride(3) == 1 or x.shape[3] <= 1) and not x.is_neg() else x.resolve_neg().contiguous()
 
 
 def plain_options(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:

@@ -12,6 +12,7 @@ from fulmen.hardware import Hardware
 
 BACKWARD_KEYS = 128  # that a block owns
 FEW_BLOCKS = 1024
+MAX_PADDING = 1 << 28
 
 
 class BackwardTile(NamedTuple):
@@ -54,6 +55,12 @@ def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
     drawn = rows + (0 if rows_in_dq else size)
     turns = drawn + blocks * spec.has_sinks
     return Workspace(rows, drawn, turns, turns + 2 * blocks * spec.deterministic, rows_in_dq)
+
+
+def affordable(spec: FlashSpec) -> bool:
+    """Whether the workspace is at most twice the fp32 dq and MAX_PADDING bytes; a packed sequence has a tile more."""
+    end, least = workspace(spec, backward_tile(spec)).end, spec.B * spec.H * spec.N_Q * spec.D
+    return 4 * end <= 2 * 4 * least + MAX_PADDING
 
 
 def swizzle(spec: FlashSpec, hw: Hardware) -> int:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, hardware
-from fulmen.boundary import empty_rows
+from fulmen.boundary import empty_rows, rows_aligned
 from fulmen.dispatch import register
 from fulmen.flash.spec import FlashSpec, Residuals
 
@@ -176,9 +176,7 @@ def ordered_like(x: Tensor, y: Tensor) -> Tensor:
 
 def loadable(x: Tensor) -> Tensor:
     """x, or a copy if its rows do not start at multiples of 16 bytes or share memory."""
-    step = 16 // x.element_size()
-    apart = all(x.shape[i] == 1 or (x.stride(i) and x.stride(i) % step == 0) for i in range(3))
-    return x if apart and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_first(x: Tensor) -> Tensor:
@@ -237,8 +235,9 @@ def backward(
     q, k, v, do = loadable(x.q), loadable(x.k), loadable(x.v), loadable(do)
     if which == "cudnn":
         seed, offset = no_dropout(q.device, torch.int64)
-        if q is not x.q:  # torch takes o to lie as q does, and finds its compiled graph by q's strides alone
-            o, do = o.contiguous(), do.contiguous()
+        if q is not x.q:
+            do = do.contiguous()
+        o = ordered_like(q, o)  # as torch takes it to be, which finds its compiled graph by q's strides alone
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             do, q, k, v, o, lse[..., None], seed, offset, None, None, None, spec.N_Q, spec.N_KV, 0.0, causal,
             scale=scale,
@@ -271,7 +270,9 @@ def prepare_backward(
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, None]] | None:
     """cuDNN's backward of calls with these shapes and strides at the least cost for the host."""
     which = implementation or chosen(spec)
-    if which != "cudnn" or dlse is not None or do.stride(3) != 1 or any(loadable(t) is not t for t in (*x[:3], do)):
+    if which != "cudnn" or dlse is not None or any(loadable(t) is not t for t in (*x[:3], do)):
+        return None
+    if ordered_like(x.q, o) is not o:
         return None
     run, causal = aten._scaled_dot_product_cudnn_attention_backward.default, bool(is_causal(spec))
     seed, offset = no_dropout(x.q.device, torch.int64)

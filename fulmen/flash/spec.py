@@ -14,8 +14,11 @@ from torch import Tensor
 
 from fulmen import plans
 from fulmen.boundary import (
+    aligned,
     as_int,
     autocast,
+    autocasts,
+    check_int32,
     check_offset_values,
     check_offsets,
     check_qkv,
@@ -66,6 +69,7 @@ class FlashSpec(NamedTuple):
     deterministic: bool = False  # torch.use_deterministic_algorithms asks for gradients that repeat bit for bit
     has_kv_lengths: bool = False
     page: int | None = None  # rows of a page of k and v; None: a row of the cache is one tensor
+    aligned: bool = True  # rows of a cache begin at multiples of 16 bytes and do not repeat
 
     @property
     def wants_lse(self) -> bool:
@@ -167,7 +171,9 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     if tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, must be (H,) with q's H={q.shape[1]}")
     if sinks.dtype not in (torch.float32, q.dtype):
-        raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+        if not (autocasts(q) and sinks.dtype in (torch.float16, torch.bfloat16)):
+            raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+        sinks = sinks.float()  # q's dtype is autocast's
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device}, must be on q's {q.device}")
     return sinks.contiguous()
@@ -212,13 +218,6 @@ def check_cache(
     return x
 
 
-def check_int32(name: str, x: Tensor, q: Tensor) -> None:
-    if x.dtype != torch.int32:
-        raise ValueError(f"{name} is {x.dtype}, must be int32")
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
-
-
 def check_max_kv_length(max_kv_length: int | None) -> int | None:
     if max_kv_length is None:
         return None
@@ -252,6 +251,7 @@ def spec_of(
         B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left, right, top_left, softcap,
         x.sinks is not None, sequences, with_lse, needs_grad,
         needs_grad and plans.deterministic(), x.kv_lengths is not None, page,
+        x.kv_lengths is None or aligned(x.k, x.v),
     )  # fmt: skip
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulmen.layers.append import append
+from fulmen.layers.inputs import whole
 
 PAGES = (256, 128, 64, 32, 16)  # that a row of the cache is read in
 
@@ -42,10 +43,10 @@ def update(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
     _check(q, k, v, caches, turn)
     lengths = caches.lengths
     if not isinstance(lengths, Tensor):
-        given = caches.capacity if lengths is None else lengths
+        given = caches.capacity if lengths is None else whole("cache_seqlens", lengths, 0)
         lengths = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
-        table = caches.rows[:, None].contiguous() if caches.rows is not None else caches.table
+        table = caches.table if caches.rows is None else caches.rows[:, None]
         q, lengths = append(
             q, k, v, caches.k, caches.v, lengths, table, turn.cos, turn.sin, each_query=turn.each_query,
             interleaved=turn.interleaved,
@@ -80,53 +81,62 @@ def readable(q: Tensor, caches: Caches) -> tuple[Tensor, Tensor, Tensor, Tensor 
 
 
 def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: Turn) -> None:
-    """One clear error for each wrong argument that `flash_attention` would not see, or see too late."""
-    given = {"q": q, "k_cache": caches.k, "v_cache": caches.v, "k": k, "v": v}
-    for name, x in given.items():
-        if x is not None and x.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, must have 4 dimensions: (B, N, heads, head dim)")
-        if x is not None and torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(
-                f"{name} requires a gradient, and a cache has none: call it under torch.no_grad()"
-            )
+    """One clear error for each wrong argument, before anything is written."""
     if (k is None) != (v is None):
         raise ValueError("k and v are appended together: pass both or none")
-    if caches.k.shape[:3] != caches.v.shape[:3]:
-        raise ValueError(
-            f"k_cache {tuple(caches.k.shape)} and v_cache {tuple(caches.v.shape)} must differ in D at most"
-        )
-    if k is not None and v is not None:
-        _check_new(q, k, v, caches)
+    given = [("q", q), ("k_cache", caches.k), ("v_cache", caches.v), ("k", k), ("v", v)]
+    for name, x in given:
+        if x is not None and x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must have 4 dimensions: (B, N, heads, head dim)")
+    B, N = q.shape[0], 0 if k is None else k.shape[1]
+    for name, x, of, want in (
+        ("v_cache", caches.v, "k_cache", (*caches.k.shape[:3], caches.v.shape[3])),
+        ("q", q, "k_cache", (*q.shape[:3], caches.k.shape[3])),
+        ("k", k, "k_cache", (B, N, *caches.k.shape[2:])),
+        ("v", v, "v_cache", (B, N, *caches.v.shape[2:])),
+    ):
+        if x is not None and tuple(x.shape) != want:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be (B, N, heads, head dim) = {want} for {of}")
+    for name, x in given:
+        if x is not None:
+            _check_kind(name, x, caches.k)
+    if q.shape[2] % max(caches.k.shape[2], 1):
+        raise ValueError(f"q has {q.shape[2]} heads, must be a multiple of k_cache's {caches.k.shape[2]}")
+    if k is not None and caches.lengths is None:
+        raise ValueError("cache_seqlens is missing: k and v are appended behind that many tokens")
     _check_rotary(q, k, turn)
-    B = q.shape[0]
-    if isinstance(caches.lengths, bool) or not isinstance(caches.lengths, int | Tensor | None):
-        raise ValueError(f"cache_seqlens={caches.lengths!r}: must be an int, an int32 tensor (B,) or None")
-    ints = {"cache_seqlens": caches.lengths, "cache_batch_idx": caches.rows, "cache_leftpad": caches.leftpad}
-    for name, y in ints.items():
-        if isinstance(y, Tensor) and (tuple(y.shape) != (B,) or y.dtype != torch.int32 or y.device != q.device):
-            got = f"{y.dtype} {tuple(y.shape)} on {y.device}"
-            raise ValueError(f"{name} is {got}, must be int32 ({B},) on q's {q.device}")
-    if caches.table is not None:
-        for name, x in (("cache_batch_idx", caches.rows), ("cache_leftpad", caches.leftpad)):
-            if x is not None:
-                raise NotImplementedError(f"{name} with block_table: the table says where a row's pages are; pass None")
-    elif caches.rows is None and caches.k.shape[0] < B:
+    for name, y in (
+        ("cache_batch_idx", caches.rows), ("cache_leftpad", caches.leftpad), ("cache_seqlens", caches.lengths),
+        ("block_table", caches.table),
+    ):  # fmt: skip
+        if isinstance(y, Tensor) or (y is not None and name != "cache_seqlens"):
+            _check_ints(name, y, q, caches)
+    if caches.table is None and caches.rows is None and caches.k.shape[0] < B:
         raise ValueError(f"k_cache has {caches.k.shape[0]} rows, must have q's B={B} at least, or pass cache_batch_idx")
 
 
-def _check_new(q: Tensor, k: Tensor, v: Tensor, caches: Caches) -> None:
-    for name, x, cache in (("k", k, caches.k), ("v", v, caches.v)):
-        want = (q.shape[0], k.shape[1], *cache.shape[2:])
-        if tuple(x.shape) != want:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be (B, N, heads, head dim) = {want}")
-        if x.dtype != cache.dtype or x.device != cache.device:
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, must be {name}_cache's {cache.dtype} on {cache.device}"
-            )
-        if x.stride(3) != 1 or cache.stride(3) != 1:
-            raise ValueError(f"the last dimension of {name} and {name}_cache must be contiguous")
-    if caches.lengths is None:
-        raise ValueError("cache_seqlens is missing: k and v are appended behind that many tokens")
+def _check_kind(name: str, x: Tensor, cache: Tensor) -> None:
+    other = x.dtype != cache.dtype and not (name == "q" and torch.is_autocast_enabled(cache.device.type))
+    if other or x.device != cache.device:
+        raise ValueError(f"{name} is {x.dtype} on {x.device}, must be k_cache's {cache.dtype} on {cache.device}")
+    if x.stride(3) != 1:
+        raise ValueError(f"{name}'s last dimension must be contiguous, its strides are {tuple(x.stride())}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError(f"{name} requires a gradient, and a cache has none: call it under torch.no_grad()")
+
+
+def _check_ints(name: str, x: Any, q: Tensor, caches: Caches) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}, must be an int32 tensor")
+    B, paged = q.shape[0], x is caches.table
+    if x.ndim != 1 + paged or x.shape[0] != B or x.dtype != torch.int32 or x.device != q.device:
+        shape = f"({B}, pages of a row)" if paged else f"({B},)"
+        got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+        raise ValueError(f"{name} is {got}, must be int32 {shape} on q's {q.device}")
+    if caches.table is not None and name in ("cache_batch_idx", "cache_leftpad"):
+        raise NotImplementedError(f"{name} with block_table: the table says where a row's pages are; pass None")
+    if paged and (caches.k.shape[1] % 16 or not 16 <= caches.k.shape[1] <= 256):
+        raise ValueError(f"k_cache has pages of {caches.k.shape[1]} tokens, must be a multiple of 16 from 16 to 256")
 
 
 def _check_rotary(q: Tensor, k: Tensor | None, turn: Turn) -> None:

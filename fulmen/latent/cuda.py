@@ -1,7 +1,7 @@
 """Latent attention in CUDA C++, for Hopper: D = 576, value_dim = 512, bf16 and fp16. kernels/ has the source.
 
-Rows of q and kv that do not start at multiples of 16 bytes, or that repeat, are copied first. NVRTC compiles the source
-at the first call (`fulmen.cuda`), in seconds, and the result is kept on disk.
+Rows start at multiples of 16 bytes and do not repeat: such a q is copied first, such a kv refused. NVRTC compiles the
+source at the first call (`fulmen.cuda`), in seconds, and the result is kept on disk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import empty_rows, no_gradient
+from fulmen.boundary import address, empty_rows, no_gradient, rows_aligned
 from fulmen.dispatch import Choice, register
 from fulmen.flash.kernels import combine
 from fulmen.latent.kernels import latent
@@ -30,6 +30,8 @@ def supports(spec: LatentSpec) -> str | None:
         return f"needs compute capability 9.0, this GPU has {hw.arch / 10}"
     if spec.scale < 0:
         return f"needs a positive scale, and it is {spec.scale}"
+    if not spec.aligned:
+        return "needs rows of kv that begin at multiples of 16 bytes and do not repeat"
     if (why := latent.unsupported_reason(spec)) is not None:
         return why
     choice = chosen(spec)
@@ -45,32 +47,19 @@ def chosen(spec: LatentSpec) -> Choice:
     return dispatch.choose("latent", spec, "cuda")
 
 
-def readable(x: Tensor) -> bool:
-    """Whether rows start at multiples of 16 bytes and do not repeat."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(
-        n <= 1 or (s % unit == 0 and s != 0) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def forward(spec: LatentSpec, x: Residuals, choice: Choice | None = None) -> Tensor:
     o = empty_rows(x.q, spec.H, spec.E)
     if not spec.N_KV:
         return o.zero_()
-    for name in ("q", "kv"):
-        if not readable(getattr(x, name)):
-            x = x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format)})
+    if not rows_aligned(x.q):
+        x = x._replace(q=x.q.clone(memory_format=torch.contiguous_format))
     latent.launcher(spec, choice or chosen(spec), x, o)(*map(address, (*x, o)))
     return o
 
 
 def prepare(spec: LatentSpec, x: Residuals) -> Callable[..., Tensor] | None:
     """The forward of calls with these shapes and strides at the least cost for the host."""
-    if not spec.N_KV or not readable(x.q) or not readable(x.kv):
+    if not spec.N_KV or not rows_aligned(x.q):
         return None
     o = empty_rows(x.q, spec.H, spec.E)
     launch, new_o = latent.launcher(spec, chosen(spec), x, o), allocator(o)

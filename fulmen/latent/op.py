@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import empty_rows, is_plain_eager, no_gradient, outside_autocast, refuse_derivatives_we_lack
+from fulmen.boundary import (
+    empty_rows,
+    is_plain_eager,
+    no_gradient,
+    outside_autocast,
+    refuse_derivatives_we_lack,
+    register_operator,
+)
 from fulmen.latent.spec import LatentSpec, Residuals, check_inputs, check_options, scale_of, spec_of
 from fulmen.plans import Plan, Repeated
 
@@ -107,10 +114,6 @@ def _plan(spec: LatentSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...])
 
 
 _lib = torch.library.Library("fulmen", "FRAGMENT")
-_TENSORS = "Tensor q, Tensor kv, Tensor? kv_lengths, Tensor? page_table"
-_lib.define(
-    f"latent_forward({_TENSORS}, int value_dim, float scale, bool causal, int? max_kv_length, str backend) -> Tensor"
-)
 TENSORS = 4
 
 
@@ -123,6 +126,11 @@ def _forward_fake(q: Tensor, kv: Tensor, _lengths: Any, _table: Any, value_dim: 
     return empty_rows(q, q.shape[1], value_dim)
 
 
-_lib.impl("latent_forward", _forward, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::latent_forward", _forward_fake, lib=_lib)
-torch.library.register_autograd("fulmen::latent_forward", no_gradient("latent_attention"), lib=_lib)
+register_operator(
+    _lib,
+    "latent_forward(Tensor q, Tensor kv, Tensor? kv_lengths, Tensor? page_table, int value_dim, float scale,"
+    " bool causal, int? max_kv_length, str backend) -> Tensor",
+    _forward,
+    _forward_fake,
+    no_gradient("latent_attention"),
+)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import as_int, autocast, check_scale, plain_memory, require_tensors
+from fulmen.boundary import aligned, as_int, autocast, check_int32, check_scale, plain_memory, require_tensors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PAGES = (16, 256)  # the least and the most keys of a page
@@ -37,6 +37,7 @@ class LatentSpec(NamedTuple):
     has_lengths: bool = False
     max_kv_length: int = 0  # the longest row that keys are split for; at most N_KV
     page: int | None = None  # keys of a page; None: kv is (B, N_KV, D)
+    aligned: bool = True  # rows of kv begin at multiples of 16 bytes and do not repeat
 
     @property
     def rows(self) -> int:
@@ -67,7 +68,7 @@ def check_inputs(
     if not 1 <= E <= q.shape[3]:
         raise ValueError(f"value_dim={value_dim!r}: must be an int from 1 to q's D={q.shape[3]}")
     if kv_lengths is not None:
-        _check_indices("kv_lengths", kv_lengths, q)
+        check_int32("kv_lengths", kv_lengths, q)
         if tuple(kv_lengths.shape) != (q.shape[0],):
             raise ValueError(f"kv_lengths has shape {tuple(kv_lengths.shape)}, must be (B,) with q's B={q.shape[0]}")
         kv_lengths = kv_lengths.contiguous()
@@ -100,7 +101,7 @@ def _check_sizes(q: Tensor, kv: Tensor, page_table: Tensor | None) -> None:
         if kv.shape[0] != q.shape[0]:
             raise ValueError(f"kv has {kv.shape[0]} rows, must have q's B={q.shape[0]}, or a page_table; {got}")
         return
-    _check_indices("page_table", page_table, q)
+    check_int32("page_table", page_table, q)
     if page_table.ndim != 2 or page_table.shape[0] != q.shape[0]:
         raise ValueError(
             f"page_table has shape {tuple(page_table.shape)}, must be (B, pages of a row) with q's B={q.shape[0]}"
@@ -110,13 +111,6 @@ def _check_sizes(q: Tensor, kv: Tensor, page_table: Tensor | None) -> None:
         raise ValueError(f"a page has {page} keys, must have {PAGES[0]} to {PAGES[1]}; {got}")
     if not pages and page_table.shape[1]:
         raise ValueError(f"kv has no pages, and page_table has shape {tuple(page_table.shape)}; {got}")
-
-
-def _check_indices(name: str, x: Tensor, q: Tensor) -> None:
-    if x.dtype != torch.int32:
-        raise ValueError(f"{name} is {x.dtype}, must be int32")
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
 
 
 def check_options(causal: Any, max_kv_length: Any) -> tuple[bool, int | None]:
@@ -138,7 +132,20 @@ def spec_of(x: Residuals, E: int, scale: float, causal: bool, max_kv_length: int
     longest = N_KV if max_kv_length is None else min(N_KV, max_kv_length)
     causal = causal and N_Q > 1  # the last query sees everything
     return LatentSpec(
-        B, H, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, causal, x.kv_lengths is not None, longest, page
+        B,
+        H,
+        N_Q,
+        N_KV,
+        D,
+        E,
+        x.q.dtype,
+        x.q.device,
+        scale,
+        causal,
+        x.kv_lengths is not None,
+        longest,
+        page,
+        aligned(x.kv),
     )
 
 

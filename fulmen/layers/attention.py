@@ -12,7 +12,7 @@ projections and the kernel nothing is copied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from fulmen.boundary import check_scale
 from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
-from fulmen.layers import weights
+from fulmen.layers import hf, weights
 from fulmen.layers.append import append
 from fulmen.layers.cache import KVCache
 from fulmen.layers.fused.projections import project
@@ -50,7 +50,17 @@ from fulmen.layers.pool import KVPool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, rotary_of
 from fulmen.layers.sequences import Sequences
 from fulmen.layers.softmax import Options, attend, local_sinks
-from fulmen.layers.tensor_parallel import FusedHeads, Heads, HeadwiseNorm, KeyHeads, RMSNorm, check_shares, ranks_of
+from fulmen.layers.tensor_parallel import (
+    FusedHeads,
+    Heads,
+    HeadsNorm,
+    HeadwiseNorm,
+    KeyHeads,
+    RMSNorm,
+    ShardedHeadsNorm,
+    check_shares,
+    ranks_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -87,7 +97,8 @@ class GroupedQueryAttention(weights.AttentionLayer):
     num_kv_heads  H_KV, heads of k and v; divides H.
     head_dim      embed_dim / H unless given.
     bias          of all four projections.
-    qk_norm       None, or RMSNorm of each head of q and k "before" or "after" RoPE, with `norm_eps`.
+    qk_norm       None, or RMSNorm of each head of q and k "before" or "after" RoPE, or of "all" heads together before
+                  it, with `norm_eps`.
     rope          None, a `Rotary`, or a dict of its arguments (dim is head_dim unless given); layers may share one.
     causal        whether a token sees none after it.
     window        (left, right): how many tokens before and after itself a token sees; None: no limit.
@@ -134,7 +145,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
             raise ValueError(f"context_dim={context_dim} with fused_qkv: one product makes q, k and v of the same x")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, self.context_dim = head_dim, context_dim
-        self.qk_norm = choice("qk_norm", qk_norm, None, "before", "after")
+        self.qk_norm = choice("qk_norm", qk_norm, None, "before", "after", "all")
         self.rope = rotary_of(rope, head_dim)
         factor = 1.0 if self.rope is None else self.rope.softmax_factor
         scale = (head_dim**-0.5 if scale is None else check_scale(scale)) * factor
@@ -151,16 +162,21 @@ class GroupedQueryAttention(weights.AttentionLayer):
             self.v_proj = nn.Linear(self.context_dim, kv_size, bias, **kind)
         self.fused_qkv = fused_qkv
         self.o_proj = nn.Linear(q_size, embed_dim, bias, **kind)
-        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **kind)
-        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, norm_eps, **kind)
+        self.q_norm, self.k_norm = (self._norm(size, norm_eps, kind) for size in (q_size, kv_size))
         self.sinks = nn.Parameter(torch.zeros(num_heads, **kind)) if flag("sinks", sinks) else None
         if self.rope is not None:
             self.rope.frequencies(self.o_proj.weight.device, self.o_proj.weight.dtype)
 
+    def _norm(self, size: int, eps: float, kind: dict[str, Any]) -> RMSNorm | HeadsNorm | None:
+        """The norm of q or k, which has `size` features."""
+        if self.qk_norm is None:
+            return None
+        return HeadsNorm(size, 1, eps, **kind) if self.qk_norm == "all" else RMSNorm(self.head_dim, eps, **kind)
+
     def reset_parameters(self) -> None:
         """Draws every parameter anew, as after `to_empty` of a layer built on the meta device."""
         for module in self.children():
-            if isinstance(module, nn.Linear | nn.RMSNorm):
+            if isinstance(module, nn.Linear | nn.RMSNorm | HeadsNorm):
                 module.reset_parameters()
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
@@ -190,19 +206,14 @@ class GroupedQueryAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
+        if context is None:
+            self._check_no_context(x, context_mask, context_cu_seqlens)
         if context is None and cache is not None and self._steps(x, call, cache):
-            y = self.o_proj(self._step(x, cache))
+            (y,) = project(self._step(x, cache), self.o_proj, early=True)
             if isinstance(cache, KVCache):
                 cache.extend(x.shape[1], call.counts, self)
             return call.back(y)
         if context is None:
-            if self.context_dim != self.embed_dim:
-                raise ValueError(
-                    f"context is None, and the layer makes k and v of vectors of context_dim={self.context_dim}, "
-                    f"which x {tuple(x.shape)} does not have"
-                )
-            if context_mask is not None or context_cu_seqlens is not None:
-                raise ValueError("context_mask or context_cu_seqlens is given, and no context")
             q, k, v = self._project(x, x)
         else:
             self._check_context(x, context, cache)
@@ -240,15 +251,20 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     def _step(self, x: Tensor, cache: KVCache | KVPool) -> Tensor:
         """o (B, N, H * head_dim) of tokens that are written after the cache's; where, the device alone knows."""
-        q, k, v = self._project(x, x)
-        at = cache.at(k.transpose(1, 2), v.transpose(1, 2))
-        cos = sin = tables = None
-        if self.rope is not None and self.qk_norm == "after":
-            tables = self.rope(at.positions(x.shape[1]), x.dtype)
-        elif self.rope is not None:
-            cos, sin = self.rope.span(0, at.limit, x.device, x.dtype)
-        q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, N, heads, head_dim)
+        B, N, _ = x.shape
+        q, k, v = (t.view(B, N, -1, self.head_dim) for t in self._projections(x, x))
+        at = cache.at(k, v)
+        cos = sin = None
+        if self.qk_norm is not None:
+            tables = None
+            if self.rope is not None and self.qk_norm == "after":
+                tables = self.rope(at.positions(N), x.dtype)
+            q, k = (
+                self._place(t.transpose(1, 2), norm, tables).transpose(1, 2)
+                for t, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
+        if self.rope is not None and self.qk_norm != "after":
+            cos, sin = self.rope.from_start(at.limit, x.device, x.dtype)
         k_all, v_all = at.memory
         turns = self.rope is not None and self.rope.interleaved
         q, _ = append(q, k, v, k_all, v_all, at.begin, at.table, cos, sin, interleaved=turns)
@@ -262,27 +278,31 @@ class GroupedQueryAttention(weights.AttentionLayer):
         """Memory of this layer for `sequences`, on its device and in its dtype; the layer takes it as `cache`."""
         check_positions_of(self.rope, sequences)
         heads, weight = max(self.num_kv_heads // ranks_of(self.mesh), 1), self.o_proj.weight
-        return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype)
+        return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype).of(self)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""
-        if self.fused_qkv:
-            qkv = self.qkv_proj(x)
-            q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
-            kv_size = (qkv.shape[-1] - q_size) // 2
-            q, k, v = qkv.split([q_size, kv_size, kv_size], -1)
-        elif context is x:
-            q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        else:
-            q, (k, v) = self.q_proj(x), project(context, self.k_proj, self.v_proj)
         D = self.head_dim
-        q, k, v = (t.unflatten(-1, (t.shape[-1] // D, D)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (t.shape[-1] // D, D)).transpose(1, 2) for t in self._projections(x, context))
         return q, k, v
 
-    def _place(self, x: Tensor, norm: RMSNorm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _projections(self, x: Tensor, context: Tensor) -> Sequence[Tensor]:
+        """q, k, v (B, N, heads * head_dim)."""
+        if not self.fused_qkv:
+            if context is x:
+                return project(x, self.q_proj, self.k_proj, self.v_proj)
+            return self.q_proj(x), *project(context, self.k_proj, self.v_proj)
+        (qkv,) = project(x, self.qkv_proj)
+        q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
+        kv_size = (qkv.shape[-1] - q_size) // 2
+        return qkv.split([q_size, kv_size, kv_size], -1)
+
+    def _place(self, x: Tensor, norm: RMSNorm | HeadsNorm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """q or k (B, heads, N, head_dim), normed and turned."""
         if norm is not None and self.qk_norm == "before":
             x = norm(x.transpose(1, 2)).transpose(1, 2)
+        elif norm is not None and self.qk_norm == "all":
+            x = norm(x.transpose(1, 2).flatten(2)).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         if tables is not None and self.rope is not None:
             x = apply_rotary(x, *tables, self.rope.interleaved)
         if norm is not None and self.qk_norm == "after":
@@ -307,6 +327,15 @@ class GroupedQueryAttention(weights.AttentionLayer):
             return context, None
         return context, Counts(full_counts(call.x, call.counts), full_counts(context, counts))
 
+    def _check_no_context(self, x: Tensor, context_mask: Tensor | None, context_cu_seqlens: Tensor | None) -> None:
+        if self.context_dim != self.embed_dim:
+            raise ValueError(
+                f"context is None, and the layer makes k and v of vectors of context_dim={self.context_dim}, "
+                f"which x {tuple(x.shape)} does not have"
+            )
+        if context_mask is not None or context_cu_seqlens is not None:
+            raise ValueError("context_mask or context_cu_seqlens is given, and no context")
+
     def _check_context(self, x: Tensor, context: Tensor, cache: KVCache | KVPool | None) -> None:
         if self.fused_qkv:
             raise ValueError("context is given to a layer whose q, k and v are one product: use MultiHeadAttention")
@@ -330,13 +359,15 @@ class GroupedQueryAttention(weights.AttentionLayer):
         cls, module_or_state_dict: nn.Module | Mapping[str, Tensor], config: Any, *, layer: int = 0, prefix: str = "",
         backend: str = "auto", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> Self:  # fmt: skip
-        """The layer of a Hugging Face attention module of Llama or Qwen3, or of its state_dict.
+        """The layer of a Hugging Face attention module, or of its state_dict.
+
+        Llama, Mistral, Phi-3, Qwen 3, OLMo 2, Gemma 2 and 3, gpt-oss. A norm's weight of Gemma 3 is 1 + theirs here.
 
         config  the model's configuration, or its dict; `layer` is the number of the layer, where layers differ.
         prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
         """
-        make = functools.partial(cls._with, **weights.hf_arguments(config, layer), backend=backend)
-        tensors = weights.tensors_of(module_or_state_dict, prefix)
+        make = functools.partial(cls._with, **hf.arguments(config, layer), backend=backend)
+        tensors = hf.named(weights.tensors_of(module_or_state_dict, prefix), config)
         return weights.loaded(make, tensors, module_or_state_dict, device, dtype)
 
     @classmethod
@@ -370,7 +401,9 @@ class GroupedQueryAttention(weights.AttentionLayer):
         else:
             keys = KeyHeads(self.num_kv_heads)
             plan |= {"q_proj": ColwiseParallel(), "k_proj": keys, "v_proj": keys}
-        if self.qk_norm is not None:
+        if self.qk_norm == "all":
+            plan |= {"q_norm": ShardedHeadsNorm(), "k_norm": ShardedHeadsNorm()}
+        elif self.qk_norm is not None:
             plan |= {"q_norm": HeadwiseNorm(by_heads=True), "k_norm": HeadwiseNorm(by_heads=True)}
         return plan
 
@@ -379,6 +412,8 @@ class GroupedQueryAttention(weights.AttentionLayer):
         kv_heads = self.num_kv_heads
         if kv_heads % ranks and ranks % kv_heads:
             raise ValueError(f"num_kv_heads={kv_heads} and {ranks} ranks: one must divide the other")
+        if self.qk_norm == "all" and kv_heads % ranks:
+            raise ValueError(f"num_kv_heads={kv_heads} with qk_norm='all' cannot be shared out evenly to {ranks} ranks")
         if self.fused_qkv and kv_heads % ranks:
             raise ValueError(f"num_kv_heads={kv_heads} with fused_qkv cannot be shared out evenly to {ranks} ranks")
 

@@ -14,8 +14,9 @@ on the device; it is None as long as all rows have `length` tokens. `length` is 
 So nothing synchronises.
 
 **Steps in a CUDA graph.** A preallocated cache counts its tokens on the device, too, in `ends` (B,), which never moves.
-A decoding step reads nothing else, so that it can be captured. Replays change `ends` and the memory; `length` and
-`lengths` stay what they were at the capture.
+A decoding step reads nothing else, so that it can be captured. Replays change `ends` and the memory alone. Once a step
+was captured, `crop`, `reorder` and calls of the layer first take `length` and `lengths` from `ends` (`sync`), for which
+the host waits.
 
 **One cache for each layer.** A cache refuses a layer other than the one that wrote its tokens. An empty cache (new,
 after `reset` or `crop(0)`) takes any layer. A copy of the layer may continue with the cache, and a copy of the cache
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import is_plain_eager
+from fulmen.boundary import is_capturing, is_plain_eager
 from fulmen.layers.inputs import whole
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class Step(NamedTuple):
 
     memory  tensors (B, capacity, ...), or (pages, page, ...) with a table
     begin   int32 (B,): tokens of each row before the step
-    end     int32 (B,): and after it; a row that has no tokens in this step writes nothing
-    table   None, or int32 (B, pages of a row)
+    end     int32 (B,): and after it
+    table   None, or int32 (B, pages of a row); -1, as in all of an empty row: no page, and nothing is written
     limit   the most tokens a row can have
     """
 
@@ -66,19 +67,9 @@ class Step(NamedTuple):
     limit: int
 
     def positions(self, N: int) -> Tensor:
-        """int64 (B, N): where the step's tokens stand."""
+        """int64 (B, N): where the step's tokens stand, for RoPE; those beyond the limit are not written."""
         place = self.begin.long()[:, None] + torch.arange(N, device=self.begin.device)
         return place.clamp(max=self.limit - 1)
-
-    def write(self, memory: Tensor, new: Tensor) -> None:
-        """Writes new (B, N, ...) to its places, in plain PyTorch; a table's last page is for rows without tokens."""
-        place = self.positions(new.shape[1])
-        if self.table is None:
-            memory[torch.arange(new.shape[0], device=new.device)[:, None], place] = new
-            return
-        page = self.table.long().gather(1, place // memory.shape[1])
-        page = torch.where((self.end > self.begin)[:, None], page, memory.shape[0] - 1)
-        memory[page, place % memory.shape[1]] = new
 
 
 class Written:
@@ -93,9 +84,12 @@ class Written:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = self.__class__.__new__(self.__class__)
-        with _not_inference():
+        with outside_inference():
             new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return new
+
+    def sync(self) -> None:
+        """Brings `length` and `lengths` up to what is counted on the device, if anything is."""
 
     def check_writer(self, layer: AttentionLayer) -> None:
         if torch.compiler.is_compiling() or self.writer in (None, layer.number):
@@ -118,6 +112,7 @@ class TokenCache(Written):
         self.length = 0
         self.lengths: Tensor | None = None
         self.ends: Tensor | None = None
+        self.captured = False  # whether a graph may have changed `ends`
         self._held: tuple[Tensor, ...] = ()
 
     @property
@@ -132,8 +127,17 @@ class TokenCache(Written):
             self._held = ()
         self._count()
 
+    def sync(self) -> None:
+        """Takes `length` and `lengths` from the device, after replays of a captured step; the host waits for it."""
+        if torch.compiler.is_compiling() or not self.captured or self.ends is None or is_capturing(self.ends.device):
+            return
+        ends = self.ends.clamp_(max=self.max_length).tolist()  # tokens beyond it were dropped
+        self.length = max(ends, default=0)
+        self.lengths = self.ends.long() if len(set(ends)) > 1 else None
+
     def crop(self, length: int) -> None:
         """Keeps the first `length` tokens of each row; if negative, drops that many of each row's last ones."""
+        self.sync()
         length = whole("length", length, low=None)
         if not -self.length <= length <= self.length:
             raise ValueError(f"length={length}: the cache has {self.length} tokens")
@@ -144,10 +148,11 @@ class TokenCache(Written):
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Row i becomes what row indices[i] was, as in beam search; there may be more or fewer rows than before."""
+        self.sync()
         indices = _checked_indices(indices, self._held[0] if self.length else None)
         if not self.length:
             return
-        with _not_inference():
+        with outside_inference():
             moved = tuple(t[:, : self.length].index_select(0, indices) for t in self._held)
             if self.lengths is not None:
                 self.lengths = self.lengths.index_select(0, indices)
@@ -179,6 +184,9 @@ class TokenCache(Written):
         """Counts N tokens more, or counts[b] in row b, which were written where `at` said."""
         assert self.ends is not None
         self.ends.add_(N if counts is None else counts)
+        if not torch.compiler.is_compiling() and is_capturing(self.ends.device):
+            self.captured = True  # and nothing is written before the first replay
+            return
         if counts is not None or self.lengths is not None:
             self.lengths = self.ends.long()
         self.length += N
@@ -190,7 +198,7 @@ class TokenCache(Written):
             return
         held = self._held[0]
         if self.ends is None or self.ends.shape[0] != held.shape[0] or self.ends.device != held.device:
-            with _not_inference():
+            with outside_inference():
                 self.ends = torch.empty(held.shape[0], dtype=torch.int32, device=held.device)
         if self.lengths is None:
             self.ends.fill_(self.length)
@@ -247,7 +255,7 @@ class TokenCache(Written):
 
     def _grown(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...], end: int) -> tuple[Tensor, ...]:
         size = self.max_length or max(end, 2 * held[0].shape[1] if held else 0)
-        with _not_inference():
+        with outside_inference():
             return tuple(_room(t[:, : self.length].detach(), size) for t in held or [t[:, :0] for t in new])
 
     def _write(self, held: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
@@ -284,6 +292,7 @@ class KVCache(TokenCache):
         counts  int64 (B,): only the first counts[b] of row b's N tokens are tokens. From then on rows differ in length,
                 `lengths` tells how many tokens of what is returned count, and all the cache's memory is returned.
         """
+        self.sync()
         k, v, end = self.offer(k, v, counts)
         self.advance(end)
         return k, v
@@ -299,6 +308,7 @@ class LatentCache(TokenCache):
 
     def append(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """latent (B, N, R), k_rope (B, N, P): the next tokens. Returns all of both; `counts` as in `KVCache`."""
+        self.sync()
         kv, end = self.offer(torch.cat([latent, k_rope], 2), counts)
         self.advance(end)
         return kv[..., : latent.shape[2]], kv[..., latent.shape[2] :]
@@ -319,6 +329,10 @@ class StateCache(Written):
 
     def update(self, state: Tensor, N: int, counts: Tensor | None = None, layer: AttentionLayer | None = None) -> None:
         """Sets the state after N more tokens, or counts[b] more in row b; `layer` computed it, if one did."""
+        if self.length and not torch.compiler.is_compiling() and is_capturing(state.device):
+            raise NotImplementedError(
+                "a StateCache in a CUDA graph: every replay would start from the same state; use a pool, by new_pool()"
+            )
         if counts is not None or self.lengths is not None:
             self.lengths = _counted_on(self.length, self.lengths, N, counts)
         self.state, self.length = state, self.length + N
@@ -383,7 +397,7 @@ def _brief(x: Tensor) -> str:
     return f"(B={x.shape[0]}, N, {', '.join(map(str, x.shape[2:]))})"
 
 
-def _not_inference() -> contextlib.AbstractContextManager[object]:
+def outside_inference() -> contextlib.AbstractContextManager[object]:
     """For allocations: memory made in inference mode cannot be written outside of it."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()

@@ -176,18 +176,24 @@ def _check_cache(layer: AttentionLayer, cache: Any, B: int, causal: bool) -> Non
         raise ValueError(f"cache is a {type(cache).__name__}, must be a {kinds}")
     if not causal:
         raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
-    if not pooled and cache.lengths is not None and cache.lengths.shape[0] != B:
+    if pooled:
+        return
+    cache.sync()
+    if cache.lengths is not None and cache.lengths.shape[0] != B:
         raise ValueError(
             f"cache holds {cache.lengths.shape[0]} rows, and x has B={B}: call reset() before another batch"
         )
 
 
-def _check_pooled(positions: Tensor | None, mask: Tensor | None) -> None:
+def _check_pooled(layer: AttentionLayer, pool: Pool, x: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
     if mask is not None or positions is not None:
         given = "mask" if mask is not None else "positions"
         raise ValueError(f"{given} is given with a pool: Sequences.step says how many tokens the rows have, and where")
     if torch.is_grad_enabled():
         raise ValueError("a pool is written in place, without gradients: call the layer under torch.no_grad()")
+    if layer.dropout and layer.training:
+        raise ValueError(f"dropout={layer.dropout} with a pool: it drops no weights; call the layer's eval()")
+    pool.sequences.check_call(*x.shape[:2])
 
 
 class Inputs(NamedTuple):
@@ -230,7 +236,7 @@ class Inputs(NamedTuple):
         if cache is not None:
             cache.check_writer(layer)
         if cache is not None and isinstance(cache, layer.pool_type):
-            _check_pooled(positions, mask)
+            _check_pooled(layer, cache, x, positions, mask)
         padding = None if mask is None else Padding.of(mask)
         return cls(x if padding is None else padding.front(x), positions, cache, padding, cu_seqlens, layer.cp)
 

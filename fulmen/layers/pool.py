@@ -13,36 +13,44 @@ nothing is read on the host, so that a step can be captured in a CUDA graph and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fulmen.layers.cache import Step
-from fulmen.layers.sequences import MAX_DRAFT, Sequences
+from fulmen import dispatch
+from fulmen.boundary import is_capturing
+from fulmen.layers.cache import Step, outside_inference
+from fulmen.layers.sequences import MAX_DRAFT, Sequences, Uncopied
 from fulmen.lightning.op import lightning_attention_with_state
 from fulmen.step.op import lightning_step
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from fulmen.layers.rotary import Rotary
     from fulmen.layers.weights import AttentionLayer
 
 
-class Pool:
-    """What all pools do; `Sequences` calls the three methods below where a pool has such memory."""
+class Pool(Uncopied):
+    """What all pools do; `Sequences` calls the three last methods where a pool has such memory."""
 
     writer: int | None = None  # the number of the layer that uses it
 
-    def __init__(self, sequences: Sequences) -> None:
-        self.sequences = sequences
+    def __init__(self, sequences: Sequences, *memory: Tensor) -> None:
+        self.sequences, self.memory = sequences, memory
+        here, there = memory[0].device, sequences.table.device
+        if here != there:
+            raise ValueError(f"a pool on {here} of sequences on {there}: give Sequences(..., device={str(here)!r})")
         sequences.register(self)
 
+    def of(self, layer: AttentionLayer) -> Self:
+        """This pool, for `layer` alone."""
+        self.writer = layer.number
+        return self
+
     def check_writer(self, layer: AttentionLayer) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self.writer is None:
-            self.writer = layer.number
-        elif self.writer != layer.number:
+        if not torch.compiler.is_compiling() and self.writer not in (None, layer.number):
             raise ValueError("cache is the pool of another layer: give each layer one of its own, by new_pool()")
 
     @property
@@ -61,14 +69,12 @@ class Pool:
 
 
 class PagedPool(Pool):
-    """Pages of tokens, and one more, which empty rows write to and nobody reads."""
+    """Pages of tokens: tensors (pages, page_size, ...)."""
 
-    memory: tuple[Tensor, ...]
-
-    def __init__(self, sequences: Sequences) -> None:
-        super().__init__(sequences)
+    def __init__(self, sequences: Sequences, *memory: Tensor) -> None:
         if not sequences.pages:
             raise ValueError("sequences has pages=0, and this layer keeps tokens: give Sequences(..., pages=)")
+        super().__init__(sequences, *memory)
 
     def copy_page(self, source: int, target: int) -> None:
         for x in self.memory:
@@ -76,35 +82,38 @@ class PagedPool(Pool):
 
     def at(self, *new: Tensor) -> Step:
         """Where the tokens like `new` (B, N, ...) that `Sequences.step` announced are read and written."""
-        B, N = new[0].shape[:2]
-        self.sequences.check_call(B, N)
-        served = self.sequences
-        return Step(self.memory, served.lengths[:B], served.ends[:B], served.table[:B], served.max_length)
+        for held, x in zip(self.memory, new, strict=True):
+            if (held.shape[2:], held.dtype, held.device) != (x.shape[2:], x.dtype, x.device):
+                raise ValueError(
+                    f"the pool holds {held.dtype} {tuple(held.shape[2:])} of a token on {held.device}, and the layer "
+                    f"has {x.dtype} {tuple(x.shape[2:])} on {x.device}: make the pool by new_pool() when the layer has "
+                    "its final dtype, device and heads, and call it without autocast"
+                )
+        lengths, ends, _, _, table = self.sequences.first(new[0].shape[0])
+        return Step(self.memory, lengths, ends, table, self.sequences.max_length)
 
 
 class KVPool(PagedPool):
-    """Keys and values: k (pages + 1, H_KV, page_size, D) and v (pages + 1, H_KV, page_size, E)."""
+    """Keys and values: k (pages, H_KV, page_size, D) and v (pages, H_KV, page_size, E)."""
 
     def __init__(
         self, sequences: Sequences, num_kv_heads: int, head_dim: int, value_dim: int | None = None, *,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(sequences)
-        shape = (sequences.pages + 1, num_kv_heads, sequences.page_size)
-        k = torch.zeros(*shape, head_dim, device=device, dtype=dtype)
-        v = torch.zeros(*shape, head_dim if value_dim is None else value_dim, device=device, dtype=dtype)
-        self.memory = (k.transpose(1, 2), v.transpose(1, 2))  # as `Step` takes them
+        shape, value_dim = (sequences.pages, num_kv_heads, sequences.page_size), value_dim or head_dim
+        k, v = (_zeros(*shape, size, device=device, dtype=dtype) for size in (head_dim, value_dim))
+        super().__init__(sequences, k.transpose(1, 2), v.transpose(1, 2))  # as `Step` takes them
 
 
 class LatentPool(PagedPool):
-    """Latents and rotated keys side by side: kv (pages + 1, page_size, R + P)."""
+    """Latents and rotated keys side by side: kv (pages, page_size, R + P)."""
 
     def __init__(
         self, sequences: Sequences, size: int, *, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(sequences)
-        self.memory = (torch.zeros(sequences.pages + 1, sequences.page_size, size, device=device, dtype=dtype),)
+        shape = (sequences.pages, sequences.page_size, size)
+        super().__init__(sequences, _zeros(*shape, device=device, dtype=dtype))
 
 
 class StatePool(Pool):
@@ -119,18 +128,18 @@ class StatePool(Pool):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(sequences)
         if state_dtype is None:
             state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         if not sequences.slot_count:
             raise ValueError("sequences has slots=0, and this layer keeps states: give Sequences(..., slots=)")
         slots, tokens = sequences.slot_count + 1, (num_kv_heads, MAX_DRAFT)
-        self.state = torch.zeros(slots, num_heads, head_dim, value_dim, device=device, dtype=state_dtype)
+        self.state = _zeros(slots, num_heads, head_dim, value_dim, device=device, dtype=state_dtype)
         self.draft: tuple[Tensor, Tensor] | None = None
         if sequences.drafts:
-            k = torch.zeros(slots, *tokens, head_dim, device=device, dtype=dtype)
-            self.draft = k, torch.zeros(slots, *tokens, value_dim, device=device, dtype=dtype)
-        self.memory = (self.state, *(self.draft or ()))
+            k = _zeros(slots, *tokens, head_dim, device=device, dtype=dtype)
+            self.draft = k, _zeros(slots, *tokens, value_dim, device=device, dtype=dtype)
+        self._served = 0  # the last step whose tokens the states have
+        super().__init__(sequences, self.state, *(self.draft or ()))
 
     def copy_slot(self, source: int, target: int) -> None:
         for x in self.memory:
@@ -141,18 +150,33 @@ class StatePool(Pool):
             x[slot] = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, backend: str) -> Tensor:
-        """o (B, H, N, E) of the tokens that `Sequences.step` announced; the states take them in."""
-        B, N = q.shape[0], q.shape[2]
+        """o (B, H, N, E) of the tokens that `Sequences.step` announced; the states take them in.
+
+        backend  of `lightning_attention`. Up to 8 tokens are a `lightning_step`, by its backend of that name or "auto".
+        """
         served = self.sequences
-        served.check_call(B, N)
-        slots, accepted = served.slots[:B], None if self.draft is None else served.accepted[:B]
+        counted = not torch.compiler.is_compiling() and not is_capturing(q.device)
+        if counted and served.stepped and self._served == served.steps:
+            raise ValueError("the layer was called twice after one Sequences.step: its states have the tokens already")
+        B, N = q.shape[0], q.shape[2]
+        _, _, slots, accepted, _ = served.first(B)
         if N <= MAX_DRAFT:
-            return lightning_step(
-                q, k, v, decay, self.state, slots=slots, draft=self.draft, accepted=accepted, scale=scale
-            )
+            backend = backend if backend in dispatch.kernels("step") else "auto"
+            options: Any = {} if self.draft is None else {"draft": self.draft, "accepted": accepted}
+            o = lightning_step(q, k, v, decay, self.state, slots=slots, scale=scale, backend=backend, **options)
+        else:
+            o = self._attend(q, k, v, decay, scale, backend, slots, accepted)
+        if counted:
+            self._served = served.steps
+        return o
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, backend: str, slots: Tensor,
+        accepted: Tensor,
+    ) -> Tensor:  # fmt: skip
         rows = torch.where(slots < 0, self.state.shape[0] - 1, slots).long()
         state = self.state[rows].to(torch.promote_types(self.state.dtype, torch.float32))
-        if self.draft is not None and accepted is not None:
+        if self.draft is not None:
             state = _taken_in(state, self.draft[0][rows], self.draft[1][rows], accepted, decay)
         o, state = lightning_attention_with_state(q, k, v, decay, initial_state=state, scale=scale, backend=backend)
         self.state[rows] = state.to(self.state.dtype)
@@ -162,12 +186,18 @@ class StatePool(Pool):
 def _taken_in(state: Tensor, k: Tensor, v: Tensor, accepted: Tensor, decay: Tensor | None) -> Tensor:
     """state (B, H, D, E) after the first accepted[b] of k (B, H_KV, T, D) and v (B, H_KV, T, E)."""
     group = state.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1).to(state.dtype) for x in (k, v))
     slope = torch.zeros(state.shape[1], device=state.device) if decay is None else decay.flatten().to(state.dtype)
     count = accepted.clamp(0, k.shape[2])[:, None, None]
     age = count - 1 - torch.arange(k.shape[2], device=k.device)  # (B, 1, T): of each token, at the last one
-    weight = torch.where(age >= 0, torch.exp(-slope[:, None] * age.clamp(min=0)), 0.0)
+    taken = (age >= 0)[..., None]
+    k, v = (torch.where(taken, x, 0.0).repeat_interleave(group, 1).to(state.dtype) for x in (k, v))  # others: NaN
+    weight = torch.exp(-slope[:, None] * age.clamp(min=0))
     return state * torch.exp(-slope[:, None] * count)[..., None] + (k * weight[..., None]).mT @ v
+
+
+def _zeros(*shape: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    with outside_inference():
+        return torch.zeros(shape, device=device, dtype=dtype)
 
 
 def check_positions_of(rope: Rotary | None, sequences: Sequences) -> None:

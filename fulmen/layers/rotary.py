@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulmen.boundary import is_plain_eager
+from fulmen.boundary import is_capturing, is_plain_eager
 from fulmen.layers.fused import kernels_for
 from fulmen.layers.inputs import choice, flag, number, whole
 
@@ -74,7 +74,7 @@ class Rotary(nn.Module):
         self._frequencies = {
             (cpu, dtype): _frequencies(dim, self.base, self.scaling, dtype) for dtype in (torch.float32, torch.float64)
         }
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
     def from_config(cls, config: Any, dim: int | None = None, *, interleaved: bool = False) -> Rotary:
@@ -106,20 +106,31 @@ class Rotary(nn.Module):
     def span(
         self, start: int, N: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin (N, dim / 2) of the positions from `start` on; slices of a table that is kept."""
+        """cos and sin (N, dim / 2) of the positions from `start` on; slices of a table that is kept.
+
+        A longer table does not replace it: replays of a captured graph read the one they were captured with.
+        """
         end = start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
-        if torch.compiler.is_compiling() or device.type == "meta" or not is_plain_eager():
+        if not _keeps_tables(device):
             return self.forward(torch.arange(start, end, device=device), dtype)
-        key = (device, _table_dtype(dtype))
-        table = self._tables.get(key)
-        if table is None or table[0].shape[0] < end:
-            size = max(FIRST_TABLE, 1 << (end - 1).bit_length())
+        cos, sin = self.from_start(end, device, dtype)
+        return cos[start:end], sin[start:end]
+
+    def from_start(self, N: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions from 0 on, N of them or more; a table that is kept."""
+        if not _keeps_tables(device):
+            return self.forward(torch.arange(N, device=device), dtype)
+        tables = self._tables.setdefault((device, _table_dtype(dtype)), [])  # each longer than the one before
+        if not tables or tables[-1][0].shape[0] < N:
+            if is_capturing(device):
+                return self.forward(torch.arange(N, device=device), dtype)
+            size = max(FIRST_TABLE, 1 << (N - 1).bit_length())
             size = size if self.max_positions is None else min(size, self.max_positions)
             with torch.inference_mode(False), torch.no_grad():
-                table = self._tables[key] = self.forward(torch.arange(size, device=device), dtype)
-        return table[0][start:end], table[1][start:end]
+                tables.append(self.forward(torch.arange(size, device=device), dtype))
+        return tables[-1]
 
     def _check_values(self, positions: Tensor) -> None:
         if positions.device.type != "cpu" or not positions.numel() or not is_plain_eager(positions):
@@ -136,7 +147,7 @@ class Rotary(nn.Module):
         if found is None:
             with torch.no_grad():
                 found = self._frequencies[torch.device("cpu"), key[1]].to(device)
-            if not torch.compiler.is_compiling() and is_plain_eager() and not found.is_inference():
+            if is_plain_eager() and not found.is_inference() and not is_capturing(device):
                 self._frequencies[key] = found
         return found
 
@@ -154,6 +165,10 @@ class Rotary(nn.Module):
         parts += [f"scaling={self.scaling}"] if self.scaling else []
         parts += [f"max_positions={self.max_positions}"] if self.max_positions is not None else []
         return ", ".join(parts)
+
+
+def _keeps_tables(device: torch.device) -> bool:
+    return not torch.compiler.is_compiling() and device.type != "meta" and is_plain_eager()
 
 
 def _table_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import is_tensor_like
 
-from fulmen.layers.inputs import whole
-from fulmen.layers.rotary import Rotary, config_head_dim, config_size, config_value
 from fulmen.layers.tensor_parallel import join_rows, split_rows
 
 if TYPE_CHECKING:
@@ -44,6 +42,7 @@ class AttentionLayer(nn.Module):
     cache_type: ClassVar[type[TokenCache] | type[StateCache]]
     pool_type: ClassVar[type[Pool]]
     embed_dim: int
+    dropout: float = 0.0
     number: int | None = None
     mesh: DeviceMesh | None = None
     cp: ContextParallel | None = None
@@ -179,47 +178,6 @@ def tensors_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: s
         if not is_tensor_like(x):
             raise ValueError(f"the weight {prefix + name} is a {type(x).__name__}, must be a tensor")
     return found
-
-
-# ------------------------------------------------------------------------------------------- Hugging Face
-
-
-def hf_arguments(config: Any, layer: int) -> dict[str, Any]:
-    """The arguments of `GroupedQueryAttention` that make a layer of the model `config` describes."""
-    model = config_value(config, "model_type")
-    if model not in ("llama", "qwen3"):
-        raise ValueError(f"config has model_type={model!r}: layers of 'llama' and 'qwen3' are known")
-    heads = config_size(config, "num_attention_heads")
-    window = None
-    kinds = config_value(config, "layer_types", None) or []
-    layers = len(kinds) or config_value(config, "num_hidden_layers", None)
-    layer = whole("layer", layer, 0)
-    if layers is not None and layer >= whole("config has num_hidden_layers", layers):
-        raise ValueError(f"layer={layer}: config has {layers} layers, which count from 0")
-    if model == "qwen3" and kinds and kinds[layer] == "sliding_attention":
-        window = (config_size(config, "sliding_window") - 1, None)  # theirs counts the token itself
-    return {
-        "embed_dim": config_size(config, "hidden_size"),
-        "num_heads": heads,
-        "num_kv_heads": config_size(config, "num_key_value_heads", heads),
-        "head_dim": config_head_dim(config),
-        "bias": bool(config_value(config, "attention_bias", False)),
-        "qk_norm": "before" if model == "qwen3" else None,
-        "norm_eps": config_value(config, "rms_norm_eps", 1e-6),
-        "rope": _hf_rotary(config),
-        "causal": True,
-        "window": window,
-        "dropout": config_value(config, "attention_dropout", 0.0) or 0.0,
-    }
-
-
-def _hf_rotary(config: Any) -> Rotary:
-    """Theirs. Llama's and Qwen3's modules do not put YaRN's mscale_all_dim on the softmax, as DeepSeek's do."""
-    rope = Rotary.from_config(config)
-    if rope.scaling is None or rope.softmax_factor == 1.0:
-        return rope
-    scaling = {k: v for k, v in rope.scaling.items() if k not in ("mscale", "mscale_all_dim")}
-    return Rotary(rope.dim, base=rope.base, scaling={**scaling, "attention_factor": rope.table_factor})
 
 
 # ------------------------------------------------------------------------------ torch.nn.MultiheadAttention

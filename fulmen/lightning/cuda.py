@@ -1,10 +1,13 @@
 """Lightning attention in CUDA C++ for Hopper: kernels/sweep.cu, the sweep of triton.py with warp specialisation.
 
-bf16, D = E of 64 or 128, as many heads of k and v as of q. Backward, in u (the bytes of q):
+bf16, D = E of 64 or 128, or D 128 and E 64, Mamba-2's; as many heads of k and v as of q, or q and k with fewer than v.
+Backward, in u (the bytes of q):
 
     D = 64    the forward saves the state every SAVED_ROWS rows in bf16, 0.125u; from these one launch makes dq, dk and
               dv, which so read the same rows at about the same time: 4u from memory instead of 7u
-    D = 128   two launches, dv and dk, then dq: in one the blocks of a head do not fit the GPU side by side
+    D = 128   two launches, dv and dk, then dq: in one the blocks of a head do not fit the GPU side by side; if E is 64
+              dv, then dk and dq, whose products are over E. Heads that share q and k have dq and dk of their own in
+              bf16, which are summed in fp32
 
 Few heads and long sequences are split over blocks as in triton_split.py: a launch gathers the states of segments, a
 scan carries them on, the sweeps start from them. The last segment's state is computed only if the final state is
@@ -17,13 +20,15 @@ for other inputs `auto` takes triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import empty_rows, readable
+from fulmen.boundary import address, readable
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
@@ -40,17 +45,18 @@ from fulmen.lightning.kernels.sweep import (
     States,
     SweepLaunch,
     V,
-    address,
     addresses,
     shared_bytes,
     variant,
 )
-from fulmen.lightning.policy import SAVED_ROWS, Split, SweepTile, SweepTiles, cdiv
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
+from fulmen.lightning.plan import RESIDUALS
+from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, slots_of
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
 
 MAX_ROWS = 1 << 30
+triton_backward = functools.partial(fused.run_backward, "triton", fused.backward_launches)
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -61,8 +67,8 @@ def supports(spec: LightningSpec) -> str | None:
     hw = hardware.of(spec.device)
     if hw.arch != 90:
         return f"needs compute capability 9.0, this GPU has {hw.arch / 10}"
-    if spec.D != spec.E or spec.D not in (64, 128):
-        return f"needs D = E of 64 or 128, here D={spec.D}, E={spec.E}"
+    if (spec.D, spec.E) not in SWEEP_TILES:
+        return f"needs D = E of 64 or 128, or D 128 and E 64, here D={spec.D}, E={spec.E}"
     if spec.H != spec.H_KV:
         return f"needs as many heads of k and v as of q, here H={spec.H}, H_KV={spec.H_KV}"
     if not 0 < spec.N <= MAX_ROWS or not spec.B * spec.H:
@@ -70,9 +76,12 @@ def supports(spec: LightningSpec) -> str | None:
     if not spec.aligned:
         return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     tiles = tiles_of(spec)
-    todo = [tiles.forward, tiles.training, tiles.backward, *([tiles.state] if tiles.forward_split.number > 1 else [])]
-    for tile in dict.fromkeys(todo):
-        if (why := cuda.problem(variant(spec, tile), spec.device, shared_bytes(spec, tile))) is not None:
+    todo: list[tuple[SweepTile, tuple[str, ...]]] = [(tiles.forward, ("o",)), (tiles.training, ("o",))]
+    todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, spec.D == 64)]
+    todo += [(tiles.state, ("state",))] if tiles.forward_split.number > 1 else []
+    for tile, names in todo:
+        made = variant(spec, tile, names)
+        if (why := cuda.problem(made, spec.device, shared_bytes(spec, tile, names))) is not None:
             return why
     return None
 
@@ -87,14 +96,12 @@ def segments(spec: LightningSpec, cut: Split, x: Residuals) -> Segments:
 
 
 def saves(spec: LightningSpec) -> tuple[int, ...] | None:
-    """In bf16. D = 64: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed, room for any lengths.
-    D = 128: the states that enter segments, fp32 states in a bf16 buffer of twice the width."""
-    if spec.D == 128:
+    """In bf16. D = 64, or a decay for each token: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed,
+    room for any lengths. D = 128: the states that enter segments, fp32 states in a bf16 buffer of twice the width."""
+    if spec.D == 128 and not spec.per_token:
         cut = tiles_of(spec).forward_split
         return None if cut.number == 1 else ((spec.B * spec.H - cut.whole) * cut.number, spec.D, 2 * spec.E)
-    if spec.sequences is None:
-        return spec.B * spec.H, cdiv(spec.N, SAVED_ROWS), spec.E, spec.D
-    return spec.H, spec.N // SAVED_ROWS + spec.sequences, spec.E, spec.D
+    return spec.B * spec.H, slots_of(spec), spec.E, spec.D
 
 
 Launches = dict[tuple[str, ...], SweepLaunch]  # by the names of their sweeps: what calls with the same strides share
@@ -112,11 +119,14 @@ def run(
     not_cut: States = NO_STATES,
     only_cut: bool = False,
     not_last: bool = False,
+    tokens: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """One launch, kept in `launches`; see `SweepLaunch`."""
+    """One launch, kept in `launches`; see `SweepLaunch`. Of a decay for each token `tokens` is keeps, qdq and kdk."""
     if names not in launches:
-        launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last)
-    launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets))
+        decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:])
+        launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
+    tokens = tokens or (None, None, None, None)
+    launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets, tokens))
 
 
 def gather(
@@ -134,9 +144,10 @@ def gather(
     states = split.segment_states(spec, x, cut) if states is None else states
     into = States(final=states) if name == "state" else States(dinitial=states)
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
-    tile, not_last = tiles_of(spec).state, leaves is None
-    run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last)
-    fused.run([split.scan(spec, x, cut, states, enters, leaves)], spec.device)
+    tile, not_last, keeps = tiles_of(spec).state, leaves is None, split.segment_keeps(spec, states)
+    tokens = (keeps, None, None, None)
+    run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=tokens)
+    fused.run([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
     return states
 
 
@@ -147,7 +158,7 @@ def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Ten
     shape = saves(spec)
     assert shape is not None
     saved = saved.view(shape)
-    return (saved, None) if spec.D == 64 else (None, saved.view(torch.float32))
+    return (saved, None) if spec.D == 64 or spec.per_token else (None, saved.view(torch.float32))
 
 
 def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, Tensor]:
@@ -156,8 +167,8 @@ def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, 
 
 def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None) -> tuple[Tensor, Tensor | None]:
     launches = {} if launches is None else launches
-    o = empty_rows(x.q, spec.H, spec.E)
-    final = empty_states(x.q, spec.states, spec.E) if spec.with_final_state else None
+    o = empty_output(spec, x)
+    final = empty_states(spec) if spec.with_final_state else None
     slots, entering = kinds(spec, x.saved)
     tensors, tiles = forward_tensors(x, o, slots), tiles_of(spec)
     cut = segments(spec, tiles.forward_split, x)
@@ -194,23 +205,37 @@ def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Te
         saved = None if new_saved is None else new_saved()
         launch((
             q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, address(saved), address(initial),
-            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0,
+            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0, 0,
         ))  # fmt: skip
         return o, final, saved
 
     return whole
 
 
-def backward_sweeps(saved: Tensor | None) -> list[tuple[str, ...]]:
-    """Which gradients share a launch: all, if dq can begin from saved states."""
-    return [("dv", "dk"), ("dq",)] if saved is None else [("dv", "dk", "dq")]
+def backward_sweeps(spec: LightningSpec, saved: bool) -> list[tuple[str, ...]]:
+    """Which gradients share a launch: those of one width, and dq only if it can begin from saved states."""
+    if spec.D != spec.E:
+        return [("dv",), ("dk", "dq")]
+    return [("dv", "dk", "dq")] if saved else [("dv", "dk"), ("dq",)]
+
+
+def backward_tile(tiles: SweepTiles, names: tuple[str, ...]) -> SweepTile:
+    return tiles.backward if "dv" in names or tiles.backward_of_e is None else tiles.backward_of_e
 
 
 def backward(
-    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, launches: Launches | None = None
+    spec: LightningSpec,
+    x: Residuals,
+    do: Tensor,
+    dstate: Tensor | None,
+    ddecay: Tensor | None = None,
+    launches: Launches | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
+        return triton_backward(spec, x, do, dstate, ddecay)
     launches = {} if launches is None else launches
-    dq, dk, dv = (empty_rows(t, spec.H, spec.D) for t in x[:3])
+    grads = fused.Gradients.empty(spec, x, None if ddecay is None else 64, spec.dtype, spans=False)
+    dq, dk, dv = grads[:3]
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: dq, DK: dk, DV: dv}
     tiles = tiles_of(spec)
@@ -219,35 +244,42 @@ def backward(
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_segment_offsets(spec, x, cut), spec.device)
-        if slots is None and entering is None:
+        if entering is None and (slots is None or spec.D != 64):
             entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, launches)
         leaving = gather(spec, "dstate", x, tensors, cut, dstate, dinitial, launches)
         states = States(initial=entering, dfinal=leaving)
     if slots is not None:
         tensors[SAVED] = slots
-    for names in backward_sweeps(slots):
-        run(spec, tiles.backward, names, x, tensors, states, cut, launches, not_cut)
-    return dq, dk, dv, dinitial
+    anchors = None
+    if ddecay is not None and slots is not None:
+        anchors = x.q.new_empty(*slots.shape[:2], spec.E // 64 * 4, dtype=torch.float32)
+    for names in backward_sweeps(spec, slots is not None and spec.D == 64):
+        tokens = (None, grads.qdq, grads.kdk, anchors)
+        run(spec, backward_tile(tiles, names), names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
+    if anchors is not None and ddecay is not None:
+        fused.run([fused.token_gradient(spec, x, grads._replace(anchors=anchors), ddecay)], spec.device)
+    return *grads.of_stored_heads(spec, x), dinitial
 
 
 def prepare_backward(
-    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None
+    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, ddecay: Tensor | None = None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
     """The backward of calls with these shapes and strides at the least cost for the host."""
     if do.stride(3) != 1 or readable(do) is not do or not (dstate is None or dstate.is_contiguous()):
         return None
     launches: Launches = {}
-    *grads, dinitial = backward(spec, x, do, dstate, launches)
-    if tiles_of(spec).backward_split.number > 1:
+    *grads, dinitial = backward(spec, x, do, dstate, ddecay, launches)
+    if tiles_of(spec).backward_split.number > 1 or ddecay is not None or spec.groups is not None:
 
-        def cut(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-            *given, do, dstate = tensors
-            return backward(spec, Residuals(*given), do, dstate, launches)  # type: ignore[arg-type]
+        def cut(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+            do, dstate, *ddecay = tensors[RESIDUALS:]
+            into = ddecay[0] if ddecay else None
+            return backward(spec, Residuals(*tensors[:RESIDUALS]), do, dstate, into, launches)
 
         return cut
     new_dq, new_dk, new_dv = (allocator(t) for t in grads)
     new_dinitial = None if dinitial is None else allocator(dinitial)
-    in_order = [launches[names] for names in backward_sweeps(kinds(spec, x.saved)[0])]
+    in_order = [launches[names] for names in backward_sweeps(spec, spec.D == 64 and x.saved is not None)]
 
     def whole(
         q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
@@ -258,7 +290,7 @@ def prepare_backward(
         at = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
             address(saved), address(initial), 0, address(dstate), address(dinitial), 0, 0, 0, 0, address(decay),
-            address(cu_seqlens), 0,
+            address(cu_seqlens), 0, 0, 0, 0, 0,
         )  # fmt: skip
         for launch in in_order:
             launch(at)

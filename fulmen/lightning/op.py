@@ -1,12 +1,13 @@
-"""Lightning attention: linear attention with a per-head exponential decay.
+"""Lightning attention: linear attention with an exponential decay of each head, constant or of each token.
 
-    o_t = scale * sum_{j <= t} exp(-s_h (t - j)) (q_t . k_j) v_j        s = 0 without decay
+    S_t = exp(-s_t) S_{t-1} + k_t v_t^T,   o_t = scale * q_t S_t        s = 0 without decay
 
-or, token by token, S_t = exp(-s) S_{t-1} + k_t v_t^T and o_t = scale * q_t S_t, which is why cost grows with N and
-not with N^2. The path of a call: look for the plan of an equal call (`fulmen.plans`); without one
-check arguments, build the spec and let `dispatch.pick` choose a kernel. Nothing but the arguments is saved for the
-backward, unless a kernel asks for it. The gradient of the decay is the same for all of them (slopes.py). Compilers
-and modes see two `torch.library` operators; what a kernel saves is an output of the first.
+or, written out, o_t = scale * sum_{j <= t} exp(-(s_{j+1} + .. + s_t)) (q_t . k_j) v_j; cost grows with N and not with
+N^2, as a state of fixed size sums up the past. The path of a call: look for the plan of an equal call
+(`fulmen.plans`); without one check arguments, build the spec and let `dispatch.pick` choose a kernel. Nothing but the
+arguments is saved for the backward, unless a kernel asks for it. The gradient of a constant decay is the same for all
+of them (slopes.py), that of a decay for each token is part of their backward. Compilers and modes see two
+`torch.library` operators; what a kernel saves is an output of the first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from fulmen.boundary import (
     register_operator,
 )
 from fulmen.lightning.plan import Shape, plan_for
-from fulmen.lightning.spec import LightningSpec, Residuals, check_inputs, check_values, empty_states, spec_of_residuals
+from fulmen.lightning.spec import (
+    LightningSpec,
+    Residuals,
+    check_inputs,
+    check_values,
+    empty_output,
+    empty_states,
+    spec_of_residuals,
+)
 from fulmen.plans import Plan
 
 
@@ -43,12 +52,15 @@ def lightning_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal linear attention with optional per-head decay: o (B, H, N, E).
+    """Causal linear attention with optional decay: o (B, H, N, E).
 
     q              (B, H, N, D); any strides whose last dimension is contiguous, so a (B, N, H, D) tensor may be
                    passed as `x.transpose(1, 2)` at no cost. bf16, fp16 or fp32 (fp64 on the eager backend).
     k, v           (B, H_KV, N, D) and (B, H_KV, N, E); H_KV divides H, query head h reads head h // (H / H_KV).
-    decay          None, or the slopes s >= 0 as fp32 (H,) or (H, 1, 1); `fulmen.decay` builds the usual ones.
+                   Or q and k have the fewer heads, as Mamba-2's groups: both G, v H; G divides H, and head h of v
+                   reads head h // (H / G) of q and k.
+    decay          None, or s >= 0 in fp32: (H,) or (H, 1, 1), constant slopes (`fulmen.decay` builds the usual ones);
+                   (B, H, N), one for each token, any strides. A token's decay acts on the state before it.
                    Differentiable; a backward that is not asked for its gradient does not pay for it.
                    Its sign is checked on the CPU only: on a GPU that would synchronise.
     scale          multiplies the output; 1 as in the Lightning Attention papers (fla defaults to D ** -0.5).
@@ -130,11 +142,10 @@ def _saved_shape(spec: LightningSpec, backend: str) -> Shape | None:
     """
     if spec.device.type == "cuda" and not torch.cuda.is_available():  # fake tensors of a GPU that is not here
         return None
-    group = 1 if spec.H == spec.H_KV else 2
+    H, H_KV, groups = (2 if spec.shared_heads else 1, 1, None) if spec.groups is None else (2, 2, 1)
     sequences = None if spec.sequences is None else 1
-    one = spec._replace(
-        B=1, H=group, H_KV=1, N=1, D=int(spec.D), E=int(spec.E), sequences=sequences, scale=1.0, aligned=True
-    )
+    one = spec._replace(B=1, H=H, H_KV=H_KV, N=1, D=int(spec.D), E=int(spec.E), groups=groups)
+    one = one._replace(sequences=sequences, scale=1.0, aligned=True)
     kernel = dispatch.pick("lightning", one, backend)
     return _joined(kernel.saves(spec)) if kernel.saves is not None and kernel.saves(one) is not None else None
 
@@ -145,7 +156,7 @@ def _joined(shape: Shape | None) -> Shape | None:
 
 
 @outside_autocast
-def _decay_gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None) -> Tensor:
+def _slopes_gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None) -> Tensor:
     from fulmen.lightning import slopes
 
     return slopes.gradient(spec, x, do, dstate)
@@ -180,8 +191,8 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     spec = spec_of_residuals(Residuals(q, k, v, decay, initial_state, cu_seqlens), scale, with_state)
     shape = _saved_shape(spec, backend) if needs_grad else None
-    o = empty_rows(q, spec.H, spec.E)
-    state = empty_states(q, spec.states, spec.E) if with_state else _nothing(o)
+    o = empty_output(spec, Residuals(q, k, v, decay, initial_state, cu_seqlens))
+    state = empty_states(spec) if with_state else _nothing(o)
     return o, state, _nothing(o) if shape is None else q.new_empty(shape)
 
 
@@ -192,10 +203,23 @@ def _backward(
     tensors = (q, k, v, decay, initial_state, cu_seqlens)
     if saved is not None and saved.ndim == 1:  # nothing
         saved = None
-    plan = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
-    dq, dk, dv, dinitial = plan.gradients(*tensors, saved, do, dstate)
-    ddecay = _decay_gradient(plan.spec, Residuals(*tensors), do, dstate) if decay_gradient else _nothing(dq)
+    which, given = plans.given((*tensors, saved, do, dstate))
+    key = (which, "lightning backward operator", scale, decay_gradient, backend)
+    plan = plans.find(key, given)
+    if plan is None:
+        ahead = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
+        plan = plans.keep(key, given, ahead.backward_alone())
+    into = _token_gradient(plan.spec, decay, decay_gradient)
+    dq, dk, dv, dinitial = plan.forward.run(*tensors, saved, do, dstate, *into)
+    ddecay = into[0] if into else _nothing(dq)
+    if decay_gradient and not into:
+        ddecay = _slopes_gradient(plan.spec, Residuals(*tensors), do, dstate)
     return dq, dk, dv, ddecay, _nothing(dq) if dinitial is None else dinitial
+
+
+def _token_gradient(spec: LightningSpec, decay: Tensor | None, wanted: bool) -> tuple[Tensor, ...]:
+    """Where a backward writes the gradient of a decay for each token; nothing, if it need not."""
+    return (torch.empty_like(decay),) if wanted and spec.per_token and decay is not None else ()
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -203,6 +227,11 @@ def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
     ddecay = torch.empty_like(x.decay) if decay_gradient and x.decay is not None else _nothing(dq)
     return dq, dk, dv, ddecay, _nothing(dq) if x.initial_state is None else torch.empty_like(x.initial_state)
+
+
+def _zero_output(q: Tensor, v: Tensor) -> Tensor:
+    shape = q.shape[0], max(q.shape[1], v.shape[1]), q.shape[2], v.shape[3]
+    return torch.zeros(shape, dtype=q.dtype, device=q.device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -219,7 +248,7 @@ def _operator_gradients(
     *given, saved = tensors
     x, (scale, with_state, backend) = Residuals(*given), arguments[:3]
     if do is None:  # only the state was used
-        do = torch.zeros((*x.q.shape[:3], x.v.shape[3]), dtype=x.q.dtype, device=x.q.device)
+        do = _zero_output(x.q, x.v)
     dq, dk, dv, ddecay, dinitial = torch.ops.fulmen.lightning_backward(
         *given, do, dstate if with_state else None, scale, decay_gradient, backend, saved
     )
@@ -268,14 +297,15 @@ class LightningFunction(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None = None) -> tuple[Any, ...]:
         plan, tensors = ctx.plan, ctx.saved_tensors
         if do is None:  # only the state was used
-            do = torch.zeros((*tensors[0].shape[:3], plan.spec.E), dtype=plan.spec.dtype, device=plan.spec.device)
-        run = plan.backward_of((*tensors, do, dstate))
+            do = _zero_output(tensors[0], tensors[2])
+        into = _token_gradient(plan.spec, tensors[3], ctx.needs_input_grad[4])
+        run = plan.backward_of((*tensors, do, dstate, *into))
         if run is None:
             return None, *_operator_gradients(tensors, do, dstate, ctx.needs_input_grad[4], plan.arguments)
-        dq, dk, dv, dinitial = run(*tensors, do, dstate)
-        ddecay = None
-        if ctx.needs_input_grad[4]:
-            ddecay = _decay_gradient(plan.spec, Residuals(*tensors), do, dstate)
+        dq, dk, dv, dinitial = run(*tensors, do, dstate, *into)
+        ddecay = into[0] if into else None
+        if ctx.needs_input_grad[4] and not into:
+            ddecay = _slopes_gradient(plan.spec, Residuals(*tensors), do, dstate)
         return None, dq, dk, dv, ddecay, dinitial, None
 
 

@@ -13,6 +13,7 @@ from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.plans import Plan, Repeated
 
 Shape = tuple[int, ...]
+RESIDUALS = len(Residuals._fields)
 
 
 def plan_for(
@@ -24,6 +25,9 @@ def plan_for(
     copies: bool = False,
 ) -> Plan:
     """Both directions of `kernel`, and their prepared launches if it has any.
+
+    The backward takes residuals, do, dstate and, where the gradient of a decay for each token is wanted, the tensor to
+    write it to.
 
     saved   the shape of what the forward saves for the backward
     copies  whether q, k and v are copied, so that their rows begin at multiples of 16 bytes
@@ -45,12 +49,12 @@ def plan_for(
     @outside_autocast
     def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         assert kernel.backward is not None, "natively differentiable backends do not come here"
-        *given, do, dstate = tensors
+        do, dstate, *ddecay = tensors[RESIDUALS:]
         do = do.resolve_neg()
         if spec.E > 1 and do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
             do = do.contiguous()
         dstate = None if dstate is None else dstate.resolve_neg().contiguous()
-        return kernel.backward(spec, residuals(given), do, dstate)
+        return kernel.backward(spec, residuals(tensors[:RESIDUALS]), do, dstate, *ddecay)
 
     def prepare(*tensors: Any) -> Any:
         assert kernel.prepare is not None
@@ -58,8 +62,7 @@ def plan_for(
 
     def prepare_backward(*tensors: Any) -> Any:
         assert kernel.prepare_backward is not None
-        *given, do, dstate = tensors
-        return kernel.prepare_backward(spec, Residuals(*given), do, dstate)
+        return kernel.prepare_backward(spec, Residuals(*tensors[:RESIDUALS]), *tensors[RESIDUALS:])
 
     ahead, back = (None, None) if copies else (kernel.prepare, kernel.prepare_backward)
     return Plan(

@@ -75,6 +75,7 @@ class SweepTiles(NamedTuple):
     state: SweepTile  # states of segments
     forward_split: Split
     backward_split: Split
+    backward_of_e: SweepTile | None = None  # of dk and dq, where E is not D
 
     def __str__(self) -> str:
         return str(self.forward)
@@ -119,11 +120,13 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
     return TritonTile(32, 64, 4, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
 
 
-# Of backend cuda: D = E, then forward, training, backward, state. The share of the copy bandwidth, with decay and
-# without: D64 forward 93, 94 %, backward 80, 81 %; D128 forward 93, 92 %, backward 61, 61 %.
+# Of backend cuda: (D, E), then forward, training, backward, state; of dk and dq, if they have another. The share of the
+# copy bandwidth, with decay and without: D64 forward 93, 94 %, backward 80, 81 %; D128 forward 93, 92 %, backward 61,
+# 61 %.
 SWEEP_TILES = {
-    64: (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
-    128: (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),
+    (64, 64): (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
+    (128, 128): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),
+    (128, 64): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1), SweepTile(6, 0), SweepTile(5, 2)),
 }
 
 
@@ -153,6 +156,11 @@ def most_segments(spec: LightningSpec, rows: int) -> int:
     return cdiv(max(spec.N, 1), rows) if spec.sequences is None else spec.N // rows + spec.sequences
 
 
+def slots_of(spec: LightningSpec) -> int:
+    """Saved states of a head, one for every SAVED_ROWS rows begun; of packed sequences room for any lengths."""
+    return cdiv(spec.N, SAVED_ROWS) if spec.sequences is None else spec.N // SAVED_ROWS + spec.sequences
+
+
 def triton_split(spec: LightningSpec, tile: TritonTile, hw: Hardware) -> Split:
     """Enough segments for PROGRAMS_PER_SM programs on each SM, none shorter than MIN_SEGMENT."""
     programs = max(spec.B * spec.H * value_tiles(spec, tile), 1)
@@ -164,14 +172,14 @@ def triton_split(spec: LightningSpec, tile: TritonTile, hw: Hardware) -> Split:
 
 def whole_waves(spec: LightningSpec, hw: Hardware) -> int:
     """How many (sequence, head) pairs give every SM of cuda's grid a block, some number of times."""
-    blocks, sms = spec.D // 64, hw.sm_count
+    blocks, sms = spec.E // 64, hw.sm_count
     return 0 if spec.sequences is not None else spec.B * spec.H * blocks // sms * sms // blocks
 
 
 def cuda_segments(spec: LightningSpec, hw: Hardware, pass_: str) -> int:
     """Segments, at most: one for every idle SM. After whole waves the pairs left over are split if they are few."""
     whole = whole_waves(spec, hw)
-    left = (spec.B * spec.H - whole) * (spec.D // 64)
+    left = (spec.B * spec.H - whole) * (spec.E // 64)
     wanted = hw.sm_count // max(left, 1)
     if whole and (not left or wanted < LEFTOVER_SEGMENTS[pass_, spec.D]):
         return 1
@@ -202,7 +210,11 @@ def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
         tile = triton_tile(spec, hw)
         split = triton_split(spec, tile, hw)
         return Choice(backend, backend, SplitTile(tile, split), split.number, backend)
-    if backend == "cuda" and spec.D in SWEEP_TILES:
+    if backend == "cuda" and (spec.D, spec.E) in SWEEP_TILES:
         forward, back = (cuda_split(spec, hw, pass_) for pass_ in ("forward", "backward"))
-        return Choice(backend, backend, SweepTiles(*SWEEP_TILES[spec.D], forward, back), forward.number, backend)
+        ahead, training, backward, state, *of_e = SWEEP_TILES[spec.D, spec.E]
+        if spec.per_token:  # whose gradient begins anew at every saved state
+            training = training._replace(save=1)
+        found = SweepTiles(ahead, training, backward, state, forward, back, *of_e)
+        return Choice(backend, backend, found, forward.number, backend)
     return Choice(backend, backend, None, 1, backend)

@@ -9,12 +9,13 @@ check, not to train.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulmen.dispatch import register
-from fulmen.lightning.spec import LightningSpec, Residuals
+from fulmen.lightning.spec import LightningSpec, Residuals, is_per_token
 
 # MKL's first exp, if several threads make it at once, may be a low-accuracy one (pytorch/pytorch#188792): an oracle
 # must not be the first, so a single number is.
@@ -25,33 +26,53 @@ Oracle = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """S_t = exp(-s) S_{t-1} + k_t v_t^T;  o_t = q_t S_t."""
-    keep = torch.exp(-s).view(-1, 1, 1)  # (H, 1, 1)
+    """S_t = exp(-s_t) S_{t-1} + k_t v_t^T;  o_t = q_t S_t.  s is (H,) or (B, H, N), here and below."""
+    keep = torch.exp(-s)
     rows = []
     for t in range(q.shape[2]):
-        state = keep * state + k[:, :, t, :, None] * v[:, :, t, None, :]  # (B, H, D, E)
+        kept = (keep if s.ndim == 1 else keep[:, :, t])[..., None, None]
+        state = kept * state + k[:, :, t, :, None] * v[:, :, t, None, :]  # (B, H, D, E)
         rows.append(q[:, :, t, None, :] @ state)
     o = torch.cat(rows, dim=2) if rows else q.new_zeros(*q.shape[:3], v.shape[3])
     return o, state
 
 
+class Exponents(NamedTuple):
+    """What has decayed between the N tokens of a sequence, all >= 0; leading dimensions (H,) or (B, H)."""
+
+    seen: Tensor  # (N, N): j <= t
+    apart: Tensor  # (.., N, N): from token j to t
+    since: Tensor  # (.., N, 1): from the initial state to t
+    until: Tensor  # (.., N, 1): from t to the last token
+    whole: Tensor  # (.., 1, 1)
+
+
+def exponents(s: Tensor, N: int, dtype: torch.dtype) -> Exponents:
+    t = torch.arange(N, dtype=dtype, device=s.device)
+    distance = t[:, None] - t
+    if s.ndim == 1:
+        s = s.view(-1, 1, 1)
+        s_apart = s * distance.clamp(min=0)
+        return Exponents(distance >= 0, s_apart, s * (t[:, None] + 1), s * (N - 1 - t)[:, None], s * N)
+    # differences of a sum over all rows: in fp32 little would be left of them
+    a = s.to(torch.float32 if s.device.type == "mps" else torch.float64).cumsum(2)[..., None]
+    total = a[:, :, -1:] if N else a.sum(2, keepdim=True)
+    found = (a - a.mT).clamp(min=0), a, total - a, total
+    return Exponents(distance >= 0, *(x.to(dtype) for x in found))
+
+
 def quadratic(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """o = ((q k^T) * M) v + exp(-s (t + 1)) q S_0 with M_tj = exp(-s (t - j)) for t >= j.
+    """o = ((q k^T) * M) v + exp(-a_t) q S_0 with M_tj = exp(a_j - a_t) for t >= j, a_t = s_0 + .. + s_t.
 
     NaN and inf reach no row before their own: p is cut off, not multiplied by zero, and in v they are taken out of the
     product and put back, as NaN, from their row on.
     """
-    N = q.shape[2]
-    t = torch.arange(N, dtype=q.dtype, device=q.device)
-    s = s.view(-1, 1, 1)
-    distance = t[:, None] - t[None, :]
-    m = torch.exp(-s * distance.clamp(min=0))  # (H, N, N)
-    p = torch.where(distance >= 0, q @ k.mT * m, 0.0)
+    x = exponents(s, q.shape[2], q.dtype)
+    p = torch.where(x.seen, q @ k.mT * torch.exp(-x.apart), 0.0)
     finite = v.isfinite()
     o = p @ torch.where(finite, v, 0.0) + torch.where(finite, 0.0, torch.nan).cumsum(2)
-    o = o + torch.exp(-s * (t[:, None] + 1)) * (q @ state)
-    left = torch.exp(-s * (N - 1 - t)[:, None])  # (H, N, 1)
-    return o, torch.exp(-s * N) * state + (k * left).mT @ v
+    o = o + torch.exp(-x.since) * (q @ state)
+    return o, torch.exp(-x.whole) * state + (k * torch.exp(-x.until)).mT @ v
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor, C: int = 16) -> tuple[Tensor, Tensor]:
@@ -59,7 +80,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor, C: int = 
     rows = []
     for i in range(0, q.shape[2], C):
         part = slice(i, i + C)
-        o, state = quadratic(q[:, :, part], k[:, :, part], v[:, :, part], s, state)
+        decay = s if s.ndim == 1 else s[:, :, part]
+        o, state = quadratic(q[:, :, part], k[:, :, part], v[:, :, part], decay, state)
         rows.append(o)
     return torch.cat(rows, dim=2) if rows else q.new_zeros(*q.shape[:3], v.shape[3]), state
 
@@ -80,22 +102,23 @@ def attend(
     Returns o in the inputs' dtype and the final state(s) in the computing dtype.
     """
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    H, D, E = q.shape[1], q.shape[3], v.shape[3]
-    s = q.new_zeros(H, dtype=compute) if decay is None else decay.to(compute).reshape(H)
-    group = H // max(k.shape[1], 1)
-    k, v = (x.to(compute).repeat_interleave(group, dim=1) for x in (k, v))
+    H, D, E, dtype = max(q.shape[1], v.shape[1]), q.shape[3], v.shape[3], q.dtype
+    s = q.new_zeros(H, dtype=compute) if decay is None else decay.to(compute)
+    s = s if is_per_token(s, H) else s.reshape(H)
+    q, k, v = (x.to(compute).repeat_interleave(H // max(x.shape[1], 1), dim=1) for x in (q, k, v))
     ends = [0, q.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
     sequences = q.shape[0] if cu_seqlens is None else len(ends) - 1
     if initial_state is None:
         initial_state = q.new_zeros(sequences, H, D, E, dtype=compute)
     states = [initial_state] if cu_seqlens is None else [initial_state[i : i + 1] for i in range(sequences)]
-    rows, finals = [q[:, :, :0].to(compute) @ k.new_zeros(D, E)], [initial_state[:0]]  # so that none is a case too
+    rows, finals = [q[:, :, :0] @ k.new_zeros(D, E)], [initial_state[:0]]  # so that none is a case too
     for begin, end, state in zip(ends[:-1], ends[1:], states, strict=True):
         part = slice(begin, end)
-        o, final = oracle(q[:, :, part].to(compute), k[:, :, part], v[:, :, part], s, state)
+        decay = s if s.ndim == 1 else s[:, :, part]
+        o, final = oracle(q[:, :, part], k[:, :, part], v[:, :, part], decay, state)
         rows.append(o)
         finals.append(final)
-    return (torch.cat(rows, dim=2) * scale).to(q.dtype), torch.cat(finals)
+    return (torch.cat(rows, dim=2) * scale).to(dtype), torch.cat(finals)
 
 
 def supports(spec: LightningSpec) -> str | None:

@@ -1,4 +1,4 @@
-"""The gradient of the decay's slopes, for every backend: plain PyTorch, and only run when it is asked for.
+"""The gradient of a constant decay's slopes, for every backend: plain PyTorch, and only run when it is asked for.
 
 With w_tj = scale lambda^(t-j) (q_t . k_j) (v_j . do_t) and lambda = exp(-s), the gradient of s is -sum (t - j) w_tj.
 Sequences are cut into chunks of L <= C rows. Within a chunk the sum is taken as it stands. Of earlier rows the chunk
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fulmen.lightning import eager
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, state_dtype
 
 
 class Chunks(NamedTuple):
@@ -73,7 +73,7 @@ def gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | Non
     total = torch.zeros(spec.H, dtype=exact, device=x.q.device)
     if not x.q.numel():
         return total.float()
-    C, group, dtype = min(eager.CHUNK, spec.N), spec.H // spec.H_KV, empty_states(x.q, 0, spec.E).dtype
+    C, dtype = min(eager.CHUNK, spec.N), state_dtype(spec)
     powers = torch.exp(-x.decay.to(exact))[:, None].repeat(1, C + 1)
     powers[:, 0] = 1.0
     powers = powers.cumprod(1).to(dtype)  # (H, C + 1)
@@ -91,7 +91,7 @@ def gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | Non
 
     for at in range(0, len(every.length), most):
         cut = every.panel(slice(at, at + most))
-        q, do_, k, v = (cut.take(t, g, dtype) for t, g in ((x.q, 1), (do, 1), (x.k, group), (x.v, group)))
+        q, do_, k, v = (cut.take(t, spec.H // t.shape[1], dtype) for t in (x.q, do, x.k, x.v))
         add(q @ k.mT * inside[:, None], do_ @ v.mT)
         age = (cut.length[:, None] - 1 - r).clamp(min=0)  # of a row when its chunk ends
         k = k * powers[:, age, None]

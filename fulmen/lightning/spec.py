@@ -1,5 +1,7 @@
 """A call of lightning attention without its tensors: the spec, and the checks that lead to it.
 
+Heads: H states, as many as q or v has heads, whichever are more. k has v's heads (GQA) or q's (Mamba-2's groups).
+
 One clear error for each wrong argument. Values of `decay` and `cu_seqlens` are read on the CPU only.
 """
 
@@ -17,6 +19,7 @@ from fulmen.boundary import (
     check_offsets,
     check_qkv,
     check_scale,
+    empty_rows,
     plain_memory,
     require_tensors,
 )
@@ -28,8 +31,8 @@ class LightningSpec(NamedTuple):
     """Every fact about a call that is no tensor: the key of dispatch, of the tile tables, of a benchmark case."""
 
     B: int
-    H: int
-    H_KV: int
+    H: int  # of o, the decay and the states
+    H_KV: int  # of v; of k, too, unless there are groups
     N: int
     D: int
     E: int
@@ -41,6 +44,13 @@ class LightningSpec(NamedTuple):
     with_final_state: bool = False
     sequences: int | None = None  # None: not packed
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes and do not repeat
+    per_token: bool = False  # the decay is (B, H, N)
+    groups: int | None = None  # heads of q and k, where they are fewer than v's H
+
+    @property
+    def shared_heads(self) -> bool:
+        """Whether some heads of q, k or v serve several of the H."""
+        return self.H != self.H_KV or self.groups is not None
 
     @property
     def states(self) -> int:
@@ -54,7 +64,7 @@ class Residuals(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    decay: Tensor | None  # (H,)
+    decay: Tensor | None  # (H,), or (B, H, N) with any strides
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
     saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it; (rows, columns)
@@ -83,34 +93,43 @@ def check_inputs(
         {"q": q, "k": k, "v": v}, {"decay": decay, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     )
     q, k, v = autocast(*plain_memory(q, k, v))
-    check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
-    H, E = q.shape[1], v.shape[3]
+    check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True, groups=True)
+    H = max(q.shape[1], v.shape[1])
     check_scale(scale)
-    check_decay(q, decay)
-    if decay is not None and not decay_gradient and decay.requires_grad and torch.is_grad_enabled():
+    check_decay(q, decay, H)
+    constant = decay is not None and not is_per_token(decay, H)
+    if decay is not None and constant and not decay_gradient and decay.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented, pass decay.detach()"
+            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented if it is constant, pass "
+            "decay.detach()"
         )
-    _check_states(q, initial_state, cu_seqlens, E)
-    slopes = None if decay is None else decay.reshape(H).contiguous()
+    _check_states(q, initial_state, cu_seqlens, H, v.shape[3])
+    slopes = decay if decay is None or is_per_token(decay, H) else decay.reshape(H).contiguous()
     ends = None if cu_seqlens is None else cu_seqlens.contiguous()
     return Residuals(q, k, v, slopes, initial_state, ends)
 
 
-def check_decay(q: Tensor, decay: Tensor | None) -> None:
+def is_per_token(decay: Tensor, H: int) -> bool:
+    """Whether a decay is (B, H, N); (1, 1, 1) means the same either way, and is taken for (H, 1, 1)."""
+    return decay.ndim == 3 and tuple(decay.shape) != (H, 1, 1)
+
+
+def check_decay(q: Tensor, decay: Tensor | None, H: int) -> None:
     if decay is None:
         return
-    H = q.shape[1]
-    if decay.shape not in ((H,), (H, 1, 1)):
-        raise ValueError(f"decay has shape {tuple(decay.shape)}, must be (H,) or (H, 1, 1) with q's H={H}")
+    B, _, N, _ = q.shape
+    if decay.shape not in ((H,), (H, 1, 1), (B, H, N)):
+        raise ValueError(
+            f"decay has shape {tuple(decay.shape)}, must be (H,) or (H, 1, 1) with H={H}, or (B, H, N) = {(B, H, N)}"
+        )
     if decay.dtype != torch.float32:
         raise ValueError(f"decay is {decay.dtype}, must be float32")
     if decay.device != q.device:
         raise ValueError(f"decay is on {decay.device}, must be on q's {q.device}")
 
 
-def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, E: int) -> None:
-    B, H, _, D = q.shape
+def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, H: int, E: int) -> None:
+    B, _, _, D = q.shape
     states = B
     if cu_seqlens is not None:
         check_offsets("cu_seqlens", cu_seqlens, q)
@@ -133,8 +152,15 @@ def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | 
 
 
 def check_decay_values(decay: Tensor | None) -> None:
-    if decay is not None and decay.device.type == "cpu" and not bool(((decay >= 0) & decay.isfinite()).all()):
-        raise ValueError(f"decay must be finite and >= 0 (the state decays as exp(-decay)); got {decay.tolist()}")
+    if decay is None or decay.device.type != "cpu":
+        return
+    good = (decay >= 0) & decay.isfinite()
+    if not bool(good.all()):
+        wrong = decay[~good]
+        raise ValueError(
+            f"decay must be finite and >= 0 (the state decays as exp(-decay)); {len(wrong)} of {decay.numel()} are "
+            f"not: {wrong[:8].tolist()}"
+        )
 
 
 def check_values(decay: Tensor | None, cu_seqlens: Tensor | None, N: int) -> None:
@@ -155,11 +181,13 @@ def spec_of(
     with_final_state: bool = False,
 ) -> LightningSpec:
     """The spec of a call whose arguments are right."""
-    B, H, N, D = q.shape
+    B, H_Q, N, D = q.shape
+    H_V = v.shape[1]
+    H = max(H_Q, H_V)
     return LightningSpec(
         B=B,
         H=H,
-        H_KV=k.shape[1],
+        H_KV=H_V,
         N=N,
         D=D,
         E=v.shape[3],
@@ -171,6 +199,8 @@ def spec_of(
         with_final_state=with_final_state,
         sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         aligned=q.device.type != "cuda" or aligned(q, k, v),
+        per_token=decay is not None and is_per_token(decay, H),
+        groups=H_Q if H_Q < H_V else None,
     )
 
 
@@ -197,9 +227,17 @@ def plain_spec(device: torch.device) -> LightningSpec:
 # -------------------------------------------------------------------------- allocation, shared by backends
 
 
-def empty_states(q: Tensor, sequences: int, E: int) -> Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty(sequences, q.shape[1], q.shape[3], E, dtype=dtype, device=q.device)
+def empty_states(spec: LightningSpec) -> Tensor:
+    return torch.empty(spec.states, spec.H, spec.D, spec.E, dtype=state_dtype(spec), device=spec.device)
+
+
+def state_dtype(spec: LightningSpec) -> torch.dtype:
+    return torch.float64 if spec.dtype == torch.float64 else torch.float32
+
+
+def empty_output(spec: LightningSpec, x: Residuals) -> Tensor:
+    """o (B, H, N, E), in the memory order of q, or of v where q has fewer heads."""
+    return empty_rows(x.q if spec.groups is None else x.v, spec.H, spec.E)
 
 
 def spec_of_residuals(x: Residuals, scale: float, with_state: bool) -> LightningSpec:

@@ -24,7 +24,9 @@ from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning.policy import Split, SplitTile
 from fulmen.lightning.spec import LightningSpec, Residuals
-from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, sweep
+from fulmen.lightning.sweeps import States
+from fulmen.lightning.triton import Gradients, Launch, Segments, sweep
+from fulmen.tiles import LOG2E
 
 AT_ONCE = 16  # segments that a scan reads before it adds them up, at most
 SCAN_BLOCK = 256  # elements of a state that a program carries; of up to AT_ONCE / 2 segments twice as many
@@ -69,6 +71,7 @@ def lightning_scan_kernel(
     initial_ptr,  # (sequences * H, D * E), or None
     final_ptr,  # (sequences * H, D * E), or None
     decay_ptr,  # (H,), or None
+    keeps_ptr,  # one for each of states_ptr: what is left of what enters it, of a decay for each token; or None
     cu_seqlens_ptr,  # with segment_offsets_ptr
     segment_offsets_ptr,  # of packed sequences the first segment of each, or None
     whole,  # (sequence, head) before this one are not split, and have no place in states_ptr
@@ -89,17 +92,17 @@ def lightning_scan_kernel(
     if initial_ptr is not None:
         carry = tl.load(initial_ptr + pid_head.to(tl.int64) * SIZE + offs, mask=mask, other=0.0)
     if segment_offsets_ptr is None:
-        at = states_ptr + pid_split.to(tl.int64) * num_segments * SIZE
+        number = pid_split.to(tl.int64) * num_segments
         stride = tl.cast(SIZE, tl.int64)
     else:
         sequence = pid_head // H
         first_segment = tl.load(segment_offsets_ptr + sequence)
         num_segments = tl.load(segment_offsets_ptr + sequence + 1) - first_segment
-        at = states_ptr + (first_segment.to(tl.int64) * H + pid_head % H) * SIZE
+        number = first_segment.to(tl.int64) * H + pid_head % H
         stride = tl.cast(SIZE, tl.int64) * H
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
         N = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), begin), N) - begin
-    at += offs
+    at = states_ptr + number * SIZE + offs
     if decay_ptr is not None:  # products of a rounded factor would drift: keep what rounding it lost, too
         slope = tl.load(decay_ptr + pid_head % H)
         exact = tl.exp(slope.to(tl.float64) * -segment)
@@ -113,7 +116,11 @@ def lightning_scan_kernel(
         tl.debug_barrier()  # all loads are on their way before the first store: ptxas would mix them
         for u in tl.static_range(AT_ONCE):
             tl.store(at + u * stride, carry, mask=mask & (first + u < num_segments))
-            if decay_ptr is not None:
+            if keeps_ptr is not None:
+                there = first + u < num_segments
+                kept = tl.load(keeps_ptr + number + (first + u) * (stride // SIZE), mask=there, other=0.0)
+                carry = carry * tl.where(there, kept, 1.0) + added[u]
+            elif decay_ptr is not None:
                 walked = tl.minimum(tl.maximum(N - (first + u) * segment, 0), segment)
                 part = tl.exp2(-LOG2E * slope * walked)
                 added_u = carry * tl.where(walked == segment, rest, 0.0) + added[u]
@@ -132,6 +139,7 @@ def scan(
     states: Tensor,
     initial: Tensor | None,
     final: Tensor | None,
+    keeps: Tensor | None = None,
 ) -> Launch:
     size = spec.D * spec.E
     at_once = min(AT_ONCE, triton.next_power_of_2(cut.number))
@@ -144,7 +152,8 @@ def scan(
                 states,
                 initial,
                 final,
-                x.decay,
+                None if spec.per_token else x.decay,
+                keeps,
                 None if cut.segment_offsets is None else x.cu_seqlens,
                 cut.segment_offsets,
             ),
@@ -158,16 +167,22 @@ def segment_states(spec: LightningSpec, x: Residuals, cut: Segments) -> Tensor:
     return x.q.new_empty((spec.B * spec.H - cut.whole) * cut.number, spec.D, spec.E, dtype=torch.float32)
 
 
+def segment_keeps(spec: LightningSpec, states: Tensor) -> Tensor | None:
+    """What the segments leave of the states that enter them, where every token has its decay."""
+    return states.new_empty(states.shape[0]) if spec.per_token else None
+
+
 def forward_launches(
     spec: LightningSpec, tile: SplitTile, x: Residuals, o: Tensor, final: Tensor | None
 ) -> list[Launch]:
     cut = segments(spec, tile.split, x)
     entering = segment_states(spec, x, cut)
+    keeps = segment_keeps(spec, entering)
     tensors = fused.forward_tensors(spec, x, o)
     return [
         *find_segment_offsets(spec, x, cut),
-        sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut),
-        scan(spec, x, cut, entering, x.initial_state, final),
+        sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut, keeps=keeps),
+        scan(spec, x, cut, entering, x.initial_state, final, keeps),
         sweep(spec, tile.sweep, ("o",), x, tensors, States(initial=entering), cut),
     ]
 
@@ -183,15 +198,19 @@ def backward_launches(
 ) -> list[Launch]:
     cut = segments(spec, tile.split, x)
     entering, leaving = segment_states(spec, x, cut), segment_states(spec, x, cut)
+    keeps, dkeeps = segment_keeps(spec, entering), segment_keeps(spec, leaving)
     tensors = fused.backward_tensors(spec, x, do, grads)
     states = States(initial=entering, dfinal=leaving)
     return [
         *find_segment_offsets(spec, x, cut),
-        sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut),
-        sweep(spec, tile.sweep, ("dstate",), x, tensors, States(dinitial=leaving), cut),
-        scan(spec, x, cut, entering, x.initial_state, None),
-        scan(spec, x, cut, leaving, dstate, dinitial),
-        *(sweep(spec, tile.sweep, sweeps, x, tensors, states, cut) for sweeps in fused.backward_sweeps(spec)),
+        sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut, keeps=keeps),
+        sweep(spec, tile.sweep, ("dstate",), x, tensors, States(dinitial=leaving), cut, keeps=dkeeps),
+        scan(spec, x, cut, entering, x.initial_state, None, keeps),
+        scan(spec, x, cut, leaving, dstate, dinitial, dkeeps),
+        *(
+            sweep(spec, tile.sweep, sweeps, x, tensors, states, cut, grads.products(sweeps))
+            for sweeps in fused.backward_sweeps(spec)
+        ),
     ]
 
 

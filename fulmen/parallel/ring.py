@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_scale, empty_rows
-from fulmen.flash.plan import TENSORS, plan_of, tidy_gradients
+from fulmen.flash.plan import TENSORS, plan_of, tidy_rows
 from fulmen.flash.spec import Causal, FlashSpec, Residuals, Window, check_inputs, check_mask
 from fulmen.parallel.blocks import Block, Mask, blocks, reach, shapes
 from fulmen.parallel.groups import Group, Pending, Ranks, Receive, Send, agree, exchange, ranks_of
@@ -251,7 +251,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         call, (_, rank, P) = ctx.call, ctx.call.ranks
-        local = _Gradients(Residuals(q, k, v, sinks), o, lse, tidy_gradients(o, do, None)[0], call)
+        local = _Gradients(Residuals(q, k, v, sinks), o, lse, tidy_rows(do), call)
         held: Shard | None = Shard.of(k, v) if P > 1 else Shard(k, k, v)
         own = lse.new_zeros(Shard.size(k, v, k.shape[2]))  # dk and dv of this rank's shard
         sums: Tensor | None = None

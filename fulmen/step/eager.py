@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulmen.boundary import empty_rows, no_gradient
+from fulmen.boundary import no_gradient
 from fulmen.dispatch import register
 from fulmen.step.rounding import to_bf16
-from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors
+from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors, empty_output, factors
 
 
 def supports(spec: StepSpec) -> str | None:
@@ -21,7 +21,7 @@ def supports(spec: StepSpec) -> str | None:
 
 
 def forward(spec: StepSpec, x: Tensors) -> Tensor:
-    out = empty_rows(x.q, spec.H, spec.E)
+    out = empty_output(spec, x)
     if not out.numel() or not spec.slots:
         return out.zero_()
     compute = torch.float64 if spec.dtype == torch.float64 else torch.float32
@@ -32,29 +32,32 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
         row = torch.where(taken, row, taken.int().argmax())
         slot = slot[row].clamp(0, spec.slots - 1)
     some = taken.any()
-    keep = None if x.decay is None else torch.exp(-x.decay.double()).to(compute).view(-1, 1, 1)
+    of_q, of_k, of_v = spec.group
+    decay = x.decay[row] if spec.per_token and x.decay is not None else x.decay
 
-    def enter(state: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """k (B, H_KV, D) and v (B, H_KV, E), a token of each row, enter the states (B, H, D, E)."""
-        k, v = (y.to(compute).repeat_interleave(spec.group, dim=1) for y in (k, v))
-        decayed = state if keep is None else state * keep
+    def enter(state: Tensor, k: Tensor, v: Tensor, t: int, decay: Tensor | None) -> Tensor:
+        """k (B, heads, D) and v (B, heads, E), token t of each row, enter the states (B, H, D, E)."""
+        k, v = k.to(compute).repeat_interleave(of_k, dim=1), v.to(compute).repeat_interleave(of_v, dim=1)
+        decayed = state if decay is None else state * factors(decay, t, compute)
         return torch.addcmul(decayed, k[:, :, :, None], v[:, :, None, :])
 
     held = x.state[slot]  # (B, H, D, E)
     state = held.to(compute)
-    q, k, v = x.q[row].to(compute), x.k[row], x.v[row]
+    q, k, v = x.q[row].to(compute).repeat_interleave(of_q, dim=1), x.k[row], x.v[row]
     stored = None
     if x.draft_k is not None and x.draft_v is not None and x.accepted is not None:
         draft_k, draft_v, accepted = x.draft_k[slot], x.draft_v[slot], x.accepted[row]
+        old = x.draft_decay[slot] if x.draft_decay is not None else decay
         for t in range(MAX_TOKENS):  # a draft that is not accepted may hold NaN
-            state = torch.where(
-                (t < accepted).view(-1, 1, 1, 1), enter(state, draft_k[:, :, t], draft_v[:, :, t]), state
-            )
+            entered = enter(state, draft_k[:, :, t], draft_v[:, :, t], t, old)
+            state = torch.where((t < accepted).view(-1, 1, 1, 1), entered, state)
         stored = state
-        for pool, new in ((x.draft_k, k), (x.draft_v, v)):
+        for pool, new in ((x.draft_k, k), (x.draft_v, v), (x.draft_decay, decay)):
+            if pool is None or new is None:
+                continue
             pool[slot, :, : spec.T] = torch.where(some, new, pool[slot, :, : spec.T])
     for t in range(spec.T):
-        state = enter(state, k[:, :, t], v[:, :, t])
+        state = enter(state, k[:, :, t], v[:, :, t], t, decay)
         o = (q[:, :, t, None] @ state)[:, :, 0] * spec.scale
         out[:, :, t] = torch.where(taken.view(-1, 1, 1), o, 0.0).to(out.dtype)
     last, stored = (q[:, :, -1], state) if stored is None else (None, stored)

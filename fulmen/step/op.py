@@ -1,6 +1,6 @@
 """One decoding step of lightning attention, on a pool of states that is updated in place.
 
-    S = exp(-s_h) S + k_t v_t^T,   o_t = scale * q_t S          for the T tokens of a row, one after the other
+    S = exp(-s) S + k_t v_t^T,   o_t = scale * q_t S            for the T tokens of a row, one after the other
 
 A row of the batch names its state by a slot. Without a draft all T tokens enter the state. For speculative decoding the
 pool also holds, for each slot, the tokens of the last call, which are not in the state yet:
@@ -21,9 +21,15 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import empty_rows, is_plain_eager, no_gradient, outside_autocast, refuse_derivatives_we_lack
+from fulmen.boundary import (
+    is_plain_eager,
+    no_gradient,
+    outside_autocast,
+    refuse_derivatives_we_lack,
+    register_mutation,
+)
 from fulmen.plans import Plan, Repeated
-from fulmen.step.spec import Tensors, check_inputs, check_values, spec_of
+from fulmen.step.spec import Tensors, check_inputs, check_values, empty_output, spec_of
 
 _note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier state
 
@@ -36,7 +42,7 @@ def lightning_step(
     state: Tensor,
     *,
     slots: Tensor | None = None,
-    draft: tuple[Tensor, Tensor] | None = None,
+    draft: tuple[Tensor, ...] | None = None,
     accepted: Tensor | None = None,
     scale: float = 1.0,
     backend: str = "auto",
@@ -45,7 +51,8 @@ def lightning_step(
 
     q         (B, H, T, D); any strides whose last dimension is contiguous. bf16, fp16 or fp32.
     k, v      (B, H_KV, T, D) and (B, H_KV, T, E); H_KV divides H, query head h reads head h // (H / H_KV).
-    decay     None, or the slopes s >= 0 as fp32 (H,) or (H, 1, 1), as in `lightning_attention`.
+              Or q and k have fewer heads than v, as in `lightning_attention`.
+    decay     None, or s >= 0 in fp32: (H,) or (H, 1, 1), or (B, H, T), one for each token, any strides.
     state     the pool (slots, H, D, E), fp32 or bf16, updated in place; state[i] is contiguous. bf16 is rounded
               stochastically, so that slow slopes do not stall; the same call gives the same bits.
     slots     int32 (B,): the slot of each row. -1, or any number that is no slot, is padding: its o is zero and nothing
@@ -54,13 +61,14 @@ def lightning_step(
     draft     None, or the pools (k (slots, H_KV, 8, D), v (slots, H_KV, 8, E)) of tokens that are not in the state
               yet. The state first takes in the first `accepted[b]` tokens stored there. Then the T new ones are stored,
               and o sees all of them; they enter the state in the next call, as far as they are accepted by then.
+              If every token has its decay: (k, v, decay), the last fp32 (slots, H, 8).
     accepted  int32 (B,), with `draft`: how many of the tokens stored by the last call are accepted, clamped to 0 to 8.
     scale     multiplies the output.
     backend   "auto" takes the fastest that supports the call; a name works or raises, it never falls back.
     """
-    tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted)
-    if type(draft) is tuple and len(draft) == 2:
-        tensors = (q, k, v, decay, state, slots, *draft, accepted)
+    tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted, None)
+    if type(draft) is tuple and len(draft) in (2, 3):
+        tensors = (q, k, v, decay, state, slots, *draft[:2], accepted, draft[2] if len(draft) == 3 else None)
     plan = None
     if type(scale) is float and type(backend) is str and (draft is None) == (tensors[6] is None):
         which, given = plans.given(tensors)
@@ -72,10 +80,10 @@ def lightning_step(
         if not isinstance(backend, str):
             raise dispatch.unknown("step", backend)
         if not is_plain_eager(*tensors):
-            return torch.ops.fulmen.lightning_step(*tensors, scale, backend)
+            return torch.ops.fulmen.lightning_step(*x[:-1], scale, backend, x.draft_decay)
         plan = _planned(tensors, scale, backend)
     elif plan.spec.device.type == "cpu":
-        check_values(decay, slots)
+        check_values(decay, slots, state.shape[0])
     o: Tensor = plan.forward.run(*tensors)
     _note_change((state,) if draft is None else (state, *draft))
     return o
@@ -84,7 +92,7 @@ def lightning_step(
 def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
     """The plan of a call whose arguments are right."""
     x = Tensors(*tensors)
-    check_values(x.decay, x.slots)
+    check_values(x.decay, x.slots, x.state.shape[0])
     which, given = plans.given(x)
     key = (which, "step", scale, backend)
     plan = plans.find(key, given)
@@ -111,23 +119,29 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
 # ------------------------------------------------------------------------- the torch.library boundary
 
 
-_lib = torch.library.Library("fulmen", "FRAGMENT")
-_lib.define(
-    "lightning_step(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor(a!) state, Tensor? slots, "
-    "Tensor(b!)? draft_k, Tensor(c!)? draft_v, Tensor? accepted, float scale, str backend) -> Tensor"
-)
-
-
 def _step(*args: Any) -> Tensor:
-    *tensors, scale, backend = args
-    o: Tensor = _planned(tuple(tensors), scale, backend).forward.run(*tensors)
+    tensors, scale, backend = _arguments(*args)
+    o: Tensor = _planned(tensors, scale, backend).forward.run(*tensors)
     return o
 
 
 def _step_fake(*args: Any) -> Tensor:
-    x = Tensors(*args[:9])
-    return empty_rows(x.q, x.q.shape[1], x.v.shape[3])
+    x, scale, _ = _arguments(*args)
+    return empty_output(spec_of(x, scale), x)
 
 
-_lib.impl("lightning_step", _step, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::lightning_step", _step_fake, lib=_lib)
+def _arguments(*args: Any) -> tuple[Tensors, float, str]:
+    """What the operator takes, the last of which may be missing."""
+    *tensors, scale, backend, draft_decay = args if len(args) > len(Tensors._fields) + 1 else (*args, None)
+    return Tensors(*tensors)._replace(draft_decay=draft_decay), scale, backend
+
+
+_lib = torch.library.Library("fulmen", "FRAGMENT")
+register_mutation(
+    _lib,
+    "lightning_step(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor(a!) state, Tensor? slots, "
+    "Tensor(b!)? draft_k, Tensor(c!)? draft_v, Tensor? accepted, float scale, str backend, "
+    "Tensor(d!)? draft_decay=None) -> Tensor",
+    _step,
+    _step_fake,
+)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fulmen.boundary import no_gradient
 from fulmen.dispatch import register
 from fulmen.step.rounding import to_bf16
-from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors
+from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors, factors
 
 
 def supports(spec: StepSpec) -> str | None:
@@ -21,31 +21,34 @@ def supports(spec: StepSpec) -> str | None:
 def forward(spec: StepSpec, x: Tensors) -> Tensor:
     compute = torch.float64 if spec.dtype == torch.float64 else torch.float32
     o = x.q.new_zeros(spec.B, spec.H, spec.T, spec.E)
-    keep = torch.ones((), dtype=compute, device=spec.device)
-    if x.decay is not None:
-        keep = torch.exp(-x.decay.double()).to(compute).view(-1, 1, 1)  # (H, 1, 1)
+    of_q, of_k, of_v = spec.group
 
-    def enter(state: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """k (H_KV, D) and v (H_KV, E), one token, enter the state (H, D, E)."""
-        k, v = (y.to(compute).repeat_interleave(spec.group, dim=0) for y in (k, v))
-        return keep * state + k[:, :, None] * v[:, None, :]
+    def enter(state: Tensor, k: Tensor, v: Tensor, t: int, decay: Tensor | None) -> Tensor:
+        """k (heads, D) and v (heads, E) of token t enter the state (H, D, E)."""
+        k, v = k.to(compute).repeat_interleave(of_k, dim=0), v.to(compute).repeat_interleave(of_v, dim=0)
+        return (state if decay is None else factors(decay, t, compute) * state) + k[:, :, None] * v[:, None, :]
 
     slots = range(spec.B) if x.slots is None else x.slots.tolist()
     for b, slot in enumerate(slots):
         if not 0 <= slot < spec.slots:
             continue
         state = x.state[slot].to(compute)
+        decay = x.decay[b] if x.decay is not None and spec.per_token else x.decay
         if x.draft_k is not None and x.draft_v is not None and x.accepted is not None:
             for t in range(min(int(x.accepted[b]), MAX_TOKENS)):
-                state = enter(state, x.draft_k[slot, :, t], x.draft_v[slot, :, t])
+                old = x.draft_decay[slot] if x.draft_decay is not None else decay
+                state = enter(state, x.draft_k[slot, :, t], x.draft_v[slot, :, t], t, old)
             store(x.state[slot], state, None)
             x.draft_k[slot, :, : spec.T] = x.k[b]
             x.draft_v[slot, :, : spec.T] = x.v[b]
+            if x.draft_decay is not None and decay is not None:
+                x.draft_decay[slot, :, : spec.T] = decay
         for t in range(spec.T):
-            state = enter(state, x.k[b, :, t], x.v[b, :, t])
-            o[b, :, t] = ((x.q[b, :, t, None].to(compute) @ state)[:, 0] * spec.scale).to(o.dtype)
+            state = enter(state, x.k[b, :, t], x.v[b, :, t], t, decay)
+            q = x.q[b, :, t, None].to(compute).repeat_interleave(of_q, dim=0)
+            o[b, :, t] = ((q @ state)[:, 0] * spec.scale).to(o.dtype)
         if x.draft_k is None:
-            store(x.state[slot], state, x.q[b, :, -1].to(compute))
+            store(x.state[slot], state, q[:, 0])
     return o
 
 

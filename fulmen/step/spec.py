@@ -10,8 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import autocast, check_qkv, check_scale, plain_memory, require_tensors
-from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values
+from fulmen.boundary import (
+    autocast,
+    autocasts,
+    check_int32,
+    check_qkv,
+    check_scale,
+    empty_rows,
+    plain_memory,
+    require_tensors,
+)
+from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values, is_per_token
 
 MAX_TOKENS = 8  # of a step, and of a draft
 
@@ -20,8 +29,8 @@ class StepSpec(NamedTuple):
     """Every fact about a call that is no tensor: the key of dispatch, of the tile tables, of a benchmark case."""
 
     B: int
-    H: int
-    H_KV: int
+    H: int  # of o, the decay and the states
+    H_KV: int  # of v; of k, too, unless there are groups
     T: int
     D: int
     E: int
@@ -33,11 +42,15 @@ class StepSpec(NamedTuple):
     has_decay: bool = False
     has_slots: bool = False
     has_draft: bool = False
+    per_token: bool = False  # the decay is (B, H, T)
+    groups: int | None = None  # heads of q and k, where they are fewer than v's H
 
     @property
-    def group(self) -> int:
-        """Query heads of one head of k and v."""
-        return self.H // max(self.H_KV, 1)
+    def group(self) -> tuple[int, int, int]:
+        """How many of the H share one head of q, of k and of v."""
+        heads = (self.groups or self.H, self.groups or self.H_KV, self.H_KV)
+        q, k, v = (self.H // max(h, 1) for h in heads)
+        return q, k, v
 
 
 class Tensors(NamedTuple):
@@ -46,12 +59,13 @@ class Tensors(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    decay: Tensor | None  # (H,)
+    decay: Tensor | None  # (H,), or (B, H, T) with any strides
     state: Tensor
     slots: Tensor | None
     draft_k: Tensor | None
     draft_v: Tensor | None
     accepted: Tensor | None
+    draft_decay: Tensor | None = None
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -64,7 +78,7 @@ def check_inputs(
     decay: Tensor | None,
     state: Tensor,
     slots: Tensor | None,
-    draft: tuple[Tensor, Tensor] | None,
+    draft: tuple[Tensor, ...] | None,
     accepted: Tensor | None,
     scale: float,
 ) -> Tensors:
@@ -72,20 +86,29 @@ def check_inputs(
 
     What would take a look at values is left to `check_values`.
     """
-    draft_k, draft_v = _parts(draft)
+    draft_k, draft_v, draft_decay = _parts(draft)
     require_tensors(
         {"q": q, "k": k, "v": v, "state": state},
-        {"decay": decay, "slots": slots, "draft[0]": draft_k, "draft[1]": draft_v, "accepted": accepted},
+        {
+            "decay": decay,
+            "slots": slots,
+            "draft[0]": draft_k,
+            "draft[1]": draft_v,
+            "draft[2]": draft_decay,
+            "accepted": accepted,
+        },
     )
     q, k, v = autocast(*plain_memory(q, k, v))
-    check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True)
+    check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True, groups=True)
+    H = max(q.shape[1], v.shape[1])
     if not 1 <= q.shape[2] <= MAX_TOKENS:
         raise ValueError(
             f"q has T={q.shape[2]} tokens, a step takes 1 to {MAX_TOKENS}: lightning_attention_with_state takes more"
         )
     check_scale(scale)
-    check_decay(q, decay)
-    _check_state(q, v, state)
+    check_decay(q, decay, H)
+    per_token = decay is not None and is_per_token(decay, H)
+    _check_state(q, v, state, H)
     _check_rows("slots", slots, q)
     if slots is None and q.shape[0] > state.shape[0]:
         raise ValueError(f"state has {state.shape[0]} slots for B={q.shape[0]} rows: without slots, row b has slot b")
@@ -95,10 +118,11 @@ def check_inputs(
         _check_draft("draft[0]", draft_k, state.shape[0], k)
         _check_draft("draft[1]", draft_v, state.shape[0], v)
         _check_rows("accepted", accepted, q)
+        _check_draft_decay(draft_decay, (state.shape[0], H, MAX_TOKENS) if per_token else None, q)
     x = Tensors(
-        q, k, v, None if decay is None else decay.reshape(q.shape[1]).contiguous(), state,
+        q, k, v, decay if decay is None or per_token else decay.reshape(H).contiguous(), state,
         None if slots is None else slots.contiguous(), draft_k, draft_v,
-        None if accepted is None else accepted.contiguous(),
+        None if accepted is None else accepted.contiguous(), draft_decay,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
         raise NotImplementedError(
@@ -107,16 +131,34 @@ def check_inputs(
     return x
 
 
-def _parts(draft: Any) -> tuple[Tensor | None, Tensor | None]:
+def _parts(draft: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if draft is None:
-        return None, None
-    if not isinstance(draft, tuple | list) or len(draft) != 2:
-        raise ValueError(f"draft is a {type(draft).__name__}, must be a tuple (k, v) of two tensors")
-    return draft[0], draft[1]
+        return None, None, None
+    if not isinstance(draft, tuple | list) or len(draft) not in (2, 3):
+        raise ValueError(
+            f"draft is a {type(draft).__name__}, must be a tuple (k, v) of two tensors, or (k, v, decay) of three"
+        )
+    return draft[0], draft[1], draft[2] if len(draft) == 3 else None
 
 
-def _check_state(q: Tensor, v: Tensor, state: Tensor) -> None:
-    want = (q.shape[1], q.shape[3], v.shape[3])
+def _check_draft_decay(pool: Tensor | None, want: tuple[int, ...] | None, q: Tensor) -> None:
+    """A decay of each token is stored with it, a constant one is not."""
+    if want is None or pool is None:
+        if want is not None:
+            raise ValueError(f"decay is (B, H, T), so draft must be (k, v, decay), the last of shape ({_list(want)})")
+        if pool is not None:
+            raise ValueError("draft is a tuple of three, must be (k, v), two tensors, where decay is not (B, H, T)")
+        return
+    if tuple(pool.shape) != want or pool.dtype != torch.float32:
+        raise ValueError(
+            f"draft[2] has shape {tuple(pool.shape)} and is {pool.dtype}, must be (slots, H, {MAX_TOKENS}) = "
+            f"({_list(want)}) of float32"
+        )
+    _check_pool("draft[2]", pool, q)
+
+
+def _check_state(q: Tensor, v: Tensor, state: Tensor, H: int) -> None:
+    want = (H, q.shape[3], v.shape[3])
     if state.ndim != 4 or tuple(state.shape[1:]) != want:
         raise ValueError(f"state has shape {tuple(state.shape)}, must be (slots, H, D, E) = (slots, {_list(want)})")
     allowed = (torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)
@@ -131,7 +173,8 @@ def _check_draft(name: str, pool: Tensor, slots: int, x: Tensor) -> None:
         of = f"(slots, H_KV, {MAX_TOKENS}, {'D' if name == 'draft[0]' else 'E'})"
         raise ValueError(f"{name} has shape {tuple(pool.shape)}, must be {of} = ({_list(want)})")
     if pool.dtype != x.dtype:
-        raise ValueError(f"{name} is {pool.dtype}, must be {x.dtype}, as k and v")
+        cast = ", which torch.autocast cast to it" if autocasts(x) else ""
+        raise ValueError(f"{name} is {pool.dtype}, must be {x.dtype}, as k and v{cast}")
     _check_pool(name, pool, x)
 
 
@@ -154,23 +197,20 @@ def _check_rows(name: str, rows: Tensor | None, q: Tensor) -> None:
         return
     if tuple(rows.shape) != (q.shape[0],):
         raise ValueError(f"{name} has shape {tuple(rows.shape)}, must be (B,) = ({q.shape[0]},)")
-    if rows.dtype != torch.int32:
-        raise ValueError(f"{name} is {rows.dtype}, must be int32")
-    if rows.device != q.device:
-        raise ValueError(f"{name} is on {rows.device}, must be on q's {q.device}")
+    check_int32(name, rows, q)
 
 
 def _list(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def check_values(decay: Tensor | None, slots: Tensor | None) -> None:
+def check_values(decay: Tensor | None, slots: Tensor | None, states: int) -> None:
     """Checks values of CPU tensors; reading a GPU's would synchronise."""
     check_decay_values(decay)
     if slots is not None and slots.device.type == "cpu":
-        taken = [slot for slot in slots.tolist() if slot >= 0]
+        taken = [slot for slot in slots.tolist() if 0 <= slot < states]
         if len(set(taken)) < len(taken):
-            raise ValueError(f"slots must differ, but for the -1 of padding; got {slots.tolist()}")
+            raise ValueError(f"slots must differ, but for padding, as -1; got {slots.tolist()}")
 
 
 # ------------------------------------------------------------------------------------------------- specs
@@ -178,11 +218,13 @@ def check_values(decay: Tensor | None, slots: Tensor | None) -> None:
 
 def spec_of(x: Tensors, scale: float) -> StepSpec:
     """The spec of a call whose arguments are right."""
-    B, H, T, D = x.q.shape
+    B, H_Q, T, D = x.q.shape
+    H_V = x.v.shape[1]
+    H = max(H_Q, H_V)
     return StepSpec(
         B=B,
         H=H,
-        H_KV=x.k.shape[1],
+        H_KV=H_V,
         T=T,
         D=D,
         E=x.v.shape[3],
@@ -194,7 +236,20 @@ def spec_of(x: Tensors, scale: float) -> StepSpec:
         has_decay=x.decay is not None,
         has_slots=x.slots is not None,
         has_draft=x.draft_k is not None,
+        per_token=x.decay is not None and x.decay.ndim == 3,
+        groups=H_Q if H_Q < H_V else None,
     )
+
+
+def factors(decay: Tensor, t: int, dtype: torch.dtype) -> Tensor:
+    """What token t leaves of a state, (.., H, 1, 1): of a constant decay, or of one for each token (.., H, T)."""
+    s = decay if decay.ndim == 1 else decay[..., t]
+    return torch.exp(-s.double()).to(dtype)[..., None, None]
+
+
+def empty_output(spec: StepSpec, x: Tensors) -> Tensor:
+    """o (B, H, T, E), in the memory order of q, or of v where q has fewer heads."""
+    return empty_rows(x.q if spec.groups is None else x.v, spec.H, spec.E)
 
 
 def checked_spec(
@@ -205,7 +260,7 @@ def checked_spec(
     state: Tensor,
     *,
     slots: Tensor | None = None,
-    draft: tuple[Tensor, Tensor] | None = None,
+    draft: tuple[Tensor, ...] | None = None,
     accepted: Tensor | None = None,
     scale: float = 1.0,
 ) -> StepSpec:

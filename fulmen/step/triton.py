@@ -3,7 +3,7 @@
 One program owns (row, head, BLOCK_V columns of E), whole columns of D rows, in fp32 registers:
 
     state                                    [D, BLOCK_V]    read by 16-byte loads, all in flight before the first use
-    state = keep * state + k_t v_t^T         keep = exp(-s), rounded once from fp64
+    state = keep * state + k_t v_t^T         keep = exp(-s), or exp(-s_t), rounded once from fp64
     o_t   = scale * sum over d of q_t state  the only values that cross threads
 
 With a draft the accepted tokens come first, in a loop whose length is the row's own; the state is written after them,
@@ -22,13 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import dispatch
-from fulmen.boundary import empty_rows, no_gradient
+from fulmen.boundary import no_gradient
 from fulmen.dispatch import register
 from fulmen.launch import Launch, Ready, run_all, unsupported_device
 from fulmen.plans import allocator
 from fulmen.step import rounding
 from fulmen.step.policy import StepTile
-from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors
+from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors, empty_output
 from fulmen.tiles import at_head, padded
 
 ROW, COLUMN = tl.constexpr(rounding.ROW), tl.constexpr(rounding.COLUMN)
@@ -73,6 +73,16 @@ def load_tokens(ptr, stride, count, offs, mask, T: tl.constexpr):
 
 
 @triton.jit
+def load_factors(ptr, stride, count, T: tl.constexpr):
+    """exp(-s) of tokens 0 to T - 1, `stride` apart, as a tuple; from `count` on they are 1."""
+    factors = ()
+    for t in tl.static_range(T):
+        s = tl.load(ptr + t * tl.cast(stride, tl.int64), mask=t < count, other=0.0)
+        factors = factors + (tl.exp(-s.to(tl.float64)).to(tl.float32),)  # type: ignore[assignment]
+    return factors
+
+
+@triton.jit
 def enter(state, keep, k, v):
     """The state [D, V] after one more token."""
     return state * keep + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
@@ -92,19 +102,22 @@ def lightning_step_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    decay_ptr,  # (H,) fp32, or None
+    decay_ptr,  # (H,) or, if it has strides, (B, H, T), fp32; or None
     state_ptr,
     slots_ptr,  # (B,) int32, or None: row b has slot b
     draft_k_ptr,  # or None
     draft_v_ptr,
     accepted_ptr,  # (B,) int32, with a draft
+    draft_decay_ptr,  # with a draft, if the decay has strides
     o_ptr,
     strides,  # of q, k, v and o: (B, heads, T) each
-    slot_strides,  # of state, draft_k and draft_v
+    decay_strides,  # of a decay for each token; zeros: it is constant
+    slot_strides,  # of state, draft_k, draft_v and draft_decay
     slots,
     H,
     scale,
-    GROUP: tl.constexpr,  # query heads of one head of k and v
+    GROUPS: tl.constexpr,  # how many of the H share one head of q, of k and of v
+    PER_TOKEN: tl.constexpr,
     T: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -134,27 +147,33 @@ def lightning_step_kernel(
     state = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32)  # [D, V]
 
     # all tokens before the first use: a thread holds one element of a row
-    head = pid_h // GROUP
-    qs = load_tokens(at_head(q_ptr, strides[0], pid_b, pid_h, 0), strides[0][2], T, offs_d, mask_d, T)
-    ks = load_tokens(at_head(k_ptr, strides[1], pid_b, head, 0), strides[1][2], T, offs_d, mask_d, T)
-    vs = load_tokens(at_head(v_ptr, strides[2], pid_b, head, 0), strides[2][2], T, offs_e, mask_e, T)
+    head_q = pid_h // GROUPS[0]
+    head_k = pid_h // GROUPS[1]
+    head_v = pid_h // GROUPS[2]
+    qs = load_tokens(at_head(q_ptr, strides[0], pid_b, head_q, 0), strides[0][2], T, offs_d, mask_d, T)
+    ks = load_tokens(at_head(k_ptr, strides[1], pid_b, head_k, 0), strides[1][2], T, offs_d, mask_d, T)
+    vs = load_tokens(at_head(v_ptr, strides[2], pid_b, head_v, 0), strides[2][2], T, offs_e, mask_e, T)
     keep = 1.0
-    if decay_ptr is not None:
+    if PER_TOKEN:
+        keeps = load_factors(at_head(decay_ptr, decay_strides, pid_b, pid_h, 0), decay_strides[2], T, T)
+    elif decay_ptr is not None:
         keep = tl.exp(-tl.load(decay_ptr + pid_h).to(tl.float64)).to(tl.float32)
     if draft_k_ptr is not None:
         accepted = tl.where(taken, tl.load(accepted_ptr + pid_b), 0)
-        draft_k_ptr += slot * slot_strides[1] + head.to(tl.int64) * (DRAFT * D)
-        draft_v_ptr += slot * slot_strides[2] + head.to(tl.int64) * (DRAFT * E)
+        draft_k_ptr += slot * slot_strides[1] + head_k.to(tl.int64) * (DRAFT * D)
+        draft_v_ptr += slot * slot_strides[2] + head_v.to(tl.int64) * (DRAFT * E)
         draft_ks = load_tokens(draft_k_ptr, D, accepted, offs_d, mask_d, DRAFT)
         draft_vs = load_tokens(draft_v_ptr, E, accepted, offs_e, mask_e, DRAFT)
+        if PER_TOKEN:
+            old = load_factors(draft_decay_ptr + slot * slot_strides[3] + pid_h * DRAFT, 1, accepted, DRAFT)
         for t in tl.static_range(DRAFT):
             if t < accepted:
-                state = enter(state, keep, draft_ks[t], draft_vs[t])
+                state = enter(state, old[t] if PER_TOKEN else keep, draft_ks[t], draft_vs[t])
         columns = tl.sum(state, axis=0) if ROUNDS else None
         store_state(state_ptrs, state, columns, offs_d, offs_e, mask)
 
     for t in tl.static_range(T):
-        state = enter(state, keep, ks[t], vs[t])
+        state = enter(state, keeps[t] if PER_TOKEN else keep, ks[t], vs[t])
         q = qs[t].to(tl.float32)
         some = taken
         if ROUNDS and draft_k_ptr is None and t == T - 1:  # the sums seed the rounding, so they must tell states apart
@@ -170,12 +189,12 @@ def lightning_step_kernel(
 
 @triton.jit
 def lightning_step_draft_kernel(
-    k_ptr, v_ptr, slots_ptr, draft_k_ptr, draft_v_ptr, strides, slot_strides, slots, H_KV,
-    T: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    k_ptr, v_ptr, decay_ptr, slots_ptr, draft_k_ptr, draft_v_ptr, draft_decay_ptr, strides, decay_strides, slot_strides,
+    slots, H, H_K, H_V, T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Stores the new tokens of one head of k and v. Programs are (row, head)."""
-    pid_h = tl.program_id(0) % H_KV
-    pid_b = tl.program_id(0) // H_KV
+    """Stores the new tokens of one head of k, of v and of a decay for each token. Programs are (row, head)."""
+    pid_h = tl.program_id(0) % H
+    pid_b = tl.program_id(0) // H
     slot = pid_b
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + pid_b)
@@ -185,12 +204,16 @@ def lightning_step_draft_kernel(
     offs_d = tl.arange(0, padded(D))
     offs_e = tl.arange(0, padded(E))
     for t in tl.static_range(T):
-        mask_k = (offs_d < D) & taken
-        mask_v = (offs_e < E) & taken
+        mask_k = (offs_d < D) & taken & (pid_h < H_K)
+        mask_v = (offs_e < E) & taken & (pid_h < H_V)
         k = tl.load(at_head(k_ptr, strides[1], pid_b, pid_h, t) + offs_d, mask=mask_k)
         v = tl.load(at_head(v_ptr, strides[2], pid_b, pid_h, t) + offs_e, mask=mask_v)
         tl.store(at_k + t * D + offs_d, k, mask=mask_k)
         tl.store(at_v + t * E + offs_e, v, mask=mask_v)
+        if PER_TOKEN:
+            s = tl.load(at_head(decay_ptr, decay_strides, pid_b, pid_h, t), mask=taken)
+            at_s = draft_decay_ptr + slot.to(tl.int64) * slot_strides[3] + pid_h * DRAFT + t
+            tl.store(at_s, s, mask=taken)
 
 
 # --------------------------------------------------------------------------------------------- launches
@@ -198,29 +221,37 @@ def lightning_step_draft_kernel(
 
 def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor) -> list[Launch]:
     strides = tuple(t.stride()[:3] for t in (x.q, x.k, x.v, o))
-    slot_strides = tuple(0 if t is None else t.stride(0) for t in (x.state, x.draft_k, x.draft_v))
+    slot_strides = tuple(0 if t is None else t.stride(0) for t in (x.state, x.draft_k, x.draft_v, x.draft_decay))
+    decay_strides = x.decay.stride() if spec.per_token and x.decay is not None else (0, 0, 0)
     block_v = min(tile.block_v, max(16, triton.next_power_of_2(spec.E)))
     step = Launch(
         lightning_step_kernel,
         spec.B * spec.H * triton.cdiv(spec.E, block_v),
         (*x, o),
-        (strides, slot_strides, spec.slots, spec.H, spec.scale, spec.group, spec.T, spec.D, spec.E, block_v),
+        (
+            *(strides, decay_strides, slot_strides, spec.slots, spec.H, spec.scale, spec.group, spec.per_token),
+            *(spec.T, spec.D, spec.E, block_v),
+        ),
         {"num_warps": tile.num_warps},
     )
     if not spec.has_draft:
         return [step]
+    heads = spec.H if spec.per_token else max(x.k.shape[1], spec.H_KV)
     store = Launch(
         lightning_step_draft_kernel,
-        spec.B * spec.H_KV,
-        (x.k, x.v, x.slots, x.draft_k, x.draft_v),
-        (strides, slot_strides, spec.slots, spec.H_KV, spec.T, spec.D, spec.E),
+        spec.B * heads,
+        (x.k, x.v, x.decay, x.slots, x.draft_k, x.draft_v, x.draft_decay),
+        (
+            *(strides, decay_strides, slot_strides, spec.slots, heads, x.k.shape[1], spec.H_KV),
+            *(spec.T, spec.D, spec.E, spec.per_token),
+        ),
         {"num_warps": 1},
     )
     return [step, store]
 
 
 def forward(spec: StepSpec, x: Tensors) -> Tensor:
-    o = empty_rows(x.q, spec.H, spec.E)
+    o = empty_output(spec, x)
     run_all(launches(spec, dispatch.choose("step", spec, "triton").tile, x, o), spec.device)
     return o
 
@@ -229,7 +260,7 @@ def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor] | None:
     """A step of calls with these shapes and strides at the least cost for the host."""
     if spec.device.type != "cuda" or triton.knobs.runtime.interpret:
         return None
-    like = empty_rows(x.q, spec.H, spec.E)
+    like = empty_output(spec, x)
     tile = dispatch.choose("step", spec, "triton").tile
     step, *stores = (Ready(launch, spec.device) for launch in launches(spec, tile, x, like))
     new = allocator(like)
@@ -238,8 +269,8 @@ def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor] | None:
         o = new()
         step(*tensors, o)
         for store in stores:
-            _, k, v, _, _, slots, draft_k, draft_v, _ = tensors
-            store(k, v, slots, draft_k, draft_v)
+            _, k, v, decay, _, slots, draft_k, draft_v, _, draft_decay = tensors
+            store(k, v, decay, slots, draft_k, draft_v, draft_decay)
         return o
 
     return again

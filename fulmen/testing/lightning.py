@@ -6,7 +6,8 @@
 The yardstick is the attention matrix written out. A state and its gradient are carried, and rounded, from chunk to
 chunk, where the plain formula rounds once: they get the square root of the number of chunks (of 16 rows, the shortest
 a backend uses) in roundings. So does the gradient of the decay, a sum over all rows, of the norm of its terms: they
-cancel. Of sequences whose matrix is too large, `sampled` writes out some rows.
+cancel. That of a decay for each token is a running sum; its terms are those of the whole sequence. Of sequences whose
+matrix is too large, `sampled` writes out some rows.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ import torch
 from torch import Tensor
 
 from fulmen.lightning.op import lightning_attention_with_state
+from fulmen.lightning.reference import Exponents, exponents
 from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected, assert_close, fused_rows, rows
 
 __all__ = [
-    "DECAYS", "FORWARD_FACTOR", "GRADIENT_FACTOR", "Attend", "Inputs", "Outputs", "assert_close", "backend", "check",
-    "decay_terms", "evaluate", "expected", "fused_rows", "inputs", "low_precision", "reference", "rows", "sampled",
-    "slopes",
+    "DECAYS", "FORWARD_FACTOR", "GRADIENT_FACTOR", "TOKEN_DECAYS", "Attend", "Inputs", "Outputs", "assert_close",
+    "backend", "check", "decay_terms", "evaluate", "expected", "fused_rows", "inputs", "low_precision", "reference",
+    "rows", "sampled", "slopes", "token_terms",
 ]  # fmt: skip
 
 DECAYS = {
     "zero": (0.0,), "weak": (0.02,), "strong": (8.0,), "steep": (3.0, 40.0, 0.0), "mixed": (0.004, 0.7, 0.0, 8.0, 0.06),
 }  # fmt: skip
+# For each token: a slope of a head, as above, times a random number, or any of these numbers at random.
+TOKEN_DECAYS = {"token": "mixed", "extreme": (0.0, 1e-6, 0.2, 1e4)}
 
 
 class Inputs(NamedTuple):
@@ -82,6 +86,16 @@ def slopes(kind: str | None, H: int, device: str | torch.device = "cpu") -> Tens
     return torch.tensor([values[h % len(values)] for h in range(H)], dtype=torch.float32, device=device)
 
 
+def token_decays(kind: str, B: int, H: int, N: int, device: str | torch.device, generator: torch.Generator) -> Tensor:
+    """One of TOKEN_DECAYS, fp32 (B, H, N)."""
+    values = TOKEN_DECAYS[kind]
+    if isinstance(values, str):
+        each = slopes(values, H)
+        assert each is not None
+        return (torch.rand(B, H, N, generator=generator) * 2 * each[:, None]).to(device)
+    return torch.tensor(values)[torch.randint(len(values), (B, H, N), generator=generator)].to(device)
+
+
 def inputs(
     B: int = 1,
     H: int = 2,
@@ -90,6 +104,7 @@ def inputs(
     *,
     E: int | None = None,
     H_KV: int | None = None,
+    groups: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     layout: str = "bhnd",
@@ -99,17 +114,21 @@ def inputs(
     lengths: Sequence[int] | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Random arguments. `layout`: "bhnd", "bnhd" or "fused"; `lengths` packs sequences, their sum is N."""
+    """Random arguments. `layout`: "bhnd", "bnhd" or "fused"; `lengths` packs sequences, their sum is N.
+
+    groups  heads of q and k, where v has H
+    """
     E, H_KV = E or D, H_KV or H
+    heads = (groups or H, groups or H_KV, H_KV)
     if lengths is not None:
         B, N = 1, sum(lengths)
     states = B if lengths is None else len(lengths)
     generator = torch.Generator().manual_seed(seed)
     make: dict[str, Any] = {"dtype": dtype, "device": device, "generator": generator}
     if layout == "fused":
-        q, k, v = fused_rows(B, (H, H_KV, H_KV), N, (D, D, E), **make)
+        q, k, v = fused_rows(B, heads, N, (D, D, E), **make)
     else:
-        q, k, v = (rows(B, h, N, s, layout=layout, **make) for h, s in ((H, D), (H_KV, D), (H_KV, E)))
+        q, k, v = (rows(B, h, N, s, layout=layout, **make) for h, s in zip(heads, (D, D, E), strict=True))
     do = rows(B, H, N, E, layout="bhnd" if layout == "bhnd" else "bnhd", **make)
     make["dtype"] = torch.float64 if dtype == torch.float64 else torch.float32
     dstate = rows(states, H, D, E, **make)
@@ -117,6 +136,9 @@ def inputs(
     if lengths is not None:
         ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    if isinstance(decay, str) and decay in TOKEN_DECAYS:
+        decay = token_decays(decay, B, H, N, device, generator)
+        decay = decay if layout == "bhnd" else decay.mT.contiguous().mT
     return Inputs(
         q, k, v, slopes(decay, H, device) if decay is None or isinstance(decay, str) else decay, scale,
         rows(states, H, D, E, **make) if initial_state else None, cu_seqlens, do, dstate,
@@ -182,27 +204,36 @@ def low_precision(x: Inputs, use: Sequence[str] = ("o", "state")) -> Outputs:
 
 def _plain(x: Inputs) -> tuple[Tensor, Tensor]:
     """((q k^T) * M) v, as one would write it; only M's exponents are computed in more than the dtype."""
-    group = x.q.shape[1] // max(x.k.shape[1], 1)
-    k, v = (y.repeat_interleave(group, dim=1) for y in (x.k, x.v))
+    q, k, v = _each_head(x)
     ends = [0, x.q.shape[2]] if x.cu_seqlens is None else x.cu_seqlens.tolist()
     dtype, fp32 = x.q.dtype, torch.promote_types(x.q.dtype, torch.float32)
-    s = torch.zeros(x.q.shape[1], device=x.q.device) if x.decay is None else x.decay
-    s = s.to(fp32).view(-1, 1, 1)
     os, states = [], []
     for i, (begin, end) in enumerate(itertools.pairwise(ends)):
-        q_, k_, v_ = (y[:, :, begin:end] for y in (x.q, k, v))
-        t = torch.arange(end - begin, dtype=fp32, device=x.q.device)
-        distance = t[:, None] - t[None, :]
-        m = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0.0).to(dtype)
+        q_, k_, v_ = (y[:, :, begin:end] for y in (q, k, v))
+        e = _exponents(x, begin, end, fp32)
+        m = torch.where(e.seen, torch.exp(-e.apart), 0.0).to(dtype)
         o = (q_ @ k_.mT * m) @ v_
-        state = (k_ * torch.exp(-s * (end - begin - 1 - t)[:, None]).to(dtype)).mT @ v_
+        state = (k_ * torch.exp(-e.until).to(dtype)).mT @ v_
         if x.initial_state is not None:
             initial = (x.initial_state if x.cu_seqlens is None else x.initial_state[i : i + 1]).to(dtype)
-            o = o + q_ @ initial * torch.exp(-s * (t[:, None] + 1)).to(dtype)
-            state = state + initial * torch.exp(-s * (end - begin)).to(dtype)
+            o = o + q_ @ initial * torch.exp(-e.since).to(dtype)
+            state = state + initial * torch.exp(-e.whole).to(dtype)
         os.append(o * x.scale)
         states.append(state.to(fp32))
     return torch.cat(os, dim=2), torch.cat(states)
+
+
+def _each_head(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with as many heads as the output has."""
+    H = max(x.q.shape[1], x.v.shape[1])
+    q, k, v = (y.repeat_interleave(H // max(y.shape[1], 1), dim=1) for y in (x.q, x.k, x.v))
+    return q, k, v
+
+
+def _exponents(x: Inputs, begin: int, end: int, dtype: torch.dtype) -> Exponents:
+    """The decay between tokens `begin` to `end`."""
+    s = torch.zeros(x.do.shape[1], device=x.q.device) if x.decay is None else x.decay.to(dtype)
+    return exponents(s[:, :, begin:end] if s.ndim == 3 else s, end - begin, dtype)
 
 
 # --------------------------------------------------------------------------------------------- comparison
@@ -223,7 +254,7 @@ def expected(x: Inputs, use: Sequence[str] = ("o", "state"), rows: int | None = 
     return {
         name: Expected(
             getattr(low, name), value, GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR,
-            roundings.get(name, 1.0), decay_terms(x, use).norm(dim=1) if name == "ddecay" else None,
+            roundings.get(name, 1.0), _decay_terms(x, use) if name == "ddecay" else None,
         )
         for name, value in exact._asdict().items()
         if value is not None
@@ -234,17 +265,47 @@ def carried_roundings(N: int) -> float:
     return math.sqrt(math.ceil(max(N, 1) / 16))
 
 
+def _decay_terms(x: Inputs, use: Sequence[str]) -> Tensor:
+    """What is rounded on the way to the gradient of the decay."""
+    assert x.decay is not None
+    return decay_terms(x, use).norm(dim=1) if x.decay.ndim == 1 else token_terms(x, use)
+
+
+def token_terms(x: Inputs, use: Sequence[str] = ("o", "state")) -> Tensor:
+    """(B, H, N), fp64: the norm of what the gradient of a decay for each token is the running sum of: q . dq, k . dk of
+    each row of the sequence, and the states' product."""
+    assert x.decay is not None
+    x = x._replace(decay=x.decay.detach()).to(torch.float64)
+    norms = torch.zeros(x.do.shape[:3], dtype=torch.float64, device=x.q.device)
+    q, k, v = _each_head(x)
+    ends = [0, x.q.shape[2]] if x.cu_seqlens is None else x.cu_seqlens.tolist()
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        which = slice(None) if x.cu_seqlens is None else slice(i, i + 1)
+        q_, k_, v_, do = (y[:, :, begin:end] for y in (q, k, v, x.do))
+        e = _exponents(x, begin, end, torch.float64)
+        each = torch.zeros_like(e.apart)
+        if "o" in use:
+            each = torch.where(e.seen, x.scale * torch.exp(-e.apart) * (q_ @ k_.mT) * (do @ v_.mT), 0.0)
+        rows, columns = each.sum(3), each.sum(2)
+        if "o" in use and x.initial_state is not None:
+            rows = rows + x.scale * (torch.exp(-e.since) * (q_ @ x.initial_state[which]) * do).sum(3)
+        if "state" in use:
+            columns = columns + (torch.exp(-e.until) * (k_ @ x.dstate[which]) * v_).sum(3)
+        norms[:, :, begin:end] = (rows.square() + columns.square()).sum(2, keepdim=True).sqrt()
+    return norms
+
+
 def decay_terms(x: Inputs, use: Sequence[str] = ("o", "state")) -> Tensor:
     """(H, terms), fp64: what the gradient of the decay is the sum of, a term for each row of q and of k."""
     assert x.decay is not None
-    group, s = x.q.shape[1] // max(x.k.shape[1], 1), x.decay.detach().double().view(-1, 1)
+    s = x.decay.detach().double().view(-1, 1)
     x = x.to(torch.float64)
+    each_q, each_k, each_v = _each_head(x)
     terms = []
     ends = [0, x.q.shape[2]] if x.cu_seqlens is None else x.cu_seqlens.tolist()
     for i, (begin, end) in enumerate(itertools.pairwise(ends)):
         which = slice(None) if x.cu_seqlens is None else slice(i, i + 1)
-        q, do = (y[:, :, begin:end] for y in (x.q, x.do))
-        k, v = (y[:, :, begin:end].repeat_interleave(group, dim=1) for y in (x.k, x.v))
+        q, k, v, do = (y[:, :, begin:end] for y in (each_q, each_k, each_v, x.do))
         N = end - begin
         t = torch.arange(N, dtype=torch.float64, device=q.device)
         apart = (t[:, None] - t).clamp(min=0)
@@ -260,7 +321,7 @@ def decay_terms(x: Inputs, use: Sequence[str] = ("o", "state")) -> Tensor:
             if x.initial_state is not None:
                 met = (x.initial_state[which] * x.dstate[which]).sum((0, 2, 3)).view(-1, 1)
                 terms.append(-N * torch.exp(-s * N) * met)
-    return torch.cat([x.q.new_zeros(x.q.shape[1], 1), *terms], dim=1)
+    return torch.cat([x.q.new_zeros(x.do.shape[1], 1), *terms], dim=1)
 
 
 def sampled(x: Inputs, at: Sequence[int]) -> dict[str, Expected]:
@@ -309,7 +370,8 @@ def _pieces(attend: Attend, rows: int, x: Inputs) -> tuple[Tensor, Tensor]:
     """`attend` on `rows` rows at a time, each piece starting from the state the one before left; not packed."""
     os, state = [], x.initial_state
     for begin in range(0, x.q.shape[2], rows):
-        part = {name: getattr(x, name)[:, :, begin : begin + rows] for name in ("q", "k", "v")}
+        names = ("q", "k", "v") if x.decay is None or x.decay.ndim == 1 else ("q", "k", "v", "decay")
+        part = {name: getattr(x, name)[:, :, begin : begin + rows] for name in names}
         o, state = attend(x._replace(**part, initial_state=state))
         os.append(o)
     assert state is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 from fulmen.step.op import lightning_step
 from fulmen.step.spec import MAX_TOKENS
 from fulmen.testing import Expected, assert_close, normal, rows
-from fulmen.testing.lightning import slopes
+from fulmen.testing.lightning import TOKEN_DECAYS, slopes, token_decays
 
 
 class Inputs(NamedTuple):
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     decay: Tensor | None
     state: Tensor
     slots: Tensor | None
-    draft: tuple[Tensor, Tensor] | None
+    draft: tuple[Tensor, ...] | None
     accepted: Tensor | None
     scale: float
 
@@ -38,19 +38,19 @@ class Inputs(NamedTuple):
         """Tokens and states in another dtype."""
         cast: dict[str, Any] = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "state")}
         if self.draft is not None:
-            cast["draft"] = tuple(x.to(dtype) for x in self.draft)
+            cast["draft"] = (*(x.to(dtype) for x in self.draft[:2]), *self.draft[2:])
         return self._replace(**cast)
 
     def clone(self) -> Inputs:
         """With pools of its own: a call changes them."""
-        draft = None if self.draft is None else (self.draft[0].clone(), self.draft[1].clone())
+        draft = None if self.draft is None else tuple(x.clone() for x in self.draft)
         return self._replace(state=self.state.clone(), draft=draft)
 
 
 class Outputs(NamedTuple):
     o: Tensor
     state: Tensor
-    draft: tuple[Tensor, Tensor] | None
+    draft: tuple[Tensor, ...] | None
 
 
 def inputs(
@@ -61,6 +61,7 @@ def inputs(
     *,
     E: int | None = None,
     H_KV: int | None = None,
+    groups: int | None = None,
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
@@ -77,14 +78,18 @@ def inputs(
     E, H_KV, pool = E or D, H_KV or H, pool or B
     generator = torch.Generator().manual_seed(seed)
     make: dict[str, Any] = {"dtype": dtype, "device": device, "generator": generator}
-    q, k, v = (rows(B, h, T, s, layout=layout, **make) for h, s in ((H, D), (H_KV, D), (H_KV, E)))
+    heads = (groups or H, groups or H_KV, H_KV)
+    q, k, v = (rows(B, h, T, s, layout=layout, **make) for h, s in zip(heads, (D, D, E), strict=True))
     state = normal((pool, H, D, E), generator, device).to(state_dtype)
     used = range(B) if slots is None else slots
     free = [slot for slot in range(pool) if slot not in used]
     state[free] = torch.nan
-    kept, counts = None, None
+    kept: tuple[Tensor, ...] | None = None
+    counts, per_token = None, decay in TOKEN_DECAYS
     if draft:
-        kept = rows(pool, H_KV, MAX_TOKENS, D, **make), rows(pool, H_KV, MAX_TOKENS, E, **make)
+        kept = rows(pool, heads[1], MAX_TOKENS, D, **make), rows(pool, H_KV, MAX_TOKENS, E, **make)
+        if per_token and decay is not None:
+            kept = (*kept, token_decays(decay, pool, H, MAX_TOKENS, device, generator))
         accepted = [(3 * b + 1) % (MAX_TOKENS + 1) for b in range(B)] if accepted is None else accepted
         counts = torch.tensor(accepted, dtype=torch.int32, device=device)
         for x in kept:
@@ -93,6 +98,9 @@ def inputs(
                 if 0 <= slot < pool:
                     x[slot, :, max(count, 0) :] = torch.nan
     at = None if slots is None else torch.tensor(slots, dtype=torch.int32, device=device)
+    if per_token and decay is not None:
+        each = token_decays(decay, B, H, T, device, generator)
+        return Inputs(q, k, v, each, state, at, kept, counts, scale)
     return Inputs(q, k, v, slopes(decay, H, device), state, at, kept, counts, scale)
 
 
@@ -132,9 +140,9 @@ def check(x: Inputs, backend: str) -> Outputs:
     for after, before in ((actual.state, x.state), *zip(actual.draft or (), x.draft or (), strict=True)):
         assert torch.equal(after[free].nan_to_num(7.0), before[free].nan_to_num(7.0)), "a free slot was changed"
     T, given = x.q.shape[2], range(x.q.shape[0]) if x.slots is None else x.slots.tolist()
-    for after, before, new in zip(actual.draft or (), x.draft or (), (x.k, x.v), strict=False):
+    for after, before, new in zip(actual.draft or (), x.draft or (), (x.k, x.v, x.decay), strict=False):
         for b, slot in enumerate(given):
-            if slot in at:
+            if slot in at and new is not None:
                 assert torch.equal(after[slot, :, :T], new[b]), "the new tokens are not stored"
                 assert torch.equal(after[slot, :, T:].nan_to_num(7.0), before[slot, :, T:].nan_to_num(7.0))
     return actual

@@ -31,8 +31,10 @@ from fulmen.flash import spec as flash_spec
 from fulmen.flash.kernels import backward, sm90
 from fulmen.latent import cuda as latent_cuda
 from fulmen.lightning import cuda as lightning_cuda
+from fulmen.lightning import tokens
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
+from fulmen.lightning.policy import SAVED_ROWS
 from tests import builds
 
 HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
@@ -356,7 +358,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
     for module in (home, flash_spec, lightning_triton):
-        for name in ("empty_rows", "empty_lse", "empty_states"):
+        for name in ("empty_rows", "empty_lse", "empty_states", "empty_output"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, functools.partial(emulator.empty, like=getattr(module, name)))
     own = emulator.on_own_memory
@@ -372,9 +374,11 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
 
 def run_launches(launches: Any, device: Any) -> None:
     for launch in launches:
-        {split.lightning_scan_kernel: scan, split.lightning_segment_offsets_kernel: find_segment_offsets}[
-            launch.kernel
-        ](*launch.args)
+        {
+            split.lightning_scan_kernel: scan,
+            split.lightning_segment_offsets_kernel: find_segment_offsets,
+            tokens.lightning_token_gradient_kernel: token_gradient,
+        }[launch.kernel](*launch.args)
 
 
 def find_segment_offsets(
@@ -385,21 +389,40 @@ def find_segment_offsets(
 
 
 def scan(
-    states: Any, initial: Any, final: Any, decay: Any, cu: Any, segment_offsets: Any, whole: int, H: int, N: int,
-    segment: int, count: int, size: int, *tiles: int,
+    states: Any, initial: Any, final: Any, decay: Any, keeps: Any, cu: Any, segment_offsets: Any, whole: int, H: int,
+    N: int, segment: int, count: int, size: int, *tiles: int,
 ) -> None:  # fmt: skip
     heads = whole + states.numel() // (count * size) if segment_offsets is None else (segment_offsets.numel() - 1) * H
     for head in range(whole, heads):
         rows, rate = N, 0.0 if decay is None else float(decay[head % H])
         if segment_offsets is None:
-            here = states.view(-1, count, size)[head - whole]
+            here, kept = (
+                states.view(-1, count, size)[head - whole],
+                None if keeps is None else keeps.view(-1, count)[head - whole],
+            )
         else:
             first, last = segment_offsets[head // H : head // H + 2].tolist()
             here, rows = states.view(-1, H, size)[first:last, head % H], int(cu[head // H + 1] - cu[head // H])
+            kept = None if keeps is None else keeps.view(-1, H)[first:last, head % H]
         carry = torch.zeros(size) if initial is None else initial.view(-1, size)[head].clone()
         for i in range(len(here)):
             added = here[i].clone()
             here[i] = carry
-            carry = carry * math.exp(-rate * (min((i + 1) * segment, rows) - i * segment)) + added
+            left = math.exp(-rate * (min((i + 1) * segment, rows) - i * segment)) if kept is None else float(kept[i])
+            carry = carry * left + added
         if final is not None:
             final.view(-1, size)[head] = carry
+
+
+def token_gradient(ddecay: Any, decay: Any, qdq: Any, kdk: Any, anchors: Any, cu: Any, *sizes: Any) -> None:
+    B, H, N = decay.shape
+    ends = [0, N] if cu is None else cu.tolist()
+    added = (qdq - kdk).double().sum(1).view(B, H, N)
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        slot, total = begin // SAVED_ROWS + i, torch.zeros(B, H, dtype=torch.float64)
+        for t in range(begin, end):
+            if (t - begin) % SAVED_ROWS == 0:
+                total = -anchors.view(B, H, *anchors.shape[1:])[:, :, slot + (t - begin) // SAVED_ROWS].double().sum(2)
+            total = torch.where(decay[:, :, t] > 30.0, 0.0, total)
+            ddecay[:, :, t] = total
+            total = total + added[:, :, t]

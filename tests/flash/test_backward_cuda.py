@@ -38,6 +38,7 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     assert backward.shared_bytes(call, tile) <= TARGETS[90].smem_bytes
     text = sass.disassemble(code)
     assert sass.overwritten(text) == []
+    assert sass.read_early(text) == []
     loop = text[text.index("HGMMA.") : text.rindex("HGMMA.")]
     assert not re.search(r"\b(STL|LDL)\b", loop)  # packed, where a tile lies may wait outside
     each = {"s": call.D, "dp": call.E, "dv": tile.block_m, "dk": tile.block_m, "dq": 128}
@@ -65,8 +66,9 @@ def test_prologue_and_epilogue_do_not_spill(call, dtype):
     call = call._replace(dtype=dtype)
     for sinks in {torch.float32, dtype}:
         for variant in backward.variants(call, backward_tile(call), sinks)[::2]:
-            _, usage = cuda.compile_variant(variant)
+            code, usage = cuda.compile_variant(variant)
             assert (usage.spilled, usage.warnings) == (0, ())
+            assert sass.read_early(sass.disassemble(code)) == []
             assert usage.registers <= 64
 
 
@@ -105,6 +107,16 @@ def test_the_workspace_holds_all_tiles():
         assert parts.rows_in_dq == (call.sequences != 900)
         assert parts.turns - parts.drawn == blocks * call.has_sinks
         assert parts.end - parts.turns == 2 * blocks * call.deterministic
+
+
+def test_short_packed_sequences_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    packed = spec(1, 32, 65536, 64, True, needs_grad=True)
+    for sequences, whose in ((None, "cuda"), (16, "cuda"), (512, "cuda"), (4096, "triton"), (65536, "triton")):
+        choice = dispatch.choose("flash", packed._replace(sequences=sequences), "cuda")
+        assert choice.backward == whose
+        assert choice.workspace <= 2 * 4 * 32 * 65536 * 64 + 2**28
+        assert ("backward triton" in str(choice)) == (whose == "triton")
 
 
 def test_heads_at_a_time_fit_the_cache():

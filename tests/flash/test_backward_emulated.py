@@ -7,6 +7,7 @@ import torch
 
 from fulmen import dispatch
 from fulmen.dispatch import Choice
+from fulmen.flash.kernels import backward
 from fulmen.flash.policy_backward import BackwardTile, backward_tile
 from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
@@ -55,8 +56,9 @@ def launched(
     tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
     with emulator.serve("flash", mode, seed, edit) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
-        backward = dispatch.kernels("flash")["cuda"].backward
-        found = backward(spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None)
+        found = dispatch.kernels("flash")["cuda"].backward(
+            spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None
+        )
         assert emulated.launches == 2 * bool(spec.N_Q) + bool(spec.N_KV)
     return testing.Outputs(o, lse, *found)
 
@@ -112,6 +114,18 @@ def test_rows_of_no_sequence_do_not_matter(D):
         assert torch.equal(mine, yours[:, :, : mine.shape[2]])
 
 
+def test_o_is_read_in_units_of_16_bytes(monkeypatch):
+    """As a hook of saved tensors may hand it back, its rows do not begin at multiples of them."""
+    x = inputs(64, PLAIN)
+    exact = testing.reference(x, ("o",))
+    o = torch.nn.functional.pad(exact.o.to(x.q.dtype), (0, 4))[..., :-4]
+    launcher, read = backward.launcher, []
+    monkeypatch.setattr(backward, "launcher", lambda *args: read.append(args[3].stride(2)) or launcher(*args))
+    found = launched(x, o, exact.lse.float(), backward_tile(x.spec()), ANY, use=("o",))
+    testing.compare(x, found, ("o",))
+    assert read == [64]
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_wrong_offsets_lead_nowhere(D):
     """Nobody checks them on a GPU: gradients may be anything, but lie inside."""
@@ -120,6 +134,34 @@ def test_wrong_offsets_lead_nowhere(D):
     ends = torch.tensor([[0, 70, 60, 200, 246, 999], [0, 30, -5, 300, 206, 400]], dtype=torch.int32)
     wrong = x._replace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
     launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+def test_nobody_waits_forever_for_wrong_offsets(D, causal):
+    """Of the three tiles of keys of the first sequence the search gives the last to another."""
+    x = inputs(D, {"lengths_q": [70, 30, 30, 30], "lengths_k": [384, 0, 0, 0], "causal": causal, "H": 1})
+    exact = testing.reference(x)
+    wrong = x._replace(cu_seqlens_k=torch.tensor([0, 384, 0, 0, 384], dtype=torch.int32))
+    launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY, deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+def test_rows_before_the_first_sequence_do_not_matter(D, deterministic):
+    """cu_seqlens that do not begin at 0: neither gradients of rows in a sequence nor the sinks' see those rows."""
+    x = inputs(D, {"lengths_q": [140, 45], "lengths_k": [130, 100], "causal": True, "sinks": True})
+    exact = testing.reference(x)
+    right = launched(x, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY)
+
+    def after(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.full_like(t[:, :, :1], 3.0).repeat_interleave(260, 2), t], 2)
+
+    y = x._replace(**{name: after(getattr(x, name)) for name in ("q", "k", "v", "do", "dlse")})
+    y = y._replace(cu_seqlens_q=x.cu_seqlens_q + 260, cu_seqlens_k=x.cu_seqlens_k + 260)
+    o, lse = after(exact.o.to(x.q.dtype)), after(exact.lse.float())
+    found = launched(y, o, lse, backward_tile(x.spec()), ANY, deterministic=deterministic)
+    testing.compare(x, testing.Outputs(right.o, right.lse, *(t[:, :, 260:] for t in found[2:5]), found.dsinks))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -7,7 +7,10 @@ import torch
 
 import fulmen
 from fulmen import dispatch, hardware
-from fulmen.flash import policy
+from fulmen.flash import policy, triton_cache
+from fulmen.flash.policy_cache import CacheTile
+from fulmen.flash.spec import Residuals
+from fulmen.launch import run
 from fulmen.testing import flash as testing
 
 BACKENDS = sorted(dispatch.kernels("flash"))
@@ -75,6 +78,36 @@ def test_split_keys_in_triton(case, splits, monkeypatch):
         pytest.skip(why)
     o, lse = testing.backend("triton")(x)
     testing.compare(x, testing.Outputs(o, lse, None, None, None, None))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+def test_rows_before_the_first_sequence_lead_nowhere():
+    """Nobody checks on a GPU that cu_seqlens_q begins at 0."""
+    x = testing.cache_inputs([20, 30], 32, lengths_q=[4, 4], H=6, H_KV=2, D=16, dtype=torch.float32)
+    want = call(x)
+    q = torch.cat([torch.full((1, 6, 32, 16), torch.nan), x.q], 2)
+    whole = torch.full((q.numel() + 8192,), 7.0)
+    o = whole[4096:-4096].view_as(q)
+    shifted = Residuals(q, x.k, x.v, None, x.cu_seqlens_q + 32, None, x.kv_lengths, None)
+    spec = x.spec()._replace(N_Q=40)
+    for launch in triton_cache.launches(spec, CacheTile(16, 32, 4, 1), 1, shifted, o, None, None):
+        run(launch)
+    torch.testing.assert_close(o[:, :, 32:], want)
+    assert (whole[:4096] == 7).all()
+    assert (whole[-4096:] == 7).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+def test_a_cache_that_cuda_cannot_read_is_not_copied(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
+    x = testing.cache_inputs([700, 33], 1000, H=8, H_KV=2, N_Q=1, D=64, dtype=torch.bfloat16)
+    wide = torch.nn.functional.pad(x.k, (0, 4))[..., :64]
+    for k, aligned in ((x.k, True), (wide, False), (x.k[:1].expand(2, -1, -1, -1), False)):
+        spec = x._replace(k=k).spec()._replace(device=torch.device("cuda", 0))
+        assert spec.aligned is aligned
+        assert dispatch.pick.__wrapped__("flash", spec).name == ("cuda" if aligned else "triton")
+        why = dispatch.kernels("flash")["cuda"].supports(spec)
+        assert (why or "") in "needs a cache whose rows begin at multiples of 16 bytes and do not repeat"
 
 
 def call(x: testing.Inputs, **changes):
@@ -155,6 +188,18 @@ def test_gradients_are_refused(x):
             assert call(x._replace(**{name: leaf})).isfinite().all()
     with pytest.raises(NotImplementedError, match="a cache has no gradients"):
         call(x, sinks=torch.zeros(4, requires_grad=True))
+
+
+@pytest.mark.parametrize("way", ["operator", "vmap"])
+def test_gradients_are_refused_where_they_cannot_be_seen(x, way):
+    q = x.q.clone().requires_grad_()
+    if way == "vmap":
+        o = torch.func.vmap(lambda q: call(x._replace(q=q)))(q[None])
+    else:
+        facts = (None, None, x.kv_lengths, None, 0.25, None, None, None, False, None, "eager")
+        o, _ = torch.ops.fulmen.flash_cache_forward(q, x.k, x.v, *facts)
+    with pytest.raises(NotImplementedError, match="a cache has no gradient"):
+        o.sum().backward()
 
 
 def test_who_does_not_serve_says_why(x):

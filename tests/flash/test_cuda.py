@@ -505,6 +505,7 @@ def test_hopper_overlaps_and_keeps_p(call):
     assert sm90_kernel.shared_bytes(call, choice) <= TARGETS[90].smem_bytes // tile.blocks_per_sm
     text = sass.disassemble(code)
     assert sass.overwritten(text) == []
+    assert sass.read_early(text) == []
     lines = instructions(text)
     assert not any(line.startswith(("STL", "LDL")) for line in lines)
     starts = [i for i, line in enumerate(lines) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x1", line)]

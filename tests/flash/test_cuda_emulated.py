@@ -11,6 +11,7 @@ import fulmen
 from fulmen import dispatch
 from fulmen.dispatch import Choice
 from fulmen.flash.policy import SingleTile, Sm90Tile, SmallTile
+from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
 from tests import emulator
 from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
@@ -192,6 +193,24 @@ def test_the_same_bits_in_every_order(case):
 def test_few_blocks_take_all_parts(case):
     choice, D, options = CASES[case]
     attend(choice, inputs(D, options, torch.bfloat16), ANY, sm_count=1)
+
+
+def test_rows_before_the_first_sequence_are_not_written():
+    """If cu_seqlens do not begin at 0, which nobody checks on a GPU."""
+    choice, D, options = CASES["hopper D=128 grouped"]
+    x = inputs(D, options, torch.bfloat16)
+    o, lse = attend(choice, x, ANY)
+    q, k, v = (torch.cat([torch.full_like(t[:, :, :1], 3.0).repeat_interleave(260, 2), t], 2) for t in (x.q, x.k, x.v))
+    y = x._replace(q=q, k=k, v=v, cu_seqlens_q=x.cu_seqlens_q + 260, cu_seqlens_k=x.cu_seqlens_k + 260)
+    with emulator.serve("flash", ANY), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
+        forward = dispatch.kernels("flash")["cuda"].forward
+        cu = (y.cu_seqlens_q, y.cu_seqlens_k)
+        found, of_rows = forward(y.spec(with_lse=True), Residuals(q, k, v, y.sinks, *cu))
+    assert torch.equal(found[:, :, 260:], o)
+    assert torch.equal(of_rows[:, :, 260:], lse)
+    assert found[:, :, :260].isnan().all()
+    assert (of_rows[:, :, :260] == -torch.inf).all()  # they have no part in the sinks' gradients
 
 
 def test_entries_out_of_range_are_clamped():

@@ -177,6 +177,34 @@ def test_activation_checkpointing(kind, device):
     assert_same(again, testing.evaluate(f, x, use))
 
 
+HOOKS = {
+    "every other number": lambda x: torch.stack([x, x], -1)[..., 0],
+    "rows apart": lambda x: torch.nn.functional.pad(x, (0, 4))[..., :-4],  # not by multiples of 16 bytes
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim >= 3 else x,
+}
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, "save_on_cpu"])
+@pytest.mark.parametrize("kind", ["plain", "full"])
+@pytest.mark.parametrize("backend", DERIVED)
+def test_hooks_of_saved_tensors(backend, kind, hook):
+    """They may hand back other strides. The last calls are prepared."""
+    where = {"N_Q": 700, "device": "cuda"} if torch.cuda.is_available() else {"N_Q": 70}
+    options = {"sinks": True, "H_KV": 2, "causal": True} if kind == "full" else {}
+    x = testing.inputs(1, 4, D=64, dtype=HALF, **where, **options)
+    serving(x, backend, with_lse=kind == "full")
+    f, use = (attend, ("o", "lse")) if kind == "full" else (attend_o, ("o",))
+
+    def hooked(x: testing.Inputs):
+        graph = torch.autograd.graph
+        with graph.saved_tensors_hooks(lambda t: t, HOOKS[hook]) if hook in HOOKS else graph.save_on_cpu():
+            return f(x, backend)
+
+    for _ in range(3):
+        found = testing.evaluate(hooked, x, use)
+        testing.compare(x, found._replace(lse=testing.reference(x, use).lse.float()), use)
+
+
 # ------------------------------------------------------------------------------------ the cache of plans
 
 

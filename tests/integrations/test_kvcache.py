@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,12 +87,8 @@ class Call:
             given |= {"k": self.k, "v": self.v, "rotary_cos": self.cos, "rotary_sin": self.sin}
         given |= {"block_table": self.table, "rotary_interleaved": self.interleaved, **self.options}
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        return flash_attn.flash_attn_with_kvcache(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            **{"cache_seqlens": lengths, "return_softmax_lse": True} | given | changes,
-        )
+        given |= {"q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "cache_seqlens": lengths}
+        return flash_attn.flash_attn_with_kvcache(**{"return_softmax_lse": True} | given | changes)
 
 
 CASES = {
@@ -128,8 +125,9 @@ def test_as_defined(case):
 
 def test_lengths_as_a_number_and_none():
     call, same = Call([7, 7]), Call([7, 7])
-    for got, want in zip(call.run(), same.run(cache_seqlens=7), strict=True):
-        assert torch.equal(got, want)
+    for given in (7, np.int64(7)):
+        for got, want in zip(call.run(), same.run(cache_seqlens=given), strict=True):
+            assert torch.equal(got, want)
     call = Call([48, 48], new=False)
     for got, want in zip(call.run(), call.run(cache_seqlens=None), strict=True):
         assert torch.equal(got, want)
@@ -139,6 +137,7 @@ def test_signature():
     parameters = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
     assert list(parameters) == SIGNATURE
     assert parameters["rotary_interleaved"].default is True
+    assert "flash_attn_with_kvcache" in flash_attn.__all__
 
 
 @pytest.mark.parametrize(
@@ -155,6 +154,11 @@ def test_signature():
         ({"k": torch.ones(2, 2, 4, 16)}, ValueError, r"k has shape \(2, 2, 4, 16\), must be"),
         ({"k": torch.ones(2, 2, 2, 16)}, ValueError, "k is torch.float32"),
         ({"num_splits": "many"}, ValueError, "num_splits"),
+        ({"q": torch.ones(2, 2, 4, 32).double()}, ValueError, r"q has shape .* must be .* 16\) for k_cache"),
+        ({"q": torch.ones(2, 2, 3, 16).double()}, ValueError, "q has 3 heads, must be a multiple of k_cache's 2"),
+        ({"q": torch.ones(2, 2, 4, 16)}, ValueError, "q is torch.float32"),
+        ({"q": torch.ones(2, 2, 4, 16, 2).double()[..., 0]}, ValueError, "q's last dimension must be contiguous"),
+        ({"q": torch.ones(2, 2, 4, 16).double().to("meta")}, ValueError, "q is torch.float64 on meta, must be .* cpu"),
     ],
 )
 def test_errors(changes, error, words):
@@ -163,6 +167,42 @@ def test_errors(changes, error, words):
     with pytest.raises(error, match=words):
         call.run(**changes)
     assert torch.equal(call.k_cache, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda table: table.long(), r"block_table is torch.int64 .* must be int32 \(2, pages of a row\)"),
+        (lambda table: table[:1], "block_table is torch.int32"),
+        (lambda table: table[0], "block_table is torch.int32"),
+        (lambda table: table.tolist(), "block_table is a list"),
+    ],
+)
+def test_errors_of_a_block_table(change, words):
+    call = Call([5, 30], page=16)
+    before = call.k_cache.clone()
+    with pytest.raises(ValueError, match=words):
+        call.run(block_table=change(call.table))
+    call.k_cache, call.v_cache = call.k_cache[:, :8], call.v_cache[:, :8]
+    with pytest.raises(ValueError, match="k_cache has pages of 8 tokens, must be a multiple of 16"):
+        call.run()
+    assert torch.equal(call.k_cache, before[:, :8])
+
+
+@pytest.mark.parametrize("way", ["torch", "kernel"])
+def test_views_of_lengths_and_tables(way, request):
+    """A table and lengths that are parts of larger ones, as a server keeps them."""
+    if way == "kernel":
+        request.getfixturevalue("interpreted")
+    call, same = (Call([5, 30], page=16, dim=16) for _ in range(2))
+    for each in (call, same):
+        for name in ("q", "k", "v", "k_cache", "v_cache", "cos", "sin"):
+            setattr(each, name, getattr(each, name).float())
+    wide = torch.cat([call.table, call.table.flip(0, 1)], 1)
+    lengths = torch.tensor([[5, 99], [30, 99]], dtype=torch.int32)
+    view = call.run(block_table=wide[:, : call.table.shape[1]], cache_seqlens=lengths[:, 0])
+    for got, want in zip((*view, call.k_cache), (*same.run(), same.k_cache), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_more_errors():
@@ -229,6 +269,7 @@ def test_the_kernel_does_the_same(case):
     triton = pytest.importorskip("triton")
     if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
         pytest.skip("needs a GPU or Triton's interpreter")
+    from fulmen.launch import repeated
     from fulmen.layers.fused import append as kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -238,11 +279,9 @@ def test_the_kernel_does_the_same(case):
             for _ in range(2)
         )
         turned, after = appending._append_plainly(*theirs)
-        q, k, v, k_cache, v_cache, lengths, table, cos, sin, each_query, interleaved = ours
-        out, new = appending._append_fake(*ours)
-        kernels.append((q, k, v, out, k_cache, v_cache, new, lengths, table, cos, sin), each_query, interleaved)
+        new, *out = repeated(kernels.appended, tuple(ours[9:])).run(*ours[:9])
         assert torch.equal(new, after.int())
-        for got, want in ((out, turned), (k_cache, theirs[3]), (v_cache, theirs[4])):
+        for got, want in ((out[0] if out else turned, turned), (ours[3], theirs[3]), (ours[4], theirs[4])):
             torch.testing.assert_close(got, want)
 
 

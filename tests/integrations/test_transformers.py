@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import masking_utils
 
-from fulmen.integrations import transformers as ours
+from fulmen.integrations.transformers import attention as ours
 
 TINY = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

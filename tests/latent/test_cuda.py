@@ -13,7 +13,7 @@ from fulmen.latent import cuda as latent
 from fulmen.latent import policy
 from fulmen.latent.kernels import latent as kernel
 from fulmen.latent.policy import LatentTile
-from fulmen.latent.spec import LatentSpec
+from fulmen.latent.spec import LatentSpec, Residuals, spec_of
 from tests import sass
 
 CUDA = torch.device("cuda", 0)
@@ -34,6 +34,7 @@ def test_fits_and_does_not_spill(page, dtype):
         assert usage.registers * kernel.THREADS <= 65_536
         text = sass.disassemble(code)
         assert sass.overwritten(text) == []
+        assert sass.read_early(text) == []
         values = keys // 16  # of products p v; the first tile, any other, the other consumer's last
         assert text.count("HGMMA.") == (36 + values) + (36 + 2 * values) + values
         assert text.index("ACQBULK") < text.index("UTMALDG")  # nothing is read before the launch ahead is over
@@ -70,6 +71,7 @@ REFUSED = {
     "needs a positive scale": spec()._replace(scale=-1.0),
     "needs a CUDA GPU": spec()._replace(device=torch.device("cpu")),
     "takes up to 65535 rows and heads": spec(B=70_000),
+    "queries of a row, here B=2, H=70000, N_Q=1, N_KV=8192": spec(B=2, H=70_000),
 }
 
 
@@ -91,3 +93,13 @@ def test_hopper_takes_it(monkeypatch):
     assert latent.supports(spec()) is None
     assert dispatch.pick.__wrapped__("latent", spec()).name == "cuda"
     assert dispatch.pick.__wrapped__("latent", spec(D=96, E=64)).name == "triton"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+def test_a_cache_it_cannot_read_is_not_copied(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    q, kv = torch.zeros(2, 16, 1, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 580, dtype=torch.bfloat16)[..., :576]
+    for bad in (kv, kv.contiguous()[:1].expand(2, -1, -1)):
+        call = spec_of(Residuals(q, bad), 512, 1.0, False, None)._replace(device=CUDA)
+        assert latent.supports(call) == "needs rows of kv that begin at multiples of 16 bytes and do not repeat"
+        assert dispatch.pick.__wrapped__("latent", call).name == "triton"

@@ -38,6 +38,7 @@ OPTIONS = {
     "rope": {"causal": True, "rope": {"dim": 4}, "qk_norm": "before", "scale": 0.3},
     "window": {"window": (2, 1), "rope": {"interleaved": True}, "qk_norm": "after"},
     "sinks": {"causal": True, "window": (3, None), "softcap": 2.0, "sinks": True},
+    "norm of all heads": {"causal": True, "rope": {}, "qk_norm": "all"},
 }
 
 
@@ -65,6 +66,9 @@ def written_out(layer: GroupedQueryAttention, x: torch.Tensor, context: torch.Te
     q, k, v = project("q", x), project("k", c), project("v", c)
     if layer.qk_norm == "before":
         q, k = norm("q", q), norm("k", k)
+    if layer.qk_norm == "all":
+        flat = (norm(name, y.transpose(1, 2).flatten(2)) for name, y in (("q", q), ("k", k)))
+        q, k = (y.view(B, y.shape[1], -1, D).transpose(1, 2) for y in flat)
     if layer.rope is not None:
         dim = layer.rope.dim
         frequencies = layer.rope.base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)

@@ -65,7 +65,7 @@ CONSTRUCTION = {
     "embed_dim of a float": (lambda: MultiQueryAttention(24.0, 4), ["embed_dim=24.0", "int"]),
     "head_dim too large": (lambda: gqa(head_dim=257), ["head_dim=257", "1 to 256"]),
     "head_dim zero": (lambda: gqa(head_dim=0), ["head_dim=0", "1 to 256"]),
-    "qk_norm": (lambda: gqa(qk_norm=True), ["qk_norm=True", "'before' or 'after'"]),
+    "qk_norm": (lambda: gqa(qk_norm=True), ["qk_norm=True", "'before', 'after' or 'all'"]),
     "odd RoPE": (lambda: gqa(head_dim=7, rope={}), ["dim=7", "pairs", "even"]),
     "RoPE too wide": (lambda: gqa(rope=Rotary(8)), ["dim=8", "head_dim=6"]),
     "rope of another kind": (lambda: gqa(rope=True), ["rope is a bool", "Rotary"]),

@@ -19,6 +19,7 @@ from fulmen.layers import (
     MultiHeadLatentAttention,
     StateCache,
 )
+from fulmen.layers import cache as caching
 
 EXACT = {"atol": 1e-10, "rtol": 0}
 OPTIONS = {
@@ -26,6 +27,7 @@ OPTIONS = {
     "rope": {"rope": {}, "qk_norm": "before"},
     "window": {"rope": {"dim": 4}, "window": (3, None)},
     "sinks": {"sinks": True, "softcap": 5.0, "rope": {"interleaved": True}, "qk_norm": "after"},
+    "norm of all heads": {"rope": {}, "qk_norm": "all"},
 }
 KINDS = {"growing": None, "preallocated": 20}
 
@@ -152,6 +154,67 @@ def test_crop_of_rows_of_different_lengths():
         for b, (n, k) in enumerate(zip(counts, kept, strict=True)):
             row = torch.cat([x[b, mask[b]][:k], z[b]])[None]
             torch.testing.assert_close(y[b], f(row)[0, k:], **EXACT, msg=f"row {b} of {n}, cropped by {crop}")
+
+
+@pytest.mark.parametrize("kind", ["grouped, preallocated", "latent, preallocated"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("then", ["crop(-1)", "crop(9)", "reorder", "prompt", "step"])
+@torch.no_grad()
+def test_what_replays_appended_is_counted(then, padded, kind, monkeypatch):
+    """A captured step runs on the device alone; whatever comes next takes the count from there."""
+    make, new = CACHED[kind]
+    f, x, mask = make(), tokens(2, 30), make_mask([3, 6], "right") if padded else None
+    cache, other = new(), new()
+    for each in (cache, other):
+        f(x[:, :6], cache=each, mask=mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(caching, "is_capturing", lambda device: True)
+        for i in range(6, 11):
+            f(x[:, i : i + 1], cache=cache)
+    assert cache.length == 6
+    for i in range(6, 11):
+        f(x[:, i : i + 1], cache=other)
+    for each in (cache, other):
+        if "crop" in then:
+            each.crop(int(then[5:-1]))
+        elif then == "reorder":
+            each.reorder([1, 0])
+    N = 8 if then == "prompt" else 1
+    torch.testing.assert_close(f(x[:, 11 : 11 + N], cache=cache), f(x[:, 11 : 11 + N], cache=other), **EXACT)
+    assert cache.ends.tolist() == other.ends.tolist()
+    assert cache.length == other.ends.max()
+
+
+@torch.no_grad()
+def test_sync_after_more_replays_than_there_is_room_for(monkeypatch):
+    f, x, cache = layer(rope={}), tokens(1, 24), KVCache(20)
+    f(x[:, :18], cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(caching, "is_capturing", lambda device: True)
+        for i in range(18, 24):
+            f(x[:, i : i + 1], cache=cache)
+    cache.sync()
+    assert (cache.length, cache.lengths, cache.ends.tolist()) == (20, None, [20])
+    with pytest.raises(ValueError, match="too small"):
+        f(x[:, :1], cache=cache)
+
+
+@torch.no_grad()
+def test_a_state_is_not_captured(monkeypatch):
+    f, cache = CACHED["lightning"][0](), StateCache()
+    f(tokens(1, 6), cache=cache)
+    monkeypatch.setattr(caching, "is_capturing", lambda device: True)
+    with pytest.raises(NotImplementedError, match="use a pool"):
+        f(tokens(1, 1), cache=cache)
+
+
+@torch.no_grad()
+def test_a_context_mask_without_a_context():
+    f, cache = layer(rope={}), KVCache(20)
+    f(tokens(1, 6), cache=cache)
+    with pytest.raises(ValueError, match="no context"):
+        f(tokens(1, 1), cache=cache, context_mask=torch.ones(1, 1, dtype=torch.bool))
+    assert cache.length == 6
 
 
 def latent() -> MultiHeadLatentAttention:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fulmen.layers import LatentCache, MultiHeadLatentAttention, latent
-from fulmen.layers.fused import decode
+from fulmen.layers import LatentCache, MultiHeadLatentAttention, Sequences
 
 close = torch.testing.assert_close
 SIZES = {"kv_rank": 32, "nope_dim": 16, "rope_dim": 8, "value_dim": 12}
@@ -25,7 +24,7 @@ def tokens(B: int = 3, N: int = 21, seed: int = 1) -> torch.Tensor:
 def way(request, monkeypatch):
     """By PyTorch's operations, or by the kernel, interpreted."""
     if request.param == "kernels":
-        monkeypatch.setattr(latent, "kernels_for", lambda name, *tensors: decode if name == "decode" else None)
+        request.getfixturevalue("interpreted")
     taken = []
     step = MultiHeadLatentAttention._step
 
@@ -109,10 +108,32 @@ def test_a_full_cache_is_refused_and_stays(way):
     with pytest.raises(ValueError, match="too small"):
         layer(x[:, 9:10], cache=cache)
     assert cache.ends.tolist() == [9] * 3
-    cache.length = 8  # as after replays: what comes beyond the end overwrites the last token, and nothing else
+    cache.length = 8  # as after replays: what comes beyond the end is not written
     held = cache._held[0].clone()
     layer(x[:, 9:10], cache=cache)
-    assert torch.equal(cache._held[0][:, :8], held[:, :8])
+    assert torch.equal(cache._held[0], held)
+
+
+@torch.no_grad()
+def test_a_page_out_of_range_is_not_written(way):
+    layer, x = made(), tokens(B=2, N=4)
+    served = Sequences(rows=2, max_length=32, pages=2, page_size=16)
+    pool = layer.new_pool(served)
+    served.step([served.new(), served.new()], 4)
+    served.table[0], served.table[1] = -1, 2
+    layer(x, cache=pool)
+    assert len(way) == 1
+    assert not pool.memory[0].any()
+
+
+@torch.no_grad()
+def test_compiled():
+    layer, x = made(), tokens()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    caches = LatentCache(max_length=24), LatentCache(max_length=24)
+    for part in x.split([9, 1, 3, 1, 7], 1):
+        close(compiled(part, cache=caches[0]), layer(part, cache=caches[1]))
+    close(caches[0]._held[0], caches[1]._held[0])
 
 
 @pytest.mark.parametrize("options", [{"window": (5, None)}, {"softcap": 2.0}, {"sinks": True}], ids=str)

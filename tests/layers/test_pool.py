@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import random
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from fulmen.layers import (
     GroupedQueryAttention,
     KVCache,
+    KVPool,
     LatentCache,
     LightningAttention,
     MultiHeadLatentAttention,
@@ -23,11 +23,8 @@ from fulmen.layers import (
     Sequence,
     Sequences,
     StateCache,
-    append,
-    latent,
 )
-from fulmen.layers.fused import append as fused_append
-from fulmen.layers.fused import decode
+from fulmen.layers import pool as pooling
 
 DIM = 32
 
@@ -125,15 +122,8 @@ def schedule(layer: Any, draw: random.Random, steps: int, drafts: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grouped", "no rope", "part of rope", "latent"])
-def test_the_kernel_writes_what_torch_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_writes_what_torch_does(kind: str, interpreted: list[str]) -> None:
     """RoPE and the writes in one launch, interpreted, on pools and on preallocated caches."""
-    used = []
-    kernels = types.SimpleNamespace(
-        append=lambda *args: used.append(1) or fused_append.append(*args),
-        latent_step=lambda *args: used.append(1) or decode.latent_step(*args),
-    )
-    monkeypatch.setattr(append, "_kernels", lambda q: kernels)
-    monkeypatch.setattr(latent, "kernels_for", lambda name, *tensors: kernels if name == "decode" else None)
     layer, draw = made(kind).float(), random.Random(kind)
     with torch.no_grad():
         for _ in range(8):
@@ -141,7 +131,7 @@ def test_the_kernel_writes_what_torch_does(kind: str, monkeypatch: pytest.Monkey
         cache, x = layer.cache_type(40), torch.randn(2, 24, DIM)
         y = [layer(x[:, :20], cache=cache), *(layer(x[:, i : i + 2], cache=cache) for i in (20, 22))]
         torch.testing.assert_close(torch.cat(y, 1), layer(x), rtol=1e-4, atol=1e-5)
-    assert len(used) > 12
+    assert sum(name in ("cache_append_kernel", "latent_step_kernel") for name in interpreted) > 12
 
 
 @layers
@@ -176,9 +166,81 @@ def test_two_layers_do_not_share_a_pool() -> None:
     pool, a = layer.new_pool(served), served.new()
     served.step([a])
     with torch.no_grad():
-        layer(torch.zeros(1, 1, DIM).double(), cache=pool)
-        with pytest.raises(ValueError, match="pool of another layer"):
-            other(torch.zeros(1, 1, DIM).double(), cache=pool)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="pool of another layer"):
+                other(torch.zeros(1, 1, DIM).double(), cache=pool)
+            layer(torch.zeros(1, 1, DIM).double(), cache=pool)
+
+
+@pytest.mark.parametrize("options", [{"absorb": False}, {"window": (5, None)}, {"sinks": True}], ids=str)
+def test_latent_layers_without_a_pool(options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="no window, softcap or sinks, and no absorb=False"):
+        layer_of("latent", **options).new_pool(Sequences(rows=1, max_length=32, pages=2))
+
+
+@layers
+def test_pools_made_in_inference_mode_are_written_outside_of_it(kind: str) -> None:
+    layer, x = made(kind), torch.randn(1, 21, DIM).double()
+    with torch.inference_mode():
+        served = Sequences(rows=1, max_length=32, pages=4, page_size=16, slots=2)
+        pool, a = layer.new_pool(served), served.new()
+        served.step([a], 20)
+        layer(x[:, :20], cache=pool)
+    with torch.no_grad():
+        twin = served.fork(a)
+        served.step([twin])
+        torch.testing.assert_close(layer(x[:, 20:], cache=pool), layer(x)[:, 20:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_a_rejected_nan_is_forgotten(tokens: int) -> None:
+    layer, served = made("lightning"), Sequences(rows=1, max_length=32, slots=1, drafts=True)
+    pool, a = layer.new_pool(served), served.new()
+    x = torch.randn(1, 3 + tokens, DIM).double()
+    with torch.no_grad():
+        served.step([a], 4)
+        layer(torch.cat([x[:, :3], torch.full_like(x[:, :1], torch.nan)], 1), cache=pool)
+        served.crop(a, 3)
+        served.step([a], tokens)
+        torch.testing.assert_close(layer(x[:, 3:], cache=pool), layer(x)[:, 3:], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_call_serves_the_last_step_once() -> None:
+    served = Sequences(rows=2, max_length=32, slots=2)
+    layer, x = made("lightning"), torch.randn(1, 1, DIM).double()
+    pool, a = layer.new_pool(served), served.new()
+    served.step([])
+    for _ in range(3):  # empty rows: a graph is captured so
+        layer(x, cache=pool)
+    served.step([a])
+    layer(x, cache=pool)
+    with pytest.raises(ValueError, match="called twice after one Sequences"):
+        layer(x, cache=pool)
+    for change in (served.fork, lambda s: served.crop(s, s.length), served.free):
+        served.step([a])
+        change(a)
+        with pytest.raises(ValueError, match="fork, crop or free its sequences after them"):
+            layer(x, cache=pool)
+
+
+def test_a_step_takes_the_layers_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, asked = Sequences(rows=1, max_length=32, slots=1), []
+    step = pooling.lightning_step
+    monkeypatch.setattr(pooling, "lightning_step", lambda *args, **kw: asked.append(kw["backend"]) or step(*args, **kw))
+    a = served.new()
+    for backend in ("reference", "eager", "cuda"):
+        layer = layer_of("lightning", backend=backend)
+        with torch.no_grad():
+            pool = layer.new_pool(served)
+            served.step([a])
+            layer(torch.randn(1, 1, DIM), cache=pool)
+    assert asked == ["reference", "eager", "auto"]
+
+
+def on_a_pool(layer: Any, other: Any, x: Tensor) -> Tensor:
+    """A call on a new pool of the sequences that another pool has."""
+    return layer(x, cache=layer.new_pool(other.sequences))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +253,14 @@ def test_two_layers_do_not_share_a_pool() -> None:
         (lambda layer, pool, x: torch.enable_grad()(layer)(x[:, :1], cache=pool), "under torch.no_grad"),
         (lambda layer, pool, x: layer.new_pool(Sequences(1, 8)), "pages=0"),
         (lambda layer, pool, x: made("ring").new_pool(Sequences(1, 8, pages=1)), "slots=0"),
+        (lambda layer, pool, x: layer.to("meta").new_pool(pool.sequences), r"a pool on meta .* device='meta'"),
+        (
+            lambda layer, pool, x: layer.float()(x[:, :1].float(), cache=pool),
+            r"the pool holds torch.float64 .* has torch.float32",
+        ),
+        (lambda layer, pool, x: layer(x[:, :1], cache=KVPool(pool.sequences, 1, 8)), "the pool holds .* has .*2, 8"),
+        (lambda layer, pool, x: on_a_pool(layer_of("grouped", dropout=0.5).double(), pool, x[:, :1]), "dropout=0.5"),
+        (lambda layer, pool, x: on_a_pool(made("ring"), pool, x[:, :1].expand(3, -1, -1)), "x has B=3, N=1"),
     ],
 )
 def test_bad_calls(call: Any, message: str) -> None:
@@ -202,7 +272,8 @@ def test_bad_calls(call: Any, message: str) -> None:
         call(layer, pool, torch.zeros(1, 3, DIM).double())
 
 
-def test_the_example_serves_what_generate_gives() -> None:
+@pytest.mark.parametrize(("new", "rows", "pages"), [(12, 3, 6), (1, 3, 6), (12, 1, 1)])
+def test_the_example_serves_what_generate_gives(new: int, rows: int, pages: int) -> None:
     """Rows come and go, pages run out, and every request has the tokens it would have alone."""
     root = Path(__file__).resolve().parents[2] / "examples"
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -210,17 +281,93 @@ def test_the_example_serves_what_generate_gives() -> None:
         lm, serve = importlib.import_module("hybrid_lm"), importlib.import_module("serve")
         torch.manual_seed(0)
         model = lm.HybridLM(lm.Config(64, "LGM", 3, 64, 4)).double().eval()
-        server, draw = serve.Server(model, rows=3, max_length=60, pages=6, page_size=16), random.Random(1)
-        requests = [serve.Request([draw.randrange(64) for _ in range(draw.randint(1, 40))], 12) for _ in range(7)]
+        server, draw = serve.Server(model, rows, max_length=60, pages=pages, page_size=16), random.Random(1)
+        requests = [serve.Request([draw.randrange(64) for _ in range(draw.randint(1, 40))], new) for _ in range(7)]
         waiting = list(requests)
-        while waiting or any(server.rows):
+        for _ in range(200):
+            if not (waiting or any(server.rows)):
+                break
             while waiting and server.admit(waiting[0], chunk=16):
                 waiting.pop(0)
-            waiting = [r for r in server.step() if len(r.tokens) < r.new] + waiting
-        assert server.served.free_pages == 6
+            waiting = [r for r in server.step() if not r.done] + waiting
+        assert server.served.free_pages == server.served.pages == max(pages, 4)
         for request in requests:
-            alone = model.generate([torch.tensor(request.prompt)], 12)[0]
+            alone = model.generate([torch.tensor(request.prompt)], new)[0]
             assert request.prompt + request.tokens == alone.tolist()
+
+
+def on_gpu(kind: str) -> Any:
+    """A layer of 256 whose RoPE turns 64 elements, in bf16."""
+    torch.manual_seed(3)
+    if kind == "latent":
+        return MultiHeadLatentAttention(256, 16, q_rank=128, device="cuda", dtype=torch.bfloat16).eval()
+    return GroupedQueryAttention(256, 4, 2, causal=True, rope={}, device="cuda", dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+@torch.inference_mode()
+def test_a_captured_step_on_a_cache(kind: str) -> None:
+    """Longer calls leave its RoPE table alone; crop, reorder and eager calls count what replays appended."""
+    layer = on_gpu(kind)
+    x = torch.randn(2, 40, 256, device="cuda", dtype=torch.bfloat16)
+    cache, token = layer.cache_type(64), x[:, 20:21].clone()
+    layer(x[:, :20], cache=cache)
+    for _ in range(3):
+        layer(token, cache=cache)
+    cache.crop(-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(token, cache=cache)
+    assert cache.length == 20
+    layer(torch.randn(1, 5000, 256, device="cuda", dtype=torch.bfloat16))
+    junk = [torch.full((2048, 32), torch.nan, device="cuda") for _ in range(64)]  # where a table would be freed
+
+    def close(got: Tensor, want: Tensor) -> None:
+        assert (got - want).float().norm() < 0.02 * want.float().norm()
+
+    whole = layer(x)
+    for i in range(20, 26):
+        token.copy_(x[:, i : i + 1])
+        graph.replay()
+        close(y, whole[:, i : i + 1])
+    cache.crop(-1)
+    assert cache.length == 25
+    cache.reorder([1, 0])
+    close(layer(x[[1, 0], 25:26], cache=cache), whole[[1, 0], 25:26])
+    close(layer(x[[1, 0], 26:], cache=cache), whole[[1, 0], 26:])
+    for _ in range(30):  # beyond the end
+        graph.replay()
+    held = [t.clone() for t in cache._held]
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(held, cache._held, strict=True))
+    cache.sync()
+    assert cache.length == 64
+    del junk
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_table_first_needed_in_a_capture() -> None:
+    layer, other = on_gpu("grouped"), on_gpu("grouped")
+    served = Sequences(1, 64, pages=4, page_size=16, device="cuda")
+    pool, x = layer.new_pool(served), torch.randn(1, 1, 256, device="cuda", dtype=torch.bfloat16)
+    served.step([])
+    for _ in range(3):  # compiles kernels; the layer itself has no table yet
+        other(x, cache=other.new_pool(served))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x, cache=pool)
+    prompt = torch.randn(1, 30, 256, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(layer(prompt), other(prompt))
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_needs_sequences_there() -> None:
+    with pytest.raises(
+        ValueError, match=r"a pool on cuda:0 of sequences on cpu: give Sequences\(..., device='cuda:0'\)"
+    ):
+        on_gpu("grouped").new_pool(Sequences(1, 64, pages=4))
 
 
 @pytest.mark.gpu
@@ -242,7 +389,7 @@ def test_a_graph_serves_sequences_that_come_and_go() -> None:
             while waiting or any(server.rows):
                 while waiting and server.admit(waiting[0], chunk=64):
                     waiting.pop(0)
-                waiting = [r for r in server.step() if len(r.tokens) < r.new] + waiting
+                waiting = [r for r in server.step() if not r.done] + waiting
             answers.append([request.tokens for request in requests])
         assert answers[0] == answers[1]
         served = Sequences(2, 200, pages=8, slots=2, device="cuda")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from fulmen.layers import Rotary, apply_rotary
+from fulmen.layers import Rotary, apply_rotary, rotary
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 SCALINGS = {
@@ -127,6 +128,24 @@ def test_a_span_is_a_slice_of_a_table_that_is_kept():
             assert torch.equal(got, want)
     a, b = rope.span(0, 7, cpu), rope.span(0, 7, cpu)
     assert a[0].data_ptr() == b[0].data_ptr()
+
+
+def test_a_table_outlives_longer_ones():
+    """A captured graph reads it at every replay."""
+    rope, cpu = Rotary(8), torch.device("cpu")
+    table = weakref.ref(rope.span(0, 7, cpu)[0]._base)
+    rope.span(0, 5000, cpu)
+    assert table() is not None
+
+
+def test_a_table_of_a_capture_is_not_kept(monkeypatch):
+    """It holds nothing before the first replay."""
+    rope, cpu = Rotary(8), torch.device("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(rotary, "is_capturing", lambda device: True)
+        captured = rope.span(2, 5, cpu)[0]
+    assert torch.equal(captured, rope.span(2, 5, cpu)[0])
+    assert captured.untyped_storage().data_ptr() != rope.span(2, 5, cpu)[0].untyped_storage().data_ptr()
 
 
 def test_tables_made_in_inference_mode_serve_training():

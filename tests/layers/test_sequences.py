@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from fulmen.layers import LightningAttention
 from fulmen.layers.sequences import PoolFull, Sequence, Sequences
 
 
@@ -118,6 +122,7 @@ def test_a_full_pool_says_so_and_loses_nothing() -> None:
         (lambda s, a: s.step([3]), "sequence is a int"),
         (lambda s, a: s.crop(a, 0), "the last 0 are a draft"),
         (lambda s, a: (s.free(a), s.step([a])), "was freed"),
+        (lambda s, a: Sequences(2, 64, pages=8, page_size=16, slots=4).free(a), "of another Sequences"),
         (lambda s, a: Sequences(1, 8, page_size=24), "multiple of 16"),
     ],
 )
@@ -127,6 +132,61 @@ def test_bad_input(act: object, message: str) -> None:
     served.step([a], 3)
     with pytest.raises(ValueError, match=message):
         act(served, a)  # type: ignore[operator]
+
+
+class Broken(Memory):
+    """A pool whose copies fail, as of memory that cannot be written."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        raise RuntimeError("cannot copy")
+
+    copy_slot = copy_page
+
+
+def test_a_call_that_fails_leaves_the_books_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Sequences(rows=2, max_length=64, pages=8, page_size=16, slots=4)
+    a = served.new()
+    served.step([a], 20)
+    b = served.fork(a)
+    before = facts(served)
+    broken = Broken(served)
+    with pytest.raises(RuntimeError, match="cannot copy"):
+        served.step([b], 20)
+    with pytest.raises(RuntimeError, match="cannot copy"):
+        served.fork(a)
+    assert facts(served) == before
+    assert (b.length, b.pages) == (20, a.pages)
+    del broken
+    with monkeypatch.context() as patch:
+        patch.setattr(served, "_send", lambda target, source: {}[target])
+        with pytest.raises(KeyError):
+            served.step([b], 20)
+    assert facts(served) == before
+    assert (b.length, b.pages) == (20, a.pages)
+    served.step([b], 20)
+    served.free(a)
+    served.free(b)
+    assert (served.free_pages, served.free_slots) == (8, 4)
+
+
+def test_a_row_names_its_own_pages_alone() -> None:
+    """Not those of the sequence that was there before."""
+    served = Sequences(rows=1, max_length=64, pages=8, page_size=16)
+    a = served.new()
+    served.step([a], 64)
+    served.free(a)
+    b = served.new()
+    served.step([b], 20)
+    assert served.table.tolist() == [[*b.pages, -1, -1]]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(copied: Any) -> None:
+    served = Sequences(rows=2, max_length=64, pages=8, page_size=16, slots=4)
+    pool = LightningAttention(32, 2).new_pool(served)
+    for x in (served, served.new(), pool):
+        with pytest.raises(TypeError, match=f"a {type(x).__name__} cannot be copied or pickled"):
+            copied(x)
 
 
 def test_tensors_keep_their_addresses() -> None:

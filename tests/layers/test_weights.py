@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import pickle
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from fulmen.layers import (
     GroupedQueryAttention,
@@ -31,6 +42,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+WINDOW = {"sliding_window": 4, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
     "llama, bias": LlamaConfig(**SIZES, num_key_value_heads=4, attention_bias=True, rope_parameters=LLAMA3),
@@ -43,41 +55,64 @@ MODELS = {
         **SIZES, num_key_value_heads=2, head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=0,
         num_hidden_layers=2,
     ),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4),
+    "mistral, no window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None),
+    "phi3": Phi3Config(
+        **SIZES, num_key_value_heads=2, sliding_window=4, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
+    "olmo2": Olmo2Config(**SIZES, num_key_value_heads=2),
+    "gemma2": Gemma2Config(
+        **SIZES | {"attn_implementation": "eager"}, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=10,
+        attn_logit_softcapping=2.0, **WINDOW,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=10, **WINDOW,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 8.0},
+        },
+    ),
+    "gpt_oss": GptOssConfig(**SIZES | {"attn_implementation": "eager"}, num_key_value_heads=2, head_dim=16, **WINDOW),
 }  # fmt: skip
 
 
 def close(config) -> dict[str, float]:
-    """Qwen3's norms round to fp32, whatever x is."""
-    return EXACT if config.model_type == "llama" else {"atol": 1e-5, "rtol": 1e-5}
+    """Norms, and the softmax of eager attention, round to fp32, whatever x is."""
+    return EXACT if config.model_type in ("llama", "mistral", "phi3") else {"atol": 1e-5, "rtol": 1e-5}
 
 
 class Theirs:
     """A module of transformers, called as ours are: causal, in its window, with a cache."""
 
-    def __init__(self, config) -> None:
+    def __init__(self, config, layer: int = 0) -> None:
         torch.manual_seed(0)
-        attention, rotary = (
-            (LlamaAttention, LlamaRotaryEmbedding)
-            if config.model_type == "llama"
-            else (Qwen3Attention, Qwen3RotaryEmbedding)
-        )
-        self.module, self.rotary = attention(config, layer_idx=0).double(), rotary(config)
+        name = config.model_type.removesuffix("_text")
+        modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        prefix = type(config).__name__.removesuffix("Config").removesuffix("Text")
+        attention, rotary = (getattr(modeling, prefix + part) for part in ("Attention", "RotaryEmbedding"))
+        self.module, self.rotary = attention(config, layer_idx=layer).double(), rotary(config)
+        if config.model_type == "gemma3_text":
+            self.rotary = functools.partial(self.rotary, layer_type=config.layer_types[layer])
         for name, p in self.module.named_parameters():
             nn.init.normal_(p, mean=float("norm" in name), std=0.3)
-        self.cache = DynamicCache()
-        self.rope = GroupedQueryAttention.from_hf(self.module, config).rope
+        self.cache, self.halves = DynamicCache(), config.model_type == "gpt_oss"  # its tables are of half the width
+        everywhere = config.sliding_window if config.model_type in ("mistral", "phi3") else None
+        self.window = getattr(self.module, "sliding_window", everywhere)
+        self.rope = GroupedQueryAttention.from_hf(self.module, config, layer=layer).rope
 
     def __call__(self, x: torch.Tensor, cached: bool = False) -> torch.Tensor:
         B, N = x.shape[:2]
         start = self.cache.get_seq_length() if cached else 0
         positions = torch.arange(start, start + N).expand(B, N)
-        cos, sin = (torch.cat([t, t], -1) for t in self.rope(positions, torch.float64))
+        twice = 1 if self.halves else 2
+        cos, sin = (torch.cat(twice * [t], -1) for t in self.rope(positions, torch.float64))
         for ours, theirs in zip((cos, sin), self.rotary(x.float(), positions), strict=True):  # theirs are fp32 at best
             torch.testing.assert_close(ours.float(), theirs, atol=3e-6, rtol=0)
         i, j = positions[0, :, None], torch.arange(start + N)
         hidden = j > i
-        if getattr(self.module, "sliding_window", None):
-            hidden |= j <= i - self.module.sliding_window
+        if self.window:
+            hidden |= j <= i - self.window
         mask = torch.zeros(1, 1, N, start + N, dtype=x.dtype).masked_fill(hidden, -torch.inf)
         cache = self.cache if cached else None
         return self.module(x, position_embeddings=(cos, sin), attention_mask=mask, past_key_values=cache)[0]
@@ -92,14 +127,25 @@ def test_hugging_face_outputs_and_gradients(config):
     x.requires_grad_()
     y, want = ours(x), theirs(x)
     torch.testing.assert_close(y, want, **close(config))
-    names = list(dict(theirs.module.named_parameters()))
-    sources = (y, ours), (want, theirs.module)
     got, exact = (
-        torch.autograd.grad((z * weight).sum(), [x, *(dict(m.named_parameters())[n] for n in names)])
-        for z, m in sources
+        dict(zip(["x", *(n for n, _ in named)], grads, strict=True))
+        for z, named in ((y, list(ours.named_parameters())), (want, list(theirs.module.named_parameters())))
+        for grads in [torch.autograd.grad((z * weight).sum(), [x, *(p for _, p in named)])]
     )
-    for a, b in zip(got, exact, strict=True):
-        torch.testing.assert_close(a, b, **close(config))
+    if "qkv_proj.weight" in exact:  # Phi-3's
+        got["qkv_proj.weight"] = torch.cat([got.pop(f"{part}_proj.weight") for part in "qkv"])
+    assert got.keys() == exact.keys()
+    for name in got:
+        torch.testing.assert_close(got[name], exact[name], **close(config))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss"])
+def test_hugging_face_layers_without_a_window(name):
+    theirs = Theirs(MODELS[name], layer=1)
+    ours = GroupedQueryAttention.from_hf(theirs.module, MODELS[name], layer=1)
+    x = torch.randn(2, 11, 32, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x), **close(MODELS[name]))
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

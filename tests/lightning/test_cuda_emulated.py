@@ -24,6 +24,14 @@ CASES = {
     "D=128 decay": {"N": 333, "D": 128, "decay": "mixed", "initial_state": True},
     "D=128 one": {"H": 1, "N": 1, "D": 128, "decay": "mixed"},
     "D=128 packed": {"H": 1, "D": 128, "lengths": [100, 0, 65], "decay": "mixed"},
+    "D=128 E=64": {"N": 150, "D": 128, "E": 64, "decay": "mixed", "initial_state": True},
+    "D=64 token": {"N": 333, "D": 64, "decay": "token", "initial_state": True},
+    "D=64 extreme": {"B": 2, "N": 130, "D": 64, "decay": "extreme", "layout": "bnhd"},
+    "D=64 token, packed": {"D": 64, "lengths": [0, 1, 70, 0, 129], "decay": "token"},
+    "D=64 token, groups": {"H": 1, "N": 1000, "D": 64, "decay": "token"},
+    "D=128 token": {"N": 200, "D": 128, "decay": "token", "initial_state": True},
+    "D=128 E=64 token": {"H": 4, "groups": 2, "N": 150, "D": 128, "E": 64, "decay": "token", "layout": "fused"},
+    "D=128 E=64 packed": {"H": 2, "groups": 1, "D": 128, "E": 64, "lengths": [65, 0, 70], "decay": "extreme"},
 }
 SPLIT = {  # over blocks, and how many launches that takes
     "D=64": ({"H": 1, "N": 1100, "D": 64, "initial_state": True}, 4),
@@ -31,13 +39,22 @@ SPLIT = {  # over blocks, and how many launches that takes
     "D=128": ({"H": 1, "N": 1100, "D": 128}, 5),
     "D=128 decay": ({"H": 2, "N": 1030, "D": 128, "decay": "mixed", "initial_state": True}, 5),
     "packed": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "mixed"}, 4),
+    "D=64 token": ({"H": 1, "N": 1100, "D": 64, "decay": "token", "initial_state": True}, 4),
+    "D=128 token": ({"H": 1, "N": 1100, "D": 128, "decay": "token", "initial_state": True}, 6),
+    "packed token": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "token"}, 4),
     "left over": ({"B": 3, "H": 3, "N": 1100, "D": 64, "decay": "mixed", "initial_state": True}, 4),
 }
 
 
+def drawn(options: dict) -> testing.Inputs:
+    """Inputs; a decay for each token requires its gradient."""
+    x = testing.inputs(**options, dtype=torch.bfloat16)
+    return x if x.decay is None or x.decay.ndim == 1 else x._replace(decay=x.decay.requires_grad_())
+
+
 def check(options: dict, mode: int, seed: int = 0, edit: emulator.Edit = None) -> testing.Outputs:
     with emulator.serve("lightning", mode, seed, edit) as emulated:
-        result = testing.check(testing.inputs(**{"H": 2, **options}, dtype=torch.bfloat16), "cuda")
+        result = testing.check(drawn({"H": 2, **options}), "cuda")
         assert emulated.launches == (2 if options["D"] == 64 else 3)
     return result
 
@@ -53,7 +70,7 @@ def test_right_on_the_emulator(case, mode):
 def test_a_split_sequence(case, mode):
     options, launches = SPLIT[case]
     with emulator.serve("lightning", mode, sm_count=8 if case == "left over" else 132) as emulated:
-        testing.check(testing.inputs(**options, dtype=torch.bfloat16), "cuda")
+        testing.check(drawn(options), "cuda")
         assert emulated.launches == launches
 
 

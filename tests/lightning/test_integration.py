@@ -394,9 +394,14 @@ def test_import_loads_no_compiler_and_no_backend():
 
 
 def test_import_time():
-    """Best of three: the first one also writes bytecode, and the machine may be busy."""
-    code = "import torch, time; t = time.perf_counter(); from fulmen import lightning_attention;"
-    assert min(float(python(f"{code} print(time.perf_counter() - t)")) for _ in range(3)) < 0.2
+    """Best of three processes: the first one also writes bytecode, and the machine may be busy."""
+    timed = (
+        "import time; t = time.perf_counter(); from fulmen import lightning_attention; print(time.perf_counter() - t)"
+    )
+    code = (
+        f"import os, torch\nfor _ in range(3):\n    if os.fork() == 0:\n        {timed}\n        break\n    os.wait()"
+    )
+    assert min(map(float, python(code).split())) < 0.2
 
 
 # --------------------------------------------------------------------------------------------------- GPU

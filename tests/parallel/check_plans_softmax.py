@@ -32,6 +32,7 @@ CASES = {
     "grouped by 4": lambda: GroupedQueryAttention(24, 8, 4, head_dim=6, **ROPE),
     "grouped by 2": lambda: GroupedQueryAttention(24, 8, 2, head_dim=6, bias=True, sinks=True, **ROPE),
     "grouped, fused": lambda: GroupedQueryAttention(24, 8, 4, head_dim=6, fused_qkv=True, **ROPE),
+    "norm of all heads": lambda: GroupedQueryAttention(24, 8, 4, head_dim=6, causal=True, rope={}, qk_norm="all"),
     "multi-query": lambda: MultiQueryAttention(24, 4, bias=True, **ROPE),
 }
 
@@ -94,6 +95,7 @@ def refusals(mesh) -> None:
     wrong = {
         "num_heads=3 cannot be shared out": MultiHeadAttention(24, 3),
         f"num_kv_heads=3 and {mesh.size()} ranks": GroupedQueryAttention(24, 12, 3),
+        "num_kv_heads=1 with qk_norm='all'": GroupedQueryAttention(24, 4, 1, qk_norm="all"),
         "num_kv_heads=1 with fused_qkv": GroupedQueryAttention(24, 4, 1, fused_qkv=True),
     }
     for message, layer in wrong.items():

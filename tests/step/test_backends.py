@@ -43,6 +43,14 @@ CASES = {
     "draft, slots": {"B": 4, "T": 3, "H": 4, "H_KV": 2, "E": 24, "slots": (5, -1, 0, 9), "pool": 7, "draft": True,
                      "decay": "mixed", "layout": "bnhd"},
     "accepted beyond a draft": {"B": 2, "T": 2, "draft": True, "accepted": (99, -5)},
+    "token decay": {"B": 3, "H": 3, "T": 4, "decay": "token"},
+    "extreme decay, slots": {"B": 4, "T": 8, "slots": (-1, 3, -1, 1), "pool": 5, "decay": "extreme", "layout": "bnhd"},
+    "groups": {"H": 4, "groups": 2, "T": 2, "E": 24, "decay": "mixed"},
+    "groups, token decay": {"B": 1, "H": 3, "groups": 1, "D": 80, "E": 48, "decay": "token", "layout": "bnhd"},
+    "draft, token decay": {"B": 9, "T": 8, "draft": True, "accepted": tuple(range(9)), "decay": "token"},
+    "draft, groups": {"B": 4, "T": 3, "H": 4, "groups": 2, "E": 24, "slots": (5, -1, 0, 9), "pool": 7, "draft": True,
+                      "decay": "token"},
+    "draft, groups, decay": {"B": 2, "T": 2, "H": 4, "groups": 1, "draft": True, "decay": "mixed"},
 }  # fmt: skip
 GPU_CASES = CASES | {
     "H64 D128": {"B": 3, "H": 64, "D": 128, "slots": (1, -1, 4), "pool": 5, "decay": "mixed"},
@@ -188,7 +196,7 @@ def check_slow_state(backend, device, steps):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_slow_state_in_bf16_does_not_stall(backend):
-    check_slow_state(backend, "cpu", 128 if backend == "triton" else 4096)  # triton is interpreted
+    check_slow_state(backend, "cpu", 32 if backend == "triton" else 4096)  # triton is interpreted
 
 
 @pytest.mark.gpu

@@ -70,6 +70,11 @@ WRONG = {
     "accepted alone": (change(draft=None), ["draft and accepted go together"]),
     "draft of one": (change(draft=DRAFT_K), ["draft is a Tensor", "tuple (k, v)"]),
     "draft of three": (change(draft=(DRAFT_K, DRAFT_V, DRAFT_V)), ["draft is a tuple", "two tensors"]),
+    "draft of four": (change(draft=(DRAFT_K,) * 4), ["draft is a tuple", "(k, v, decay) of three"]),
+    "draft without decays": (change(decay=torch.ones(2, 4, 2)), ["draft must be (k, v, decay)", "(3, 4, 8)"]),
+    "draft of other decays": (
+        change(decay=torch.ones(2, 4, 2), draft=(*GOOD.draft, torch.ones(3, 4, 2))), ["draft[2] has", "(3, 4, 8)"]),
+    "decay of other tokens": (change(decay=torch.ones(2, 4, 3)), ["decay has shape (2, 4, 3)", "= (2, 4, 2)"]),
     "draft of numbers": (change(draft=(1, 2)), ["draft[0] is a int"]),
     "draft k shape": (
         change(draft=(DRAFT_K[:, :, :7], DRAFT_V)),
@@ -106,6 +111,12 @@ def test_values_are_checked_at_every_call():
             call(slots=ints(1, 1))
         with pytest.raises(ValueError, match="decay must be finite"):
             call(decay=-torch.ones(4))
+
+
+def test_rows_without_a_slot_need_not_differ():
+    """Any number that is no slot is padding."""
+    for slots in (ints(-1, -1), ints(3, 3), ints(7, 7)):
+        assert not call(slots=slots).any()
 
 
 def test_a_wrong_call_changes_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fulmen
 from fulmen import dispatch, plans
@@ -18,6 +19,7 @@ KINDS = {
     "slots": {"slots": (3, -1), "pool": 4, "decay": "mixed"},
     "draft": {"slots": (1, 2), "pool": 3, "draft": True, "decay": "mixed", "T": 3},
     "bf16 states": {"decay": "mixed", "state_dtype": torch.bfloat16},
+    "token decay": {"decay": "token", "T": 2, "draft": True, "groups": 2},
 }
 
 
@@ -42,14 +44,14 @@ def test_opcheck(kind, layout, device):
     for t in (x.state, *(x.draft or ())):  # NaN in free slots would never be equal
         t.nan_to_num_(0.0)
     draft = x.draft or (None, None)
-    args = (x.q, x.k, x.v, x.decay, x.state, x.slots, *draft, x.accepted, x.scale, "auto")
+    args = (x.q, x.k, x.v, x.decay, x.state, x.slots, *draft[:2], x.accepted, x.scale, "auto", *draft[2:])
     torch.library.opcheck(torch.ops.fulmen.lightning_step.default, args)
 
 
 def test_the_schema_says_what_changes():
     schema = torch.ops.fulmen.lightning_step.default._schema
     changed = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert changed == ["state", "draft_k", "draft_v"]
+    assert changed == ["state", "draft_k", "draft_v", "draft_decay"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -95,15 +97,35 @@ def test_a_pool_at_an_odd_address():
         assert torch.equal(odd, want.state)
 
 
-def test_the_change_is_seen_by_autograd():
+def by_operator(x: testing.Inputs) -> torch.Tensor:
+    tensors = (x.q, x.k, x.v, x.decay, x.state, x.slots, *(x.draft or (None, None)), x.accepted)
+    return torch.ops.fulmen.lightning_step(*tensors, x.scale, "auto")
+
+
+def in_a_mode(x: testing.Inputs) -> torch.Tensor:
+    with FlopCounterMode(display=False):
+        return step(x)
+
+
+@pytest.mark.parametrize("call", [step, by_operator, in_a_mode])
+def test_the_change_is_seen_by_autograd(call):
     """A product that saved the state for its backward must not be differentiated with what it is later."""
     x = testing.inputs()
     weight = torch.ones_like(x.state, requires_grad=True)
     y = (weight * x.state).sum()
     with torch.no_grad():
-        step(x)
+        call(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+def test_the_operator_refuses_gradients():
+    x = testing.inputs()
+    leaf = x._replace(q=x.q.clone().requires_grad_())
+    with pytest.raises(NotImplementedError, match="lightning_step has no gradient"):
+        by_operator(leaf)
+    with torch.no_grad():
+        by_operator(leaf)
 
 
 def test_fake_tensors_go_through_the_operator():
@@ -125,6 +147,12 @@ def test_inference_mode_and_autocast():
     assert o.dtype == torch.bfloat16
     assert y.state.dtype == torch.float32
     torch.testing.assert_close(o.float(), a, rtol=0.05, atol=0.05)
+
+
+def test_autocast_is_named_where_a_draft_does_not_match():
+    x = testing.inputs(draft=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"torch\.autocast cast to it"):
+        step(x)
 
 
 @pytest.mark.parametrize("backend", sorted(dispatch.kernels("step")))

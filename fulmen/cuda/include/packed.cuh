@@ -1,6 +1,6 @@
 // Packed sequences: sequence i has the rows from cu[i] to cu[i + 1], and the tiles from cu[i] / rows + i on.
 
-__device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(__ldg(cu + i), 0), n); }
+__device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(cu[i], 0), n); }
 
 // The last sequence whose tiles, of `rows` rows each, begin at `tile` or before.
 __device__ __forceinline__ int sequence_of_tile(const int *cu, int sequences, int n, int rows, int tile) {
@@ -11,4 +11,11 @@ __device__ __forceinline__ int sequence_of_tile(const int *cu, int sequences, in
         else high = middle - 1;
     }
     return low;
+}
+
+// The first row of a tile in its sequence i. Tiles before the first sequence, if it does not begin at 0, lie like those no
+// sequence needs: beyond its end.
+__device__ __forceinline__ int first_row(const int *cu, int i, int n, int rows, int tile) {
+    tile -= offset(cu, i, n) / rows + i;
+    return tile < 0 ? n : tile * rows;
 }

@@ -89,6 +89,7 @@ struct Shared {
 struct Tile {
     int b, h, n0;                           // its batch, head of k and v, first key
     int begin_q, begin_k, n_q, n_kv, slot;  // of its sequence; slot: the first
+    int last;                               // the last of its keys in a tile that is its own
     int shift;                              // query i stands at position i + shift
     int first, count;                       // queries, from which on, and how many times M
 
@@ -97,19 +98,21 @@ struct Tile {
         const int from = t / (a.swizzle * a.tiles) * a.swizzle, size = min(a.swizzle, a.heads - from);
         t -= from * a.tiles;
         const int head = from + t % size;
-        int tile = DETERMINISTIC ? a.tiles - 1 - t / size : t / size;
+        const int tile = DETERMINISTIC ? a.tiles - 1 - t / size : t / size;
         b = head / a.h, h = head % a.h;
-        begin_q = begin_k = slot = 0, n_q = a.n_q, n_kv = a.n_kv;
+        begin_q = begin_k = slot = 0, n_q = a.n_q, n_kv = a.n_kv, n0 = tile * N, last = n_kv - 1;
         if (PACKED) {
             const int i = sequence_of_tile(a.cu_k, a.sequences, a.n_kv, N, tile);
             begin_q = offset(a.cu_q, i, a.n_q);
             begin_k = offset(a.cu_k, i, a.n_kv);
             n_q = max(0, offset(a.cu_q, i + 1, a.n_q) - begin_q);
             n_kv = max(0, offset(a.cu_k, i + 1, a.n_kv) - begin_k);
-            tile -= begin_k / N + i;
+            n0 = first_row(a.cu_k, i, a.n_kv, N, tile);
             slot = begin_q / M + i;
+            last = n_kv - 1;
+            while (DETERMINISTIC && last >= n0 + N &&   // offsets that decrease give tiles to another sequence
+                   sequence_of_tile(a.cu_k, a.sequences, a.n_kv, N, tile + (last - n0) / N) != i) last -= N;
         }
-        n0 = tile * N;
         shift = a.top_left ? 0 : n_kv - n_q;
         first = RIGHT ? max(0, n0 - shift - a.right) / M * M : 0;
         const int end = LEFT ? min(n_q, min(n0 + N, n_kv) - shift + a.left) : n_q;
@@ -118,8 +121,7 @@ struct Tile {
 
     // How many tiles of keys add to the queries from m on before this one.
     __device__ __forceinline__ int turn(const Args &a, int m) const {
-        const int last = RIGHT ? min(n_kv - 1, m + M - 1 + shift + a.right) : n_kv - 1;
-        return last / N - n0 / N;
+        return (RIGHT ? min(last, m + M - 1 + shift + a.right) : last) / N - n0 / N;
     }
 };
 
@@ -168,6 +170,7 @@ __device__ __forceinline__ void wait_for_turn(const int *turns, int turn) {
     asm volatile("{.reg .pred early; .reg .s32 now;\n"
                  "again: ld.acquire.gpu.global.s32 now, [%0]; setp.lt.s32 early, now, %1;\n"
                  "@early bra again;}" :: "l"(turns), "r"(turn) : "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");     // bulk copies follow
 }
 
 __device__ __forceinline__ void pass_turn(int *turns) {

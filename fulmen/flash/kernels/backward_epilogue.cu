@@ -22,7 +22,7 @@ flash_backward_epilogue_kernel(const __grid_constant__ Args a) {
         const int i = sequence_of_tile(a.cu, a.sequences, a.n, M, slot);
         begin = offset(a.cu, i, a.n);
         n = max(0, offset(a.cu, i + 1, a.n) - begin);
-        m0 = (slot - begin / M - i) * M;
+        m0 = first_row(a.cu, i, a.n, M, slot);
     }
     const bool none = DETERMINISTIC && a.turns[2 * block + half] == 0;
     const float4 *from = reinterpret_cast<const float4 *>(a.sums) + block * (M * D / 4) + half * (M * D / 8) + threadIdx.x % 128;

@@ -44,7 +44,7 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
         const int i = sequence_of_tile(a.cu, a.sequences, a.n, M, slot);
         begin = offset(a.cu, i, a.n);
         n = max(0, offset(a.cu, i + 1, a.n) - begin);
-        m0 = (slot - begin / M - i) * M;
+        m0 = first_row(a.cu, i, a.n, M, slot);
     }
     const float sink = SINKS ? sink_of(a.sinks, h, SINKS) : 0.0f;
     float drawn = 0.0f;

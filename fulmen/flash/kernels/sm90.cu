@@ -119,8 +119,8 @@ struct Tile {
         int from = t / (a.swizzle * a.tiles) * a.swizzle, size = min(a.swizzle, a.heads - from);
         t -= from * a.tiles;
         head = from + t % size;
-        int slot = RIGHT ? a.tiles - 1 - t / size : t / size;
-        begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv, row = head / a.h;
+        const int slot = RIGHT ? a.tiles - 1 - t / size : t / size;
+        begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv, row = head / a.h, m0 = slot * length;
         if (PACKED) {
             const int low = sequence_of_tile(a.cu_q, a.sequences, a.n_q, length, slot);
             begin_q = offset(a.cu_q, low, a.n_q);
@@ -131,10 +131,9 @@ struct Tile {
                 begin_k = offset(a.cu_k, low, a.n_kv);
                 n_kv = max(0, offset(a.cu_k, low + 1, a.n_kv) - begin_k);
             }
-            slot -= begin_q / length + low;
+            m0 = first_row(a.cu_q, low, a.n_q, length, slot);
         }
         if (LENGTHS) n_kv = length_of_row(a, row);
-        m0 = slot * length;
         shift = a.top_left ? 0 : n_kv - n_q;
         int end = end_of_keys<RIGHT>(n_kv, min(m0 + length, n_q) + shift + a.right);
         first = LEFT ? max(0, m0 + shift - a.left) / BLOCK_N * BLOCK_N : 0;

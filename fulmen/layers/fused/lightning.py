@@ -4,8 +4,10 @@ Before. q, k and v lie in one projection's output: for each key-value head its q
 
     a = activation(x);  q, k = rope(norm(a)) or norm(rope(a));  v = a
 
-A program takes HEADS heads of a token, of q, of k or of v. Without an activation v stays where it is. In the backward
-it writes their gradients into the gradient of the projection, so that nothing is joined or copied after it.
+A program takes HEADS heads of a token, of q, of k or of v. Without an activation v stays where it is. RoPE needs the
+other element of each pair, which is loaded a second time, from the cache: so every tile has one layout, and nothing is
+exchanged between threads but the sums of norms. In the backward a program writes its gradients into the gradient of the
+projection, so that nothing is joined or copied after it.
 
 After. The norm of each group of a token's features, times a gate:
 
@@ -30,15 +32,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fulmen.launch import Launch
-from fulmen.layers.fused.rotary import angles, p2, per_row, run
+from fulmen.launch import Launch, starting, starts_early
+from fulmen.layers.fused.rotary import p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
 TILE = 2048  # elements of q, k or v that a program takes at a time
+TOKENS = 4  # whose heads a program of the forward takes, one after the other
 HEAD_PROGRAMS = 1056  # each for q, k and v, of a backward that sums up gradients of norms: 8 on each SM of an H200
 GATE_PROGRAMS = 528
-MAX_WIDTH = 16384  # features of a token that one program holds
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3}
 NORMS = {None: 0, "before": 1, "after": 2}  # RoPE
@@ -57,9 +60,9 @@ class Heads(NamedTuple):
     interleaved: bool
 
 
-def warps(elements: int) -> dict[str, int]:
-    """For 16 elements a thread: two loads of 16 bytes in bf16."""
-    return {"num_warps": max(1, min(16, elements // 512))}
+def warps(elements: int, each: int) -> dict[str, int]:
+    """For `each` elements a thread, of which a load of 16 bytes has 8 in bf16."""
+    return {"num_warps": max(1, min(16, elements // (32 * each)))}
 
 
 @triton.constexpr_function
@@ -96,193 +99,188 @@ def slope(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def load_parts(
-    rows, there, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr
-):  # fmt: skip
-    """Of rows [HEADS, 1]: both elements of each pair that RoPE turns, [HEADS, HALF], and the others, [HEADS, REST]."""
-    HALF_P2: tl.constexpr = width_of(HALF)
-    REST_P2: tl.constexpr = width_of(REST)
-    i = tl.arange(0, HALF_P2)[None, :]
-    j = tl.arange(0, REST_P2)[None, :]
+def turning(cos_ptr, sin_ptr, row, HALF: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """cos and sin [1, WIDTH], so that RoPE makes x cos + partner sin of an element; 1 and 0 where nothing turns."""
+    i = tl.arange(0, WIDTH)[None, :]
     if INTERLEAVED:
-        n = tl.arange(0, 2 * HALF_P2)[None, :]
-        both = tl.load(rows + n, there & (n < 2 * HALF), 0.0).to(tl.float32)
-        a, b = tl.split(both.reshape(HEADS, HALF_P2, 2))
+        at, first = i // 2, i % 2 == 0
     else:
-        a = tl.load(rows + i, there & (i < HALF), 0.0).to(tl.float32)
-        b = tl.load(rows + HALF + i, there & (i < HALF), 0.0).to(tl.float32)
-    rest = tl.load(rows + 2 * HALF + j, there & (j < REST), 0.0).to(tl.float32)
-    return a, b, rest
+        at, first = tl.where(i < HALF, i, i - HALF), i < HALF
+    at += row * HALF
+    cos, sin = tl.load(cos_ptr + at, i < 2 * HALF, 1.0), tl.load(sin_ptr + at, i < 2 * HALF, 0.0)
+    return cos, tl.where(first, -sin, sin)
 
 
 @triton.jit
-def store_parts(
-    rows, there, a, b, rest, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr
-):
-    """As `load_parts`."""
-    HALF_P2: tl.constexpr = width_of(HALF)
-    REST_P2: tl.constexpr = width_of(REST)
-    kind = rows.dtype.element_ty
-    i = tl.arange(0, HALF_P2)[None, :]
-    j = tl.arange(0, REST_P2)[None, :]
-    if INTERLEAVED:
-        n = tl.arange(0, 2 * HALF_P2)[None, :]
-        both = tl.join(a, b).reshape(HEADS, 2 * HALF_P2)
-        tl.store(rows + n, both.to(kind), there & (n < 2 * HALF))
-    else:
-        tl.store(rows + i, a.to(kind), there & (i < HALF))
-        tl.store(rows + HALF + i, b.to(kind), there & (i < HALF))
-    tl.store(rows + 2 * HALF + j, rest.to(kind), there & (j < REST))
+def load_row(rows, there, SIZE: tl.constexpr):
+    """[HEADS, SIZE], in fp32."""
+    i = tl.arange(0, width_of(SIZE))[None, :]
+    return tl.load(rows + i, there & (i < SIZE), 0.0).to(tl.float32)
 
 
 @triton.jit
-def turned_pair(a, b, cos, sin):
-    return a * cos - b * sin, b * cos + a * sin
+def load_partners(rows, there, SIZE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For each element of `load_row` the other of its pair, 0 where nothing turns: the line is in the cache."""
+    i = tl.arange(0, width_of(SIZE))[None, :]
+    partner = i + 1 - 2 * (i % 2) if INTERLEAVED else tl.where(i < HALF, i + HALF, i - HALF)
+    return tl.load(rows + partner, there & (i < 2 * HALF), 0.0).to(tl.float32)
 
 
 @triton.jit
-def rstd_of(a, b, rest, eps, SIZE: tl.constexpr):
-    squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(rest * rest, axis=1)
-    return tl.rsqrt(squares / SIZE + eps)[:, None]
-
-
-@triton.jit
-def heads_tile(
-    x_rows, out_rows, weight_ptr, cos, sin, there, eps,
-    HALF: tl.constexpr, REST: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    a, b, rest = load_parts(x_rows, there, HALF, REST, INTERLEAVED, HEADS)
-    a, b, rest = activated(a, ACTIVATION), activated(b, ACTIVATION), activated(rest, ACTIVATION)
-    if NORM == 2:
-        a, b = turned_pair(a, b, cos, sin)
+def load_weights(weight_ptr, SIZE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """A norm's weight and that of each element's partner, [1, SIZE]; numbers where there is none."""
+    weight, partner, rows = 1.0, 1.0, weight_ptr + tl.zeros([1, 1], tl.int32)
     if NORM > 0:
-        rstd = rstd_of(a, b, rest, eps, 2 * HALF + REST)
-        w_a, w_b, w_rest = load_parts(weight_ptr + tl.zeros([1, 1], tl.int32), True, HALF, REST, INTERLEAVED, 1)
-        a, b, rest = a * rstd * w_a, b * rstd * w_b, rest * rstd * w_rest
-    if NORM != 2:
-        a, b = turned_pair(a, b, cos, sin)
-    store_parts(out_rows, there, a, b, rest, HALF, REST, INTERLEAVED, HEADS)
+        weight = load_row(rows, True, SIZE)
+    if NORM > 0 and HALF > 0:
+        partner = load_partners(rows, True, SIZE, HALF, INTERLEAVED)
+    return weight, partner
+
+
+@triton.jit
+def walk(
+    x_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, start, tokens, h, cos_b, N, eps,
+    H: tl.constexpr, group: tl.constexpr, width: tl.constexpr, offset: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Heads h of TOKENS tokens; `group` of H heads lie together, `offset` behind the start of their `width`."""
+    i = tl.arange(0, width_of(D))[None, :]
+    weight, weight_other = load_weights(weight_ptr, D, HALF, NORM, INTERLEAVED)
+    for number in range(start, tl.minimum(start + TOKENS, tokens)):
+        token = tl.full([], number, tl.int64)
+        rows = x_ptr + (token * (H // group) + h // group) * width + offset + (h % group) * D
+        x = load_row(rows, h < H, D)
+        if HALF > 0:
+            other = load_partners(rows, h < H, D, HALF, INTERLEAVED)
+            cos, sin = turning(cos_ptr, sin_ptr, (number // N) * cos_b + number % N, HALF, width_of(D), INTERLEAVED)
+        x = activated(x, ACTIVATION)
+        y = x
+        if NORM == 1:
+            y = x * weight
+        if HALF > 0:
+            other = activated(other, ACTIVATION)
+            y = y * cos + (other * weight_other if NORM == 1 else other) * sin
+        if NORM == 1:
+            y *= tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        elif NORM == 2:
+            y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * weight
+        tl.store(out_ptr + (token * H + h) * D + i, y.to(out_ptr.dtype.element_ty), (h < H) & (i < D))
 
 
 @triton.jit
 def heads_kernel(
-    x_ptr, q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, cos_b, N, H, H_KV, eps,
-    D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    x_ptr, q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, cos_b, N, eps, tokens,
+    H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
+    ACTIVATION: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """q (B, N, H, D), k (B, N, H_KV, D) and, with an activation, v (B, N, H_KV, E)."""
-    q_blocks, k_blocks = tl.cdiv(H, HEADS), tl.cdiv(H_KV, HEADS)
-    v_blocks = k_blocks if ACTIVATION > 0 else 0
-    blocks = q_blocks + k_blocks + v_blocks
-    token = (tl.program_id(0) // blocks).to(tl.int64)
+    q_blocks: tl.constexpr = (H + HEADS - 1) // HEADS
+    k_blocks: tl.constexpr = (H_KV + HEADS - 1) // HEADS
+    blocks: tl.constexpr = q_blocks + (2 * k_blocks if ACTIVATION > 0 else k_blocks)
+    group: tl.constexpr = H // H_KV
+    width: tl.constexpr = group * D + D + E
+    start = tl.program_id(0) // blocks * TOKENS
     block = tl.program_id(0) % blocks
-    group = H // H_KV
-    width = group * D + D + E
-    i = tl.arange(0, HEADS)
-    cos, sin = angles(cos_ptr, sin_ptr, (token // N) * cos_b + token % N, 1.0, HALF, width_of(HALF))
-    x_ptr += token * H_KV * width
+    i = tl.arange(0, HEADS)[:, None]
     if block < q_blocks:
-        h = (block * HEADS + i)[:, None]
-        rows = x_ptr + (h // group) * width + (h % group) * D
-        heads_tile(
-            rows, q_ptr + (token * H + h) * D, q_weight_ptr, cos[None, :], sin[None, :], h < H, eps,
-            HALF, D - 2 * HALF, ACTIVATION, NORM, INTERLEAVED, HEADS,
+        walk(
+            x_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, start, tokens, block * HEADS + i, cos_b, N, eps,
+            H, group, width, 0, D, HALF, ACTIVATION, NORM, INTERLEAVED, TOKENS,
         )  # fmt: skip
     elif block < q_blocks + k_blocks:
-        h = ((block - q_blocks) * HEADS + i)[:, None]
-        heads_tile(
-            x_ptr + h * width + group * D, k_ptr + (token * H_KV + h) * D, k_weight_ptr, cos[None, :], sin[None, :],
-            h < H_KV, eps, HALF, D - 2 * HALF, ACTIVATION, NORM, INTERLEAVED, HEADS,
+        walk(
+            x_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, start, tokens, (block - q_blocks) * HEADS + i, cos_b, N, eps,
+            H_KV, 1, width, group * D, D, HALF, ACTIVATION, NORM, INTERLEAVED, TOKENS,
         )  # fmt: skip
     else:
-        h = ((block - q_blocks - k_blocks) * HEADS + i)[:, None]
-        e = tl.arange(0, width_of(E))[None, :]
-        there = (h < H_KV) & (e < E)
-        x = tl.load(x_ptr + h * width + group * D + D + e, there, 0.0).to(tl.float32)
-        tl.store(v_ptr + (token * H_KV + h) * E + e, activated(x, ACTIVATION).to(v_ptr.dtype.element_ty), there)
+        walk(
+            x_ptr, v_ptr, k_weight_ptr, cos_ptr, sin_ptr, start, tokens, (block - q_blocks - k_blocks) * HEADS + i,
+            cos_b, N, eps, H_KV, 1, width, group * D + D, E, 0, ACTIVATION, 0, False, TOKENS,
+        )  # fmt: skip
 
 
 @triton.jit
 def heads_tile_backward(
-    sum_a, sum_b, sum_rest, x_rows, dy_rows, dx_rows, weight_ptr, cos, sin, there, eps,
-    HALF: tl.constexpr, REST: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    total, x_rows, dy_rows, dx_rows, weight, weight_other, cos, sin, there, eps,
+    SIZE: tl.constexpr, HALF: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx of these heads; the sums, to which each adds its part of the weight's gradient."""
-    da, db, drest = load_parts(dy_rows, there, HALF, REST, INTERLEAVED, HEADS)
-    if NORM != 2:
-        da, db = turned_pair(da, db, cos, -sin)
+    """Writes dx of these heads; the total, with their part of the weight's gradient."""
+    i = tl.arange(0, width_of(SIZE))[None, :]
+    d, d_other, other = load_row(dy_rows, there, SIZE), 0.0, 0.0
     if NORM > 0 or ACTIVATION > 0:
-        x_a, x_b, x_rest = load_parts(x_rows, there, HALF, REST, INTERLEAVED, HEADS)
+        x = load_row(x_rows, there, SIZE)
+    if HALF > 0:
+        d_other = load_partners(dy_rows, there, SIZE, HALF, INTERLEAVED)
+    if NORM == 2 and HALF > 0:
+        other = activated(load_partners(x_rows, there, SIZE, HALF, INTERLEAVED), ACTIVATION)
+        d_other *= weight_other
+    if NORM < 2 and HALF > 0:  # back through RoPE
+        d = d * cos - d_other * sin
     if NORM > 0:
-        a, b, rest = activated(x_a, ACTIVATION), activated(x_b, ACTIVATION), activated(x_rest, ACTIVATION)
-        if NORM == 2:
-            a, b = turned_pair(a, b, cos, sin)
-        rstd = rstd_of(a, b, rest, eps, 2 * HALF + REST)
-        a, b, rest = a * rstd, b * rstd, rest * rstd
-        sum_a, sum_b, sum_rest = sum_a + da * a, sum_b + db * b, sum_rest + drest * rest
-        w_a, w_b, w_rest = load_parts(weight_ptr + tl.zeros([1, 1], tl.int32), True, HALF, REST, INTERLEAVED, 1)
-        da, db, drest = da * w_a, db * w_b, drest * w_rest
-        along = tl.sum(da * a, axis=1) + tl.sum(db * b, axis=1) + tl.sum(drest * rest, axis=1)
-        along = (along / (2 * HALF + REST))[:, None]
-        da, db, drest = rstd * (da - a * along), rstd * (db - b * along), rstd * (drest - rest * along)
-    if NORM == 2:
-        da, db = turned_pair(da, db, cos, -sin)
+        y = activated(x, ACTIVATION)
+        if NORM == 2 and HALF > 0:
+            y, other = y * cos + other * sin, other * cos - y * sin
+        rstd = tl.rsqrt(tl.sum(y * y, axis=1) / SIZE + eps)[:, None]
+        unit = y * rstd
+        total += d * unit
+        d *= weight
+        along = (tl.sum(d * unit, axis=1) / SIZE)[:, None]
+        d = rstd * (d - unit * along)
+        if NORM == 2 and HALF > 0:
+            d = d * cos - rstd * (d_other - other * rstd * along) * sin
     if ACTIVATION > 0:
-        da, db, drest = da * slope(x_a, ACTIVATION), db * slope(x_b, ACTIVATION), drest * slope(x_rest, ACTIVATION)
-    store_parts(dx_rows, there, da, db, drest, HALF, REST, INTERLEAVED, HEADS)
-    return sum_a, sum_b, sum_rest
+        d *= slope(x, ACTIVATION)
+    tl.store(dx_rows + i, d.to(dx_rows.dtype.element_ty), there & (i < SIZE))
+    return total
 
 
 @triton.jit
 def walk_backward(
-    x_ptr, dy_ptr, dx_ptr, weight_ptr, cos_ptr, sin_ptr, sums_ptr, start, tokens, cos_b, N, H, group, width, offset,
-    eps, D: tl.constexpr, HALF: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PROGRAMS: tl.constexpr,
+    x_ptr, dy_ptr, dx_ptr, weight_ptr, cos_ptr, sin_ptr, sums_ptr, start, tokens, cos_b, N, eps,
+    H: tl.constexpr, group: tl.constexpr, width: tl.constexpr, offset: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Of every PROGRAMS-th token H heads, `group` of which lie together, `offset` behind the start of their `width`."""
-    HALF_P2: tl.constexpr = width_of(HALF)
-    REST: tl.constexpr = D - 2 * HALF
-    sum_a, sum_b = tl.zeros([HEADS, HALF_P2], tl.float32), tl.zeros([HEADS, HALF_P2], tl.float32)
-    sum_rest = tl.zeros([HEADS, width_of(REST)], tl.float32)
+    total = tl.zeros([HEADS, width_of(D)], tl.float32)
+    weight, weight_other = load_weights(weight_ptr, D, HALF, NORM, INTERLEAVED)
     for number in range(start, tokens, PROGRAMS):
+        cos, sin = turning(cos_ptr, sin_ptr, (number // N) * cos_b + number % N, HALF, width_of(D), INTERLEAVED)
         token = tl.full([], number, tl.int64)
-        cos, sin = angles(cos_ptr, sin_ptr, (token // N) * cos_b + token % N, 1.0, HALF, HALF_P2)
         for first in range(0, H, HEADS):
             h = first + tl.arange(0, HEADS)[:, None]
             at = (token * (H // group) + h // group) * width + offset + (h % group) * D
-            sum_a, sum_b, sum_rest = heads_tile_backward(
-                sum_a, sum_b, sum_rest, x_ptr + at, dy_ptr + (token * H + h) * D, dx_ptr + at, weight_ptr,
-                cos[None, :], sin[None, :], h < H, eps, HALF, REST, ACTIVATION, NORM, INTERLEAVED, HEADS,
+            total = heads_tile_backward(
+                total, x_ptr + at, dy_ptr + (token * H + h) * D, dx_ptr + at, weight, weight_other, cos, sin,
+                h < H, eps, D, HALF, ACTIVATION, NORM, INTERLEAVED,
             )  # fmt: skip
     if NORM > 0:
-        rows = sums_ptr + tl.zeros([1, 1], tl.int32)
-        sum_a, sum_b = tl.sum(sum_a, axis=0)[None, :], tl.sum(sum_b, axis=0)[None, :]
-        store_parts(rows, True, sum_a, sum_b, tl.sum(sum_rest, axis=0)[None, :], HALF, REST, INTERLEAVED, 1)
+        i = tl.arange(0, width_of(D))
+        tl.store(sums_ptr + i, tl.sum(total, axis=0), i < D)
 
 
 @triton.jit
 def heads_backward_kernel(
     x_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, sums_ptr,
-    cos_b, N, H, H_KV, eps, tokens,
-    D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PROGRAMS: tl.constexpr,
+    cos_b, N, eps, tokens,
+    H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
+    ACTIVATION: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """A program takes q, k or v of every PROGRAMS-th token; sums (PROGRAMS, 2 D): its part of the norms' gradients."""
     part = tl.program_id(0) % 3  # of q, k or v
     start = tl.program_id(0) // 3
-    group = H // H_KV
-    width = group * D + D + E
+    group: tl.constexpr = H // H_KV
+    width: tl.constexpr = group * D + D + E
     if part == 0:
         walk_backward(
             x_ptr, dq_ptr, dx_ptr, q_weight_ptr, cos_ptr, sin_ptr, sums_ptr + start * 2 * D, start, tokens, cos_b, N,
-            H, group, width, 0, eps, D, HALF, ACTIVATION, NORM, INTERLEAVED, HEADS, PROGRAMS,
+            eps, H, group, width, 0, D, HALF, ACTIVATION, NORM, INTERLEAVED, HEADS, PROGRAMS,
         )  # fmt: skip
     elif part == 1:
         walk_backward(
             x_ptr, dk_ptr, dx_ptr, k_weight_ptr, cos_ptr, sin_ptr, sums_ptr + start * 2 * D + D, start, tokens, cos_b,
-            N, H_KV, 1, width, group * D, eps, D, HALF, ACTIVATION, NORM, INTERLEAVED, HEADS, PROGRAMS,
+            N, eps, H_KV, 1, width, group * D, D, HALF, ACTIVATION, NORM, INTERLEAVED, HEADS, PROGRAMS,
         )  # fmt: skip
     else:
         e = tl.arange(0, width_of(E))[None, :]
@@ -306,7 +304,7 @@ def at_a_time(facts: Heads) -> int:
 def constants(facts: Heads, cos: Tensor) -> tuple[Any, ...]:
     half = cos.shape[-1]
     modes = (ACTIVATIONS[facts.activation], NORMS[facts.norm], facts.interleaved and half > 0)
-    return (facts.D, facts.E, half, *modes, at_a_time(facts))
+    return (*facts[:4], half, *modes, at_a_time(facts))
 
 
 def heads_launch(
@@ -317,9 +315,10 @@ def heads_launch(
     B, N, _ = x.shape
     heads = at_a_time(facts)
     blocks = triton.cdiv(facts.H, heads) + triton.cdiv(facts.H_KV, heads) * (2 if facts.activation else 1)
-    sizes = (per_row(cos), N, facts.H, facts.H_KV, facts.eps)
-    tensors, options = (x, q, k, v, q_weight, k_weight, cos, sin), warps(heads * p2(max(facts.D, facts.E)))
-    return Launch(heads_kernel, B * N * blocks, tensors, (*sizes, *constants(facts, cos)), options)
+    sizes = (per_row(cos), N, facts.eps, B * N)
+    tensors, options = (x, q, k, v, q_weight, k_weight, cos, sin), warps(heads * p2(max(facts.D, facts.E)), 16)
+    grid = triton.cdiv(B * N, TOKENS) * blocks
+    return Launch(heads_kernel, grid, tensors, (*sizes, *constants(facts, cos), TOKENS), options)
 
 
 def heads_backward_launch(
@@ -329,9 +328,9 @@ def heads_backward_launch(
     """sums (programs, 2 D) if there is a norm, else not looked at."""
     B, N, _ = x.shape
     programs = sums.shape[0] if facts.norm else B * N
-    sizes = (per_row(cos), N, facts.H, facts.H_KV, facts.eps, B * N)
+    sizes = (per_row(cos), N, facts.eps, B * N)
     tensors = (x, dq, dk, dv, dx, q_weight, k_weight, cos, sin, sums)
-    options = warps(at_a_time(facts) * p2(max(facts.D, facts.E)))
+    options = warps(at_a_time(facts) * p2(max(facts.D, facts.E)), 16)
     return Launch(heads_backward_kernel, 3 * programs, tensors, (*sizes, *constants(facts, cos), programs), options)
 
 
@@ -396,9 +395,12 @@ def _stand_ins(
 @triton.jit
 def gate_kernel(
     o_ptr, gate_ptr, weight_ptr, y_ptr, eps,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token: GROUPS groups of SIZE features."""
+    """One token: GROUPS groups of SIZE features. EARLY: it and the kernel that follows may start, as in `linear.py`."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     g = tl.arange(0, width_of(GROUPS))[:, None]
     i = tl.arange(0, width_of(SIZE))[None, :]
     there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
@@ -430,12 +432,13 @@ def gate_backward_kernel(
         d = tl.load(dy_ptr + row + at, there, 0.0).to(tl.float32)
         unit = tl.load(o_ptr + row + at, there, 0.0).to(tl.float32)
         weight = 1.0
+        if GATE:  # every load comes before the first sum, whose barrier would hold it back
+            opened = tl.sigmoid(tl.load(gate_ptr + row + at, there, 0.0).to(tl.float32))
         if NORM:
+            weight = tl.load(weight_ptr + at, there, 0.0).to(tl.float32)
             rstd = tl.rsqrt(tl.sum(unit * unit, axis=1) / SIZE + eps)[:, None]
             unit *= rstd
-            weight = tl.load(weight_ptr + at, there, 0.0).to(tl.float32)
         if GATE:
-            opened = tl.sigmoid(tl.load(gate_ptr + row + at, there, 0.0).to(tl.float32))
             dgate = d * unit * weight * opened * (1.0 - opened)
             tl.store(dgate_ptr + row + at, dgate.to(dgate_ptr.dtype.element_ty), there)
             d *= opened
@@ -449,12 +452,13 @@ def gate_backward_kernel(
 
 
 def gate_launch(
-    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool
+    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool, early: bool = False
 ) -> Launch:
     """eps None: no norm, and weight is not looked at; nor is gate unless `gated`."""
     B, N, width = o.shape
-    rest = (eps or 0.0, groups, width // groups, eps is not None, gated)
-    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, warps(p2(groups) * p2(width // groups)))
+    rest = (eps or 0.0, groups, width // groups, eps is not None, gated, early)
+    options = warps(p2(groups) * p2(width // groups), 8) | starting(early)
+    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, options)
 
 
 def gate_backward_launch(
@@ -464,8 +468,19 @@ def gate_backward_launch(
     B, N, width = o.shape
     programs = B * N if eps is None else sums.shape[0]
     rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs)
-    tensors, options = (o, gate, weight, dy, do, dgate, sums), warps(p2(groups) * p2(width // groups))
+    tensors, options = (o, gate, weight, dy, do, dgate, sums), warps(p2(groups) * p2(width // groups), 8)
     return Launch(gate_backward_kernel, programs, tensors, rest, options)
+
+
+def gated(
+    options: tuple[int, float], o: Tensor, gate: Tensor | None, weight: Tensor | None
+) -> tuple[tuple[Tensor], Launch]:
+    """As `Gated`, for `fused_call`; options are groups and eps."""
+    groups, eps = options
+    y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    given = (o, o if gate is None else gate, o if weight is None else weight, y)
+    early = starts_early(o.device)
+    return (y,), gate_launch(*given, groups, None if weight is None else eps, gate is not None, early)
 
 
 class Gated(torch.autograd.Function):

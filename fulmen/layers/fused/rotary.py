@@ -101,10 +101,11 @@ def turn_launch(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float, i
     return Launch(turn_kernel, B * N * triton.cdiv(H, HEADS), (x, out, cos, sin), (*sizes, *constants), WARPS)
 
 
-def run(make: Callable[..., Launch], tensors: tuple[Tensor, ...], *options: Any) -> None:
-    """`repeat`, under all that the launch is made from but the tensors' addresses."""
-    key = (make, options, *((x.shape, x.stride(), x.dtype) for x in tensors), tensors[0].device)
-    repeat(key, tensors[0].device, [tensors], lambda: [make(*tensors, *options)])
+def run(make: Callable[..., Launch], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
+    """`repeat`, under all that the launch is made from but the tensors' addresses; the first tensor is not None."""
+    device: torch.device = tensors[0].device  # type: ignore[union-attr]
+    facts = (None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+    repeat((make, options, *facts, device), device, [tensors], lambda: [make(*tensors, *options)])
 
 
 def turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> None:

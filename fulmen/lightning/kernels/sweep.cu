@@ -25,106 +25,25 @@
 // wgmma's accumulators, with g = lane / 4, t = lane % 4: d[4 j + i] is row 16 warp + g + 8 (i / 2), column
 // 8 j + 2 t + i % 2; the registers of an A operand are the same with two columns packed.
 //
-// The compiler defines HEAD_DIM, STAGES, OUTS, DECAY, PACKED, EVERY (chunks between saved states),
-// SAVE (0: none, 1: writes them, 2: a sweep may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128,
-// are a cluster; each copies half of a and b into the shared memory of both (multicast), which halves the reads from L2.
+// A decay for each token (TOKENS): warps beside the producer sum s over the rows of a chunk and leave the factors in the
+// chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
+// has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, and
+// every EVERY chunks the product of the state's gradient (of dv's sweep) and the state saved, at which that sum begins anew.
+//
+// The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
+// (heads share rows of a tensor), PACKED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
+// may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128, are a cluster; each copies half of a and b
+// into the shared memory of both (multicast), which halves the reads from L2.
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/tile_scheduler.cuh"
-
-constexpr int D = HEAD_DIM, C = 64;
-constexpr int PANELS = D / 64;                                       // also the tiles of c's columns
-constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1) * PANEL;         // a, b, c
-constexpr int STATE = PANELS * PANEL;                                // a state in bf16
-constexpr int THREADS = 128 * (2 + OUTS);
-constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
-static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
-
-
-// ---------------------------------------------------------------------------------------------------- walks
-
-// What a block owns, and in which order it takes its chunks.
-struct Walk {
-    int b, h, tile, number;         // number: of (sequence, head) or of its segment, which names its states
-    int first, length, chunks;      // the rows: first is the one before the end, if it walks right to left
-    int slot, head;                 // of saved states
-    float rate;                     // a row decays by 2^rate
-    bool reverse, grouped, whole;   // whole: comes before those that are cut
-
-    __device__ __forceinline__ const Sweep &find(const Args &x) {
-        int pid = blockIdx.x;
-        tile = pid % PANELS;
-        pid /= PANELS;
-        const Sweep &sweep = x.sweep[pid % x.sweeps];
-        number = pid / x.sweeps + x.start;
-        reverse = sweep.reverse;
-        grouped = SAVE == 2 && sweep.saved;
-        whole = number < x.whole;
-        int sequence, segment = 0, begin = 0, end = x.n, unit = number;
-        if (PACKED && x.segment_offsets) {   // the last sequence that begins with this segment or before
-            h = number % x.h;
-            sequence = 0;
-            for (int beyond = x.segments; beyond - sequence > 1;) {
-                int middle = (sequence + beyond) / 2;
-                if (__ldg(x.segment_offsets + middle) <= number / x.h) sequence = middle;
-                else beyond = middle;
-            }
-            segment = number / x.h - __ldg(x.segment_offsets + sequence);
-        } else {
-            if (!whole) {
-                number -= x.whole;
-                segment = number % x.segments;
-                unit = x.whole + number / x.segments;
-            }
-            h = unit % x.h, sequence = unit / x.h;
-        }
-        b = PACKED ? 0 : sequence;
-        if (PACKED) {               // clamped: a wrong cu_seqlens must not reach foreign memory
-            begin = min(max(__ldg(x.cu + sequence), 0), x.n);
-            end = min(max(__ldg(x.cu + sequence + 1), begin), x.n);
-        }
-        const int skip = segment * x.segment;
-        length = max(0, min(end - begin - skip, whole ? x.n : x.segment));
-        if (x.not_last && begin + skip + x.segment >= end) length = 0;
-        chunks = (length + C - 1) / C;
-        first = reverse ? end - skip : begin + skip;
-        rate = DECAY ? -1.4426950408889634f * __ldg(x.decay + h) : 0.0f;
-        if (DECAY && !OUTS) {       // of a state alone: chunks from whose time less than 2^-64 is left are not read
-            const int seen = 1 + (int)fminf(-64.0f / fminf(rate, -1e-30f), 1e9f), over = max(length - seen, 0) / C;
-            first += reverse ? -over * C : over * C;
-            length -= over * C;
-            chunks -= over;
-        }
-        slot = skip / (EVERY * C);
-        head = b * x.h + h;
-        if (PACKED) slot += begin / (EVERY * C) + sequence, head = h;
-        return sweep;
-    }
-
-    // The n-th chunk in walking order, counted from `first` on.
-    __device__ __forceinline__ int chunk(int n) const {
-        if (!OUTS && !DECAY) return chunks - 1 - n;  // so that L2 still has what the sweep from this state begins with
-        if (!grouped) return n;
-        const int groups = (chunks + EVERY - 1) / EVERY, top = chunks - (groups - 1) * EVERY;
-        if (n < top) return (groups - 1) * EVERY + n;
-        return (groups - 2 - (n - top) / EVERY) * EVERY + (n - top) % EVERY;
-    }
-
-    __device__ __forceinline__ int row(int n) const { return reverse ? first - (chunk(n) + 1) * C : first + chunk(n) * C; }
-    __device__ __forceinline__ int left(int n) const { return length - chunk(n) * C; }
-    __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
-
-    // Which comes without all of its rows, if one does: the last in place, but not always in turn.
-    __device__ __forceinline__ int partial() const {
-        if (length % C == 0) return -1;
-        return !OUTS && !DECAY ? 0 : grouped ? (chunks - 1) % EVERY : chunks - 1;
-    }
-};
+#include "lightning/kernels/walk.cuh"
 
 struct Shared {
     u32 ring, states, staging, saved;
     u32 full, empty, state_full, state_empty, saved_full, saved_empty;
-    __device__ __forceinline__ explicit Shared(u32 base) : ring(base) {
+    Decays *decays;
+    __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
         staging = states + (OUTS ? 2 * STATE : 0);
         saved = staging + 2 * OUTS * PANEL;
@@ -134,7 +53,9 @@ struct Shared {
         state_empty = state_full + 16;
         saved_full = state_empty + 16;
         saved_empty = saved_full + 8;
+        decays = reinterpret_cast<Decays *>(shared + ((saved_empty + 8 - base + 15) & ~15u));
     }
+    __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
     __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
     __device__ __forceinline__ u32 a(int n) const { return stage(n) + (PANELS + 1) * PANEL; }
     __device__ __forceinline__ u32 b(int n) const { return stage(n); }
@@ -146,6 +67,7 @@ struct Shared {
 
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
+    const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
             mbarrier_wait(at.saved_empty, group % 2 ^ 1);
@@ -161,19 +83,61 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
         mbarrier_expect(full, STAGE);
         if (CLUSTER > 1) {          // a panel from each block, to all of them
             const int i = w.tile;
-            if (OUTS) tma_load_multicast(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
-            tma_load_multicast(3, at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+            if (OUTS) tma_load_multicast(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, head_a, w.b);
+            tma_load_multicast(3, at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, head_b, w.b);
         } else {
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
-                if (OUTS) tma_load(at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, w.h, w.b);
-                tma_load(at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, w.h, w.b);
+                if (OUTS) tma_load(at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, head_a, w.b);
+                tma_load(at.b(n) + i * PANEL, x.map[sweep.b], full, 64 * i, row, head_b, w.b);
             }
         }
-        tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, w.h, w.b);
+        tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, head_c, w.b);
     }
     if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
+}
+
+// The decay of each row of a chunk, summed: three warps take chunks in turn, so that three loads are under way. A lane has
+// two rows; no row takes more than 64 bits, which leaves differences of the sums exact enough and 2^-64 of what came
+// before.
+__device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, const Walk &w, int turn) {
+    constexpr int WARPS = 3;
+    const int lane = threadIdx.x % 32;
+    const float *from = x.decay + w.b * x.decay_b + w.h * x.decay_h;
+    auto bits = [&](int n, int i) {
+        const int row = 2 * lane + i;
+        if (n >= w.chunks || row >= w.left(n)) return 0.0f;
+        return fminf(1.4426950408889634f * __ldg(from + (w.row(n) + row) * x.decay_n), 64.0f);
+    };
+    float next[2] = {bits(turn, 0), bits(turn, 1)};
+    for (int n = turn; n < w.chunks; n += WARPS) {
+        const float s[2] = {next[0], next[1]};
+        next[0] = bits(n + WARPS, 0), next[1] = bits(n + WARPS, 1);
+        float sum = s[0] + s[1];
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const float before = __shfl_sync(~0u, sum, max(lane - d, 0));
+            sum += lane >= d ? before : 0.0f;
+        }
+        const float before = __shfl_sync(~0u, sum, max(lane - 1, 0)), total = __shfl_sync(~0u, sum, 31);
+        const float a[2] = {(lane ? before : 0.0f) + s[0], sum};
+        at.await_empty(n);
+        Decays &y = at.decays[n % STAGES];
+        float left[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float since = exp2_(-a[i]), until = exp2_(fminf(a[i] - total, 0.0f));
+            y.since[2 * lane + i] = a[i];
+            y.into[2 * lane + i] = x.scale * (w.reverse ? until : since);
+            left[i] = w.reverse ? since : until;
+        }
+        const u32 hi = pack(left[0], left[1]);
+        y.left[lane] = make_uint2(hi, pack(left[0] - low(hi), left[1] - high(hi)));
+        if (lane == 0) y.keep = exp2_(-total);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(at.full + n % STAGES * 8);
+    }
 }
 
 // A warp has no more use for a stage, into which every block of the cluster loads for all of them.
@@ -188,7 +152,7 @@ __device__ __forceinline__ void release(u32 barrier) {
 // Rows of b and c that belong to another sequence: every warpgroup zeroes them for itself, before it uses any.
 __device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n, int group) {
     if (!PACKED || w.left(n) >= C) return;
-    const int from = w.reverse ? 0 : w.left(n), to = w.reverse ? C - w.left(n) : C;
+    const int from = w.ends_first() ? 0 : w.left(n), to = w.ends_first() ? C - w.left(n) : C;
     for (int unit = from * 8 + threadIdx.x % 128; unit < to * 8; unit += 128)
 #pragma unroll
         for (int i = 0; i < PANELS + 1; i++) store_zeros(at.b(n) + i * PANEL + unit * 16);
@@ -201,14 +165,15 @@ __device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n
 // What the warpgroup that keeps the state holds.
 struct State {
     float state[D / 2];             // [v, k]
+    u32 saved[DOTS ? D / 4 : 1];    // by the forward
     u32 hi[8], lo[8];               // lambda^(rows walked after row j), for pairs of rows, in twice the digits of bf16
     int warp, walked;
 
     // fp32, from or to memory: [k, v] or, swapped, [v, k].
     template <bool LOAD>
     __device__ __forceinline__ void move(float *x, float times, const Walk &w, bool swapped) {
-        const int lane = threadIdx.x % 32, along_v = swapped ? D : 1, along_k = swapped ? 1 : D;
-        x += (long long)w.number * D * D + (64 * w.tile + 16 * warp + lane / 4) * along_v + 2 * (lane % 4) * along_k;
+        const int lane = threadIdx.x % 32, along_v = swapped ? D : 1, along_k = swapped ? 1 : V;
+        x += (long long)w.number * D * V + (64 * w.tile + 16 * warp + lane / 4) * along_v + 2 * (lane % 4) * along_k;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) {
             float &here = x[8 * (i / 2 % 2) * along_v + (8 * (i / 4) + i % 2) * along_k];
@@ -232,8 +197,14 @@ struct State {
     }
 
     // c of a chunk, transposed, times what its rows have decayed at the chunk's end.
-    __device__ __forceinline__ void take_c(u32 (&c)[16], u32 from, float rate, bool reverse, int rows) {
-        if (rows != walked) {       // once, and again where a sequence ends
+    __device__ __forceinline__ void take_c(u32 (&c)[16], u32 from, const Decays &d, float rate, bool reverse, int rows) {
+        if (TOKENS) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const uint2 left = d.left[4 * i + threadIdx.x % 4];
+                hi[i] = left.x, lo[i] = left.y;
+            }
+        } else if (rows != walked) {  // once, and again where a sequence ends
             walked = rows;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -254,6 +225,29 @@ struct State {
 #pragma unroll
             for (int i = 0; i < 4; i++) c[4 * j + i] = times(y[i], hi[2 * j + i / 2], lo[2 * j + i / 2]);
         }
+    }
+
+    // What the forward saved of the state before a chunk, in the order of `state`; and its product with that, summed.
+    __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int n) {
+        const int lane = threadIdx.x % 32;
+        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
+        const char *from = x.saved + ((slot * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
+#pragma unroll
+        for (int i = 0; i < D / 4; i++)
+            saved[DOTS ? i : 0] = __ldg(reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2));
+    }
+
+    __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int n, float times) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < D / 4; i++) {
+            const u32 two = saved[DOTS ? i : 0];
+            sum = fmaf(state[2 * i + 1], high(two), fmaf(state[2 * i], low(two), sum));
+        }
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
+        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(slot * TILES + w.tile) * 4 + warp] = sum * times;
     }
 
     // Without decay c goes into the product as it lies in shared memory.
@@ -282,10 +276,12 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     if (enters) y.move<true>(enters, sweep.enters_times, w, sweep.swapped);
     int opens = 0, group = 0;       // the chunk that opens the next group, and which group that is
     int stage = 0, parity = 0;      // of the ring, counted
+    float passed = 1.0f;            // what is left of the state that entered
     auto fetch = [&](int n, u32 (&c)[16]) {
         mbarrier_wait(at.full + 8 * stage, parity);
         zero_rows(at, w, n, 0);
-        if (DECAY) y.take_c(c, at.ring + stage * STAGE + PANELS * PANEL, w.rate, w.reverse, n == partial ? rest : C);
+        const u32 from = at.ring + stage * STAGE + PANELS * PANEL;
+        if (DECAY) y.take_c(c, from, at.decays[stage], w.rate, w.reverse, n == partial ? rest : C);
     };
     auto step = [&](int n, const int turn, u32 (&c)[16], u32 (&next)[16]) {
         const u32 chunk = at.ring + stage * STAGE, state = at.states + turn * STATE, free = at.empty + 8 * stage;
@@ -296,6 +292,8 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
             if (reports) mbarrier_arrive(at.saved_empty);
             opens = n ? n + EVERY : (w.chunks - 1) % EVERY + 1;
         }
+        const bool meets = DOTS && x.product[w.which].anchors && w.place(n) % EVERY == 0;
+        if (meets) y.load_saved(x, w, n);
         if (OUTS) {
             if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the store of what this buffer held must have read it
                 if (leads) tma_store_wait_read<0>();
@@ -317,7 +315,8 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
             }
         }
         if constexpr (DECAY) {
-            const float keep = n == partial ? exp2_(w.rate * rest) : whole;
+            const float keep = TOKENS ? at.decays[stage].keep : n == partial ? exp2_(w.rate * rest) : whole;
+            passed *= keep;
 #pragma unroll
             for (int i = 0; i < D / 2; i++) y.state[i] *= keep;
             pin(y.state);
@@ -332,6 +331,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         wgmma_wait<0>();
         pin(y.state);
         release(free);
+        if (meets) y.write_anchor(x, w, n, sweep.leaves_times);
     };
     if (w.chunks) fetch(0, c[0]);
     for (int n = 0; n < w.chunks; n += 2) {
@@ -340,6 +340,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     }
     if (DECAY) keep_alive(c[0], x.zero), keep_alive(c[1], x.zero);
     if (leaves) y.move<false>(leaves, sweep.leaves_times, w, sweep.swapped);
+    if (TOKENS && !OUTS && leads && w.tile == 0) x.keeps[w.number] = passed;
     if (SAVE == 1 && leads) tma_store_wait_read<0>();
 }
 
@@ -352,11 +353,12 @@ constexpr bool APART = DECAY && OUTS == 1;
 // What a warpgroup that makes outputs holds.
 struct Outputs {
     u32 seen;                       // without decay: which of its 32 pairs of rows have the earlier one first
-    float mask[DECAY ? 18 : 1];     // with decay: scale * lambda^(rows apart) of these pairs, 0 of the others. Pairs
+    float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) of these pairs, 0 of the others. Pairs
                                     // as far apart share one: it is constant along diagonals
     float since[2];                 // scale * lambda^(rows since the state)
     float p[32], out[32], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
+    u32 rows[DOTS ? 16 : 1];        // of the tensor whose products with `out` are written, in the order of q
     int who, warp, buffer;
     bool leads, reports;
 
@@ -373,7 +375,7 @@ struct Outputs {
         for (int i = 0; i < 32; i++) {
             const int row = 16 * warp + g + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * t + i % 2;
             const int apart = w.reverse ? column - row : row - column;
-            if (DECAY) mask[DECAY ? which(i) : 0] = apart < 0 ? 0.0f : x.scale * exp2_(w.rate * apart);
+            if (DECAY && !TOKENS) mask[DECAY && !TOKENS ? which(i) : 0] = apart < 0 ? 0.0f : x.scale * exp2_(w.rate * apart);
             seen |= (u32)(apart >= 0) << i;
             p[i] = 0.0f;
         }
@@ -387,7 +389,62 @@ struct Outputs {
     }
 
     __device__ __forceinline__ float decayed(int i) const {
-        return DECAY ? p[i] * mask[DECAY ? which(i) : 0] : seen >> i & 1 ? p[i] : 0.0f;
+        return DECAY ? p[i] * mask[DECAY && !TOKENS ? which(i) : 0] : seen >> i & 1 ? p[i] : 0.0f;
+    }
+
+    // p of a chunk whose rows have a decay each; the later row of a pair has the larger sum.
+    __device__ __forceinline__ void mask_tokens(const Args &x, const Decays &d, bool reverse) {
+        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
+        const float sign = reverse ? -1.0f : 1.0f, own[2] = {sign * d.since[row], sign * d.since[row + 8]};
+        asm volatile("" : "+r"(seen));
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 other = *reinterpret_cast<const float2 *>(&d.since[8 * j + 2 * (lane % 4)]);
+            float y[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float weight = exp2_(fminf(sign * (i % 2 ? other.y : other.x) - own[i / 2], 0.0f)) * x.scale;
+                y[i] = seen >> (4 * j + i) & 1 ? p[4 * j + i] * weight : 0.0f;
+            }
+            q[2 * j] = pack(y[0], y[1]), q[2 * j + 1] = pack(y[2], y[3]);
+        }
+    }
+
+    // The rows whose products with the chunk's output are written: two columns of two rows, eight times.
+    __device__ __forceinline__ void load_rows(const Args &x, const Walk &w, int n) {
+        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
+        const Product &y = x.product[w.which];
+        if (!y.out) return;
+        const int left = w.left(n);
+        const char *from = y.rows + w.b * y.rows_b + w.h / y.group * y.rows_h + (w.row(n) + row) * y.rows_n;
+        from += (64 * w.tile + 2 * (lane % 4)) * 2;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const bool own = row + 8 * r < left;
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                rows[DOTS ? 2 * j + r : 0] = own ? __ldg(reinterpret_cast<const u32 *>(from + j * 16)) : 0;
+            from += 8 * y.rows_n;
+        }
+    }
+
+    __device__ __forceinline__ void write_products(const Args &x, const Walk &w, int n) {
+        const Product &y = x.product[w.which];
+        if (!y.out) return;
+        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
+        float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const u32 two = rows[DOTS ? 2 * j + r : 0];
+                sum = fmaf(out[4 * j + 2 * r + 1], high(two), fmaf(out[4 * j + 2 * r], low(two), sum));
+            }
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum;
+        }
     }
 
     // Starts p = a b^T.
@@ -406,7 +463,12 @@ struct Outputs {
     }
 
     // Waits for p, and starts the other products of the chunk.
-    __device__ __forceinline__ void start_out(const Shared &at, int n) {
+    __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n) {
+        if (DOTS) load_rows(x, w, n);
+        if (TOKENS) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
+        }
         if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
@@ -420,7 +482,8 @@ struct Outputs {
         wgmma_fence();
         if constexpr (APART) start_over_columns<D, C>(inter, at.a(n), at.state(n));
         else start_over_columns<D, C>(out, at.a(n), at.state(n));
-        if (DECAY) mask_p();
+        if (TOKENS) mask_tokens(x, at.decay(n), w.reverse);
+        else if (DECAY) mask_p();
         if (DECAY && !APART) {
             wgmma_wait<0>();
             pin(out);
@@ -443,6 +506,7 @@ struct Outputs {
         for (int i = 0; i < 32; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
             else if (!DECAY) out[i] *= since[0];
+        if (DOTS) write_products(x, w, n);
         const u32 from = at.staging + (2 * who + buffer) * PANEL;
         buffer ^= 1;
         if (leads) tma_store_wait_read<1>();
@@ -456,7 +520,7 @@ struct Outputs {
             return;
         }
         if (leads) tma_store_commit();  // an empty group: groups are counted to know when a buffer is free again
-        const int skip = w.reverse ? C - left : 0;
+        const int skip = w.ends_first() ? C - left : 0;
         for (int unit = threadIdx.x % 128; unit < left * 8; unit += 128) {
             const int r = skip + unit / 8, u = unit % 8;
             uint4 y;
@@ -477,12 +541,12 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + OUTS < w.chunks; n += OUTS) {
-        y.start_out(at, n);
+        y.start_out(x, at, w, n);
         y.start_p(at, w, n + OUTS);
         wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n);
     }
-    y.start_out(at, n);
+    y.start_out(x, at, w, n);
     wgmma_wait<0>();
     y.deliver(x, at, w, sweep, n);
     if (y.leads) tma_store_wait_read<0>();
@@ -503,10 +567,10 @@ static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && O
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
 lightning_sweep_kernel(const __grid_constant__ Args x) {
     extern __shared__ __align__(1024) char shared[];
-    const Shared at((u32)__cvta_generic_to_shared(shared));
+    const Shared at((u32)__cvta_generic_to_shared(shared), shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(at.full + 8 * i, 1);
+            mbarrier_init(at.full + 8 * i, TOKENS ? 2 : 1);
             mbarrier_init(at.empty + 8 * i, (OUTS ? 8 : 4) * CLUSTER);
         }
         for (int i = 0; i < 4; i++) mbarrier_init(at.state_full + 8 * i, 4);  // and state_empty
@@ -523,6 +587,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
     if (role == 1 + OUTS) {
         if (OUTS) give_registers<OF_PRODUCER>();
         if (threadIdx.x % 128 == 0) produce(x, at, w, sweep);
+        if (TOKENS && threadIdx.x % 128 >= 32) produce_decays(x, at, w, threadIdx.x % 128 / 32 - 1);
     } else if (role == 0) {
         if (OUTS) take_registers<OF_STATE>();
         keep_state(x, at, w, sweep);

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda
+from fulmen.boundary import address
 from fulmen.lightning.policy import SAVED_ROWS, SweepTile
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
 
 CHUNK = 64
+DECAYS = 3 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
 Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
 
 
@@ -48,6 +50,14 @@ SWEEP = cuda.Struct(
     ("saved", "int"),  # begins groups of chunks from saved states
     align=16,
 )  # fmt: skip
+PRODUCT = cuda.Struct(
+    "Product",  # of a sweep: q . dq or k . dk of every row
+    ("out", "float *"), ("rows", "const char *"),  # or null
+    ("rows_b", "long long"), ("rows_h", "long long"), ("rows_n", "long long"),  # strides in bytes
+    ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
+    ("group", "int"),  # heads that share one of rows
+    align=16,
+)  # fmt: skip
 ARGUMENTS = cuda.Struct(
     "Args",
     ("map", "TensorMap", 8),  # (D, N, heads, B), boxes of 64 columns and 64 rows; the last: (D, E, slots, heads)
@@ -57,6 +67,11 @@ ARGUMENTS = cuda.Struct(
     ("not_last", "int"),  # of the last segment of a sequence, nothing is read
     ("zero", "int"),  # 0, which the compiler does not know
     ("whole", "int"), ("start", "int"),  # (sequence, head) before `whole` are not cut; where this launch begins
+    ("group", "int", 8),  # heads that share one of a map's tensor
+    ("decay_b", "long long"), ("decay_h", "long long"), ("decay_n", "long long"),  # strides of a decay for each token
+    ("keeps", "float *"),  # what segments leave of the states that enter them
+    ("saved", "const char *"), ("slots", "int"),  # the states the forward saved, for `anchors`
+    ("product", PRODUCT, 3),
 )  # fmt: skip
 NO_MAP = bytes(128)
 
@@ -65,18 +80,28 @@ def threads(tile: SweepTile) -> int:
     return 128 * (2 + tile.outs)
 
 
-def shared_bytes(spec: LightningSpec, tile: SweepTile) -> int:
-    """The ring, states on their way, outputs on theirs, barriers."""
-    panel, panels = 64 * 128, spec.D // 64
+def sizes(spec: LightningSpec, names: tuple[str, ...]) -> tuple[int, int]:
+    """Columns of a and b, and of c: D and E, in the sweeps of dq and dk E and D."""
+    return (spec.E, spec.D) if names[0] in ("dq", "dk") else (spec.D, spec.E)
+
+
+def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = ("o",)) -> int:
+    """The ring, states on their way, outputs on theirs, barriers, decays of tokens."""
+    panel, panels = 64 * 128, sizes(spec, names)[0] // 64
+    decays = tile.stages * DECAYS + 16 if spec.per_token else 0
     if not tile.outs:
-        return tile.stages * ((panels + 1) * panel + 16) + 64
+        return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
     states = (3 if tile.save == 2 else 2) * panels
-    return tile.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * tile.outs) * panel + 64
+    return tile.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * tile.outs) * panel + 64 + decays
 
 
-def variant(spec: LightningSpec, tile: SweepTile) -> cuda.Variant:
+def variant(
+    spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = ("o",), products: bool = False
+) -> cuda.Variant:
+    K, V = sizes(spec, names)
     macros = {
-        "HEAD_DIM": spec.D, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
+        "HEAD_DIM": K, "TILES": V // 64, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
+        "TOKENS": int(spec.per_token), "DOTS": int(products), "GROUPED": int(spec.groups is not None),
         "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": tile.save,
         "SHARE": int(tile.share),
     }  # fmt: skip
@@ -99,11 +124,14 @@ class States(NamedTuple):
 NO_STATES = States()
 
 # What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
-# nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets. 0 is none.
+# nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a decay for each token what
+# segments keep, q . dq, k . dk and anchors. 0 is none.
 Addresses = tuple[int, ...]
 INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
 NOT_CUT = 4  # from a state to that of what is not cut
 DECAY = 16
+KEEPS, QDQ, KDK, ANCHORS = range(19, 23)
+PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K)}  # where they go, and with which rows
 AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
     "o": (INITIAL, FINAL),
     "dq": (INITIAL, None),
@@ -114,19 +142,16 @@ AROUND = {  # the states that enter and leave a sweep; those that leave dv and d
 }
 
 
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def addresses(
     x: Residuals,
     tensors: dict[int, Tensor],
     states: States,
     not_cut: States = NO_STATES,
     segment_offsets: Tensor | None = None,
+    tokens: tuple[Tensor | None, ...] = (),
 ) -> Addresses:
     at = [address(tensors.get(i)) for i in range(8)]
-    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, segment_offsets))
+    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, segment_offsets, *tokens))
 
 
 def segment_count(spec: LightningSpec, cut: Segments) -> int:
@@ -141,6 +166,8 @@ class SweepLaunch:
     tensors   what the sweeps read and write, by their places among the maps
     only_cut  leaves out what is not cut
     not_last  leaves out the last segment of a sequence
+    decay     one for each token
+    products  whether q . dq and k . dk are written
     """
 
     def __init__(
@@ -152,6 +179,8 @@ class SweepLaunch:
         cut: Segments,
         only_cut: bool = False,
         not_last: bool = False,
+        decay: Tensor | None = None,
+        products: bool = False,
     ) -> None:
         self.maps = [(i, cuda.tensor_maps(t, 64)) for i, t in tensors.items()]
         self.pointers: list[tuple[int, int]] = []  # places among the values and among the addresses
@@ -171,9 +200,31 @@ class SweepLaunch:
         skipped = cut.whole if only_cut else 0
         segments = spec.states if cut.segment_offsets is not None else cut.number
         values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, len(names), spec.scale, not_last, 0, cut.whole, skipped]
-        blocks = (segment_count(spec, cut) - skipped) * len(names) * (spec.D // 64)
-        self.values = values
-        self.launch = launch_of(variant(spec, tile), spec.device, blocks, threads(tile), shared_bytes(spec, tile))
+        self.values = values + self.of_tokens(spec, names, tensors, decay, products, len(values))
+        blocks = (segment_count(spec, cut) - skipped) * len(names) * (sizes(spec, names)[1] // 64)
+        var = variant(spec, tile, names, products)
+        self.launch = launch_of(var, spec.device, blocks, threads(tile), shared_bytes(spec, tile, names))
+
+    def of_tokens(
+        self, spec: LightningSpec, names: tuple[str, ...], tensors: dict[int, Tensor], decay: Tensor | None,
+        products: bool, at: int,
+    ) -> list[float | bytes]:  # fmt: skip
+        """What is about heads that share rows and a decay for each token; the first has index `at` among the values."""
+        heads = [spec.H // tensors[i].shape[1] if i in tensors and i != SAVED else 1 for i in range(8)]
+        slots = tensors[SAVED].shape[1] if SAVED in tensors else 0
+        values: list[float | bytes] = [*heads, *((0, 0, 0) if decay is None else decay.stride()), 0, 0, slots]
+        self.pointers += [(at + 11, KEEPS), (at + 12, SAVED)] if decay is not None else []
+        for name in names:
+            own = at + len(values)
+            values += [0, 0, 0, 0, 0, 0, 1]
+            if products and name == "dv":
+                self.pointers += [(own + 5, ANCHORS)]
+            elif products and name in PRODUCTS:
+                out, rows = PRODUCTS[name]
+                self.pointers += [(own, out), (own + 1, rows)]
+                values[-5:-2] = (tensors[rows].element_size() * step for step in tensors[rows].stride()[:3])
+                values[-1] = heads[rows]
+        return values + (3 - len(names)) * [0, 0, 0, 0, 0, 0, 1]
 
     def __call__(self, at: Addresses) -> None:
         self.launch.at(at, self.arguments)

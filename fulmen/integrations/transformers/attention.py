@@ -1,7 +1,4 @@
-"""Hugging Face transformers: the attention implementation `fulmen` and its mask function.
-
-    fulmen.integrations.transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fulmen")
+"""Softmax attention in transformers: the attention implementation `fulmen` and its mask function.
 
 transformers makes one mask per forward and kind of layer and hands it to every layer. `make_mask` reads off what the
 mask is made of (causal, window, padding, packed sequences, a static cache's unused tail) and returns None or a `Mask`;
@@ -35,8 +32,11 @@ import torch
 from torch import Tensor
 
 from fulmen import dispatch
+from fulmen.boundary import needs_gradient
 from fulmen.flash.op import flash_attention
-from fulmen.layers.inputs import many_rows, one_row
+from fulmen.flash.spec import MAX_HEAD_DIM
+from fulmen.integrations.transformers import packing
+from fulmen.layers.inputs import Counts, many_rows, one_row
 
 __all__ = ["register", "unregister"]
 
@@ -66,6 +66,34 @@ def unregister(name: str = "fulmen") -> None:
     for interface in _interfaces():
         del type(interface)._global_mapping[name]  # transformers has no public way back
     _registered.remove(name)
+
+
+def matches(module: torch.nn.Module) -> bool:
+    """Whether the module's forward calls transformers' attention interface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def unsupported_reason(module: torch.nn.Module) -> str | None:
+    """Why the module's attention cannot be served, or None."""
+    dims = [getattr(module, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim")]
+    largest = max((dim for dim in dims if isinstance(dim, int)), default=0)
+    return None if largest <= MAX_HEAD_DIM else f"its head dim {largest} is above {MAX_HEAD_DIM}"
+
+
+def switch(model: Any, backend: str) -> Callable[[], None]:
+    """Makes the model and the models in it attend with fulmen; returns what undoes it."""
+    name = "fulmen" if backend == "auto" else f"fulmen_{backend.removeprefix('flash_')}"
+    register(name, backend=backend)
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    model.set_attn_implementation(name)
+
+    def undo() -> None:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+    return undo
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -98,6 +126,7 @@ class Mask:
     keys: int | None = None  # how many leading keys there are; the rest is a cache's unused tail
     cu_seqlens_q: Tensor | None = None  # the batch's rows are sequences of one packed call
     cu_seqlens_k: Tensor | None = None
+    lengths: Tensor | None = None  # int32 (B,): of a static cache, how many leading keys a row has
     order_q: Tensor | None = None  # (B, N): tokens first, where padding stands between tokens
     order_k: Tensor | None = None
     sizes: tuple[int, int, int] | None = dataclasses.field(default=None, compare=False)  # (B, N_Q, N_KV); None: any
@@ -263,8 +292,8 @@ def _unpadded(rows: Rows) -> Mask | None:
     start = rows.start
     if rows.N_Q == 1 and (isinstance(start, Tensor) or start + 1 < rows.N_KV):
         # a decoding step in a static cache, of constant shapes: it may be compiled, so the length stays on the device
-        first = torch.zeros(rows.B, dtype=torch.long, device=rows.device)
-        return _sequences(rows, first, first + start + 1)
+        lengths = torch.zeros(rows.B, dtype=torch.int32, device=rows.device) + start + 1
+        return Mask(rows.causal, rows.window, lengths=lengths.to(torch.int32))
     if start + rows.N_Q != rows.N_KV:
         raise NotImplementedError(
             f"{rows.N_Q} queries from position {start} of {rows.N_KV} keys: use attn_implementation='sdpa'"
@@ -307,7 +336,8 @@ def _padded(rows: Rows, padding: Tensor, kv_offset: int) -> Mask | None:
         asking = seen.gather(1, (torch.arange(rows.N_Q, device=seen.device) + rows.start).expand(rows.B, -1))
         order_q, q_count = _tokens_first(asking), asking.sum(1)
     zero = torch.zeros_like(count)
-    return Mask(rows.causal, None, rows.keys, *_packed_offsets(rows, zero, q_count, zero, count), order_q, order_k)
+    offsets = _packed_offsets(rows, zero, q_count, zero, count)
+    return Mask(rows.causal, None, rows.keys, *offsets, order_q=order_q, order_k=order_k)
 
 
 def _tokens_first(seen: Tensor) -> Tensor:
@@ -373,11 +403,17 @@ def attend(
     if mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         mask = _plain_mask(query, key, causal, sliding_window, kwargs)
+    if mask.cu_seqlens_q is None:
+        mask = _with_packed(mask, query, kwargs)
     options |= {"causal": mask.causal, "window": mask.window}
     if mask.keys is not None:
         key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
+    if mask.lengths is not None and needs_gradient((query, key, value, s_aux)):  # attention over a cache has none
+        ones = torch.ones_like(mask.lengths)
+        offsets = Counts(ones.long(), mask.lengths.long()).offsets(1, key.shape[2])
+        mask = dataclasses.replace(mask, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], lengths=None)
     if mask.cu_seqlens_q is None:
-        o = flash_attention(query, key, value, **options)
+        o = flash_attention(query, key, value, kv_lengths=mask.lengths, **options)
     else:
         options |= {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
         q, k, v = _reordered(query, mask.order_q), _reordered(key, mask.order_k), _reordered(value, mask.order_k)
@@ -406,23 +442,28 @@ def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _plain_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None, kwargs: dict[str, Any]) -> Mask:
-    """What no mask means: causal or not as the module says, in one sequence or those of transformers' cu_seq_lens."""
+    """What no mask means: causal or not as the module says."""
     N_Q, N_KV = q.shape[2], k.shape[2]
     window = None
     if sliding_window is not None and sliding_window < N_KV:
         if not causal:
             raise ValueError("attention_mask is missing: sliding_window alone does not say how far a query sees ahead")
         window = (int(sliding_window) - 1, None)
-    offsets = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if offsets[0] is not None:
-        if q.shape[0] != 1:
-            raise ValueError(f"cu_seq_lens_q packs sequences along N, so B must be 1; got query {tuple(q.shape)}")
-        return Mask(causal, window, None, *(x if x is None else x.to(torch.int32) for x in offsets))
-    if causal and N_Q not in (1, N_KV):
+    if causal and N_Q not in (1, N_KV) and kwargs.get("cu_seq_lens_q") is None:
         raise ValueError(
             f"attention_mask is missing: {N_Q} causal queries and {N_KV} keys do not say where the queries stand"
         )
     return Mask(causal, window)
+
+
+def _with_packed(mask: Mask, q: Tensor, kwargs: dict[str, Any]) -> Mask:
+    """The mask within each of the packed sequences that the model was told of, if its mask function was not."""
+    starts = packing.offsets(q.transpose(1, 2), kwargs)
+    if starts is None:
+        return mask
+    ends = kwargs.get("cu_seq_lens_k")
+    ends = starts if ends is None else ends.to(torch.int32)
+    return dataclasses.replace(mask, cu_seqlens_q=starts, cu_seqlens_k=ends)
 
 
 def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

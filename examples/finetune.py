@@ -1,0 +1,205 @@
+"""Fine-tunes a Hugging Face model on fulmen's kernels: LoRA or all weights, packed sequences, resumable.
+
+    python examples/finetune.py                                  # a tiny random MiniMax on this file, on a CPU
+    python examples/finetune.py --model MiniMaxAI/MiniMax-Text-01-hf --data notes.txt --lora 16 --out run --device cuda
+    python examples/finetune.py --model Qwen/Qwen3-0.6B --data hf:roneneldan/TinyStories --length 8192 --out run
+    python examples/finetune.py ... --out run --resume           # goes on after the last checkpoint
+
+Documents (a text file's paragraphs, a dataset's rows) are packed: a row of --length tokens holds several, and
+`position_ids` that start over tell the model where. None sees another, and no token is padding.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+import fulmen.integrations.transformers
+
+# ------------------------------------------------------------------------------------------------- the data
+
+
+class Bytes:
+    """The tokenizer of the tiny model: a byte is a token, 0 ends a document."""
+
+    eos_token_id = 0
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+
+def documents(data: str) -> list[str]:
+    """The paragraphs of a text file, or the rows of a dataset of the Hub, "hf:name"."""
+    if data.startswith("hf:"):
+        from datasets import load_dataset
+
+        return [row["text"] for row in load_dataset(data.removeprefix("hf:"), split="train")]
+    return [part for part in Path(data).read_text("utf-8").split("\n\n") if part.strip()]
+
+
+def batches(texts: list[str], tokenizer: Any, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Forever: ids and position_ids (batch, length), documents end to end, positions from 0 in each."""
+    order, ids, positions = random.Random(seed), [], []
+    while True:
+        for text in order.sample(texts, len(texts)):
+            tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            ids += tokens
+            positions += range(len(tokens))
+            while len(ids) >= batch * length:
+                now, ids, places, positions = (
+                    ids[: batch * length], ids[batch * length :], positions[: batch * length],
+                    positions[batch * length :],
+                )  # fmt: skip
+                yield torch.tensor(now).view(batch, length), torch.tensor(places).view(batch, length)
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+class LoRA(nn.Module):
+    """linear(x) + x A B: `linear` stays as it is, A and B are trained. B starts at zero."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear = linear
+        kind = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.a = nn.Parameter(torch.randn(linear.in_features, rank, **kind) / math.sqrt(linear.in_features))
+        self.b = nn.Parameter(torch.zeros(rank, linear.out_features, **kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.a @ self.b
+
+
+def add_lora(model: nn.Module, rank: int) -> None:
+    """Gives the projections of every mixer an adapter, and trains nothing else."""
+    model.requires_grad_(False)
+    found = [
+        (parent, name, child)
+        for path, parent in model.named_modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and "attn" in path
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, LoRA(child, rank))
+
+
+def load_model(name: str, device: str) -> tuple[Any, Any]:
+    if name != "tiny":
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
+        return model, transformers.AutoTokenizer.from_pretrained(name)
+    config = transformers.MiniMaxConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=2, eos_token_id=0, pad_token_id=None,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).to(device), Bytes()
+
+
+def loss_of(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """The mean loss of each next token of the same document."""
+    logits = model(ids, position_ids=positions, use_cache=False).logits[:, :-1]
+    target = ids[:, 1:].masked_fill(positions[:, 1:] == 0, -100)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+# --------------------------------------------------------------------------------------------------- the run
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+    """Writes beside the old checkpoint first, so that one that is whole is always there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    torch.save({"weights": trained(model), "optimizer": optimizer.state_dict(), "losses": losses}, fresh)
+    fresh.replace(path)
+
+
+def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> list[float]:
+    saved = torch.load(path, map_location=device)
+    weights = trained(model)
+    if saved["weights"].keys() != weights.keys():
+        raise click.UsageError(f"{path} holds other weights than these options train")
+    for name, p in weights.items():
+        p.copy_(saved["weights"][name])
+    optimizer.load_state_dict(saved["optimizer"])
+    return list(saved["losses"])
+
+
+def plot(losses: list[float], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    axis.plot(range(1, len(losses) + 1), losses)
+    axis.set(xlabel="step", ylabel="loss")
+    figure.savefig(path)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", "name", default="tiny", help="A model of the Hub, a folder, or 'tiny'.")
+@click.option("--data", default=__file__, help="A text file, or hf:NAME of a dataset with a column 'text'.")
+@click.option("--lora", default=0, help="Rank of the adapters; 0 trains all weights.")
+@click.option("--length", default=256, help="Tokens in a row.")
+@click.option("--batch", default=2, help="Rows a step.")
+@click.option("--steps", default=40)
+@click.option("--lr", default=3e-3)
+@click.option("--every", default=20, help="Steps between checkpoints.")
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for checkpoints and the loss curve.")
+@click.option("--resume", "go_on", is_flag=True, help="Go on from the checkpoint in --out.")
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+@click.option("--seed", default=0)
+def main(
+    name: str, data: str, lora: int, length: int, batch: int, steps: int, lr: float, every: int, out: Path | None,
+    go_on: bool, device: str, seed: int,
+) -> None:  # fmt: skip
+    """Trains, and writes checkpoints and a loss curve."""
+    console = Console()
+    torch.manual_seed(seed)
+    model, tokenizer = load_model(name, device)
+    if lora:
+        add_lora(model, lora)
+    fulmen.integrations.transformers.accelerate(model)
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses: list[float] = []
+    if go_on:
+        if out is None:
+            raise click.UsageError("--resume needs --out")
+        losses = resume(out / "checkpoint.pt", model, optimizer, device)
+    rows = batches(documents(data), tokenizer, batch, length, seed)
+    for _ in losses:  # those that were seen
+        next(rows)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("loss", total=steps, completed=len(losses))
+        while len(losses) < steps:
+            ids, positions = (x.to(device) for x in next(rows))
+            loss = loss_of(model, ids, positions)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+            progress.update(task, advance=1, description=f"loss {losses[-1]:.3f}")
+            if out is not None and (len(losses) % every == 0 or len(losses) == steps):
+                save(out / "checkpoint.pt", model, optimizer, losses)
+    if losses:
+        console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
+    if out is not None:
+        plot(losses, out / "loss.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""fla's functions of linear attention with a scalar decay, with its signatures, layout and meaning, computed by fulmen.
+
+    from fulmen.integrations.fla import chunk_simple_gla      # was: from fla.ops.simple_gla import chunk_simple_gla
+
+q, k, v are (B, T, H, D); `scale` is 1 / sqrt(D) unless given; a log decay g is not positive (fulmen's decay is -g). A
+call gives (o, final state or None). States are (sequences, H, D, E) in fp32, with `state_v_first` (sequences, H, E, D).
+Heads may be shared as in `lightning_attention`. chunk_size and cu_seqlens_cpu are hints that fulmen does not need.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulmen.lightning.op import lightning_attention_with_state
+
+__all__ = [
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
+    "fused_recurrent_simple_gla",
+]
+
+State = Tensor | tuple[Tensor, Tensor] | None
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t S_t; g (B, T, H), or g_gamma (H,) for all tokens.
+
+    A g that is expanded from one number for each head costs no more than g_gamma.
+    """
+    _check_rank(q=q, k=k, v=v)
+    if g is not None and g_gamma is not None:
+        raise ValueError("g and g_gamma are both given: a decay is either of each token, g, or constant, g_gamma")
+    if g is not None and g.ndim != 3:
+        raise ValueError(f"g has shape {tuple(g.shape)}, must be (B, T, H)")
+    if g is not None and not any(step for step, size in zip(g.stride()[:2], g.shape[:2], strict=True) if size != 1):
+        g_gamma, g = g[0, 0], None
+    decay = None if g_gamma is None else -g_gamma.float()
+    decay = decay if g is None else -g.float().transpose(1, 2)
+    state = _turned(initial_state, state_v_first)
+    o, final = _attend(q, k, v, decay, scale, state, cu_seqlens, backend)
+    return o, _turned(final, state_v_first) if output_final_state else None
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `chunk_simple_gla`, whose kernels serve any length; `reverse` is not supported."""
+    if reverse:
+        raise ValueError("reverse=True is not supported: flip q, k, v and g along T")
+    return chunk_simple_gla(
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
+    )  # fmt: skip
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Slopes of (8 / H) h (1 - layer_idx / num_layers), as fla has them: head 0 does not decay."""
+    _check_rank(q=q, k=k, v=v)
+    H = q.shape[2]
+    gamma = torch.arange(H, device=q.device) * -(8 / H * (1 - layer_idx / num_layers))
+    return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Retention: decays of 1 - 2^(-5 - h)."""
+    _check_rank(q=q, k=k, v=v)
+    gamma = torch.log1p(-torch.exp2(-5.0 - torch.arange(q.shape[2], device=q.device)))
+    return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """No decay. With `normalize` o_t is divided by scale q_t . z_t, where z_t is the sum of the keys up to t.
+
+    A state is then (S, z): z (sequences, 1, H, D). The denominator is linear attention whose values are 1.
+    """
+    _check_rank(q=q, k=k, v=v)
+    if not normalize:
+        return chunk_simple_gla(
+            q, k, v, None, None, scale, _tensor(initial_state), output_final_state, False, cu_seqlens
+        )  # fmt: skip
+    state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+    o, state = _attend(q, k, v, None, scale, state, cu_seqlens)
+    ones = torch.ones_like(v[..., :1])
+    below, z = _attend(q, k, ones, None, scale, None if z is None else z.transpose(1, 2).mT, cu_seqlens)
+    o = (o.float() / (below.float() + 1e-10)).to(o.dtype)
+    return o, (state, z.mT.transpose(1, 2)) if output_final_state else None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float | None, state: Tensor | None, ends: Any,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    o, final = lightning_attention_with_state(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        decay,
+        scale=1 / math.sqrt(k.shape[3]) if scale is None else scale,
+        initial_state=None if state is None else state.to(wide).contiguous(),
+        cu_seqlens=None if ends is None else ends.to(torch.int32),
+        backend=backend,
+    )
+    return o.transpose(1, 2), final
+
+
+def _turned(state: Tensor | None, v_first: bool) -> Tensor | None:
+    return state.mT if v_first and state is not None else state
+
+
+def _tensor(state: State) -> Tensor | None:
+    if isinstance(state, tuple):
+        raise ValueError("initial_state is a tuple, (S, z): without normalize there is no z, pass S alone")
+    return state
+
+
+def _check_rank(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(getattr(x, 'shape', ()))}, must be (B, T, heads, head dim)")

@@ -1,0 +1,196 @@
+"""mamba-ssm's functions for Mamba-2, with its signatures, layout and meaning, computed by fulmen.
+
+    from fulmen.integrations.mamba import mamba_chunk_scan_combined, selective_state_update
+
+Mamba-2's scan is lightning attention with a decay for each token and heads of q and k that heads of v share:
+
+    q = C,  k = B,  v = dt x,  s = -A dt          h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T,  y_t = h_t C_t + D x_t
+
+x, z are (B, L, heads, head dim), dt (B, L, heads), B and C (B, L, groups, state size). States are (B, heads, head dim,
+state size): fulmen's, transposed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fulmen.lightning.op import lightning_attention_with_state
+
+__all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
+
+RESET = 128.0  # a decay of exp(-128) leaves nothing in fp32, and a running sum that takes it in stays exact to 1e-5
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """y (B, L, heads, head dim), of x's dtype; with return_final_states (y, states after the last token).
+
+    D                 (heads,) or (heads, head dim): y = h C + D x
+    z                 y times silu(z)
+    dt                plus dt_bias (heads,), through softplus with dt_softplus, then clamped to dt_limit
+    seq_idx           int (B, L): the state starts again at zero where it changes
+    cu_seqlens        (sequences + 1,), B is 1: packed sequences. initial_states are then one for each sequence
+    return_*_states   final: of each row of the batch. varlen, with cu_seqlens: of each sequence
+    state_dtype       of the returned states, fp32 unless given; chunk_size is a hint that fulmen does not need
+    """
+    _check(x, dt, A, B, C, seq_idx, cu_seqlens)
+    if return_varlen_states and cu_seqlens is None:
+        raise ValueError("return_varlen_states needs cu_seqlens")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
+    decay = -A.float() * dt
+    if seq_idx is not None:
+        changes = torch.cat([seq_idx[:, :1] != 0, seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
+        decay = decay + RESET * changes[..., None]
+    y, states = lightning_attention_with_state(
+        C.transpose(1, 2),
+        B.transpose(1, 2),
+        (x * dt[..., None]).to(x.dtype).transpose(1, 2),
+        decay.transpose(1, 2),
+        initial_state=None if initial_states is None else initial_states.mT.to(wide).contiguous(),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int32),
+        backend=backend,
+    )
+    y = _through_d_and_z(y.transpose(1, 2), x, D, z)
+    states = states.mT if state_dtype is None else states.mT.to(state_dtype)
+    last = states[-1:] if cu_seqlens is not None else states
+    found = (*[last] * return_final_states, *[states] * return_varlen_states)
+    return (y, *found) if found else y
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """One token for each row: `state` is updated in place, y (B, heads, head dim) returned. No gradients.
+
+    state  (slots, heads, head dim, state size), any float dtype
+    x, dt, z         (B, heads, head dim)         A   (heads, head dim, state size)
+    B, C             (B, groups, state size)      D, dt_bias   (heads, head dim)
+    state_batch_indices  int (B,), which slot a row has; -1: padding, whose y is zero. Row b has slot b unless given
+
+    Without heads, as in Mamba: state (slots, dim, state size), x (B, dim), A (dim, state size) and so on.
+    """
+    if state.ndim == 3:
+        D, dt_bias = (None if t is None else t[None] for t in (D, dt_bias))
+        return selective_state_update(
+            state[:, None], x[:, None], dt[:, None], A[None], B[:, None], C[:, None], D,
+            None if z is None else z[:, None], dt_bias, dt_softplus, state_batch_indices,
+        )[:, 0]  # fmt: skip
+    given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    _check_step(given, state_batch_indices)
+    if x.device.type == "cuda":
+        from fulmen.integrations import mamba_step
+
+        return mamba_step.update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+    return _update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+
+
+def _update(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, dt_softplus: bool, slots: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The definition, in PyTorch."""
+    heads = state.shape[1]
+    rows = torch.arange(x.shape[0], device=x.device) if slots is None else slots.long()
+    used = (rows >= 0) & (rows < state.shape[0])
+    rows = torch.where(used, rows, 0)
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    dt = (F.softplus(dt) if dt_softplus else dt)[..., None]
+    B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
+    new = state[rows].float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
+    state[rows[used]] = new[used].to(state.dtype)
+    y = _through_d_and_z((new * C).sum(-1), x, D, z)
+    return y.masked_fill_(~used[:, None, None], 0)
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
+    dt = dt.float() if bias is None else dt.float() + bias.float()
+    dt = F.softplus(dt) if softplus else dt
+    return dt if limit == (0.0, math.inf) and softplus else dt.clamp(*limit)
+
+
+def _through_d_and_z(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    if D is not None:
+        y = y + x * (D[:, None] if D.ndim == 1 else D)
+    if z is not None:
+        y = y * F.silu(z.float())
+    return y.to(x.dtype)
+
+
+def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tensor | None, ends: Tensor | None) -> None:
+    if x.ndim != 4:
+        raise ValueError(f"x has shape {tuple(x.shape)}, must be (B, L, heads, head dim)")
+    batch, length, heads, _ = x.shape
+    if dt.shape != x.shape[:3]:
+        raise ValueError(f"dt has shape {tuple(dt.shape)}, must be (B, L, heads) = {tuple(x.shape[:3])}")
+    if A.shape != (heads,):
+        raise ValueError(f"A has shape {tuple(A.shape)}, must be (heads,) = ({heads},), one number for each head")
+    if B.ndim != 4 or B.shape[:2] != (batch, length) or heads % max(B.shape[2], 1):
+        raise ValueError(
+            f"B has shape {tuple(B.shape)}, must be ({batch}, {length}, groups that divide {heads}, state)"
+        )
+    if C.shape != B.shape:
+        raise ValueError(f"C has shape {tuple(C.shape)}, must be that of B, {tuple(B.shape)}")
+    if seq_idx is not None and seq_idx.shape != (batch, length):
+        raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, must be (B, L) = ({batch}, {length})")
+    if seq_idx is not None and ends is not None:
+        raise ValueError("seq_idx and cu_seqlens both say where sequences begin: pass one")
+
+
+def _check_step(given: dict[str, Tensor | None], slots: Tensor | None) -> None:
+    state, x, B = given["state"], given["x"], given["B"]
+    assert state is not None
+    assert x is not None
+    assert B is not None
+    heads, dim, size = state.shape[1:]
+    groups = B.shape[1] if B.ndim == 3 else 0
+    if not groups or heads % groups:
+        raise ValueError(f"B has shape {tuple(B.shape)}, must be (B, groups that divide {heads}, {size})")
+    rows = (x.shape[0], heads, dim)
+    wanted = {
+        "x": rows, "dt": rows, "z": rows, "A": (heads, dim, size), "B": (x.shape[0], groups, size),
+        "C": (x.shape[0], groups, size), "D": (heads, dim), "dt_bias": (heads, dim),
+    }  # fmt: skip
+    for name, shape in wanted.items():
+        t = given[name]
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, must be {shape} with state {tuple(state.shape)}")
+    if slots is None and x.shape[0] > state.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} rows and state {state.shape[0]} slots: pass state_batch_indices")
+    if slots is not None and (slots.shape != rows[:1] or slots.is_floating_point()):
+        raise ValueError(f"state_batch_indices is {slots.dtype} {tuple(slots.shape)}, must be integers ({rows[0]},)")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values()):
+        raise NotImplementedError("selective_state_update has no gradient: call it under torch.no_grad()")

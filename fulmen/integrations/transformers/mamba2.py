@@ -1,0 +1,134 @@
+"""The Mamba-2 mixers of transformers: Mamba-2, Bamba, Granite 4 H, Falcon-H1, Nemotron-H, Zamba2.
+
+Their forwards are alike: projection, convolution, scan, gated norm, projection. They call functions of the module that
+defines them, which compute in plain PyTorch where mamba-ssm and causal-conv1d are not installed. `replace` gives
+one mixer a forward of the same code that finds fulmen's functions there; parameters and cache stay the module's own.
+
+| name in their module | here |
+|---|---|
+| mamba2_chunk_scan | `fulmen.integrations.mamba.mamba_chunk_scan_combined` |
+| mamba2_selective_state_update | `fulmen.integrations.mamba.selective_state_update` |
+| mamba2_split_conv1d_scan_combined | nothing: the mixer calls the others one by one |
+| causal_conv1d_fn | theirs; within packed sequences `conv` |
+
+Packed sequences reach the mixers as `seq_idx`, which `announce`, a forward pre-hook of the model, makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fulmen.integrations import mamba
+from fulmen.integrations.transformers import packing
+from fulmen.integrations.transformers.forward import set_forward
+from fulmen.lightning.spec import MAX_HEAD_DIM
+
+CALLS = {"mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"}
+PARTS = ("in_proj", "conv1d", "out_proj", "A_log", "D", "dt_bias", "ssm_state_size", "head_dim", "time_step_limit")
+
+
+def matches(module: nn.Module) -> bool:
+    """Whether the module has the parts of a Mamba-2 mixer."""
+    return all(hasattr(module, name) for name in PARTS)
+
+
+def unsupported_reason(module: Any) -> str | None:
+    """Why the mixer cannot be served, or None."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or not set(code.co_names) >= CALLS:
+        return f"its forward does not call {', '.join(sorted(CALLS))}, as transformers 5.22's does"
+    largest = max(module.ssm_state_size, module.head_dim)
+    return None if largest <= MAX_HEAD_DIM else f"its state size or head dim {largest} is above {MAX_HEAD_DIM}"
+
+
+def replace(module: Any, backend: str) -> Callable[[], None]:
+    """Serves the mixer; returns what undoes it."""
+    own = inspect.unwrap(type(module).forward)
+    functions = {
+        "mamba2_chunk_scan": functools.partial(chunk_scan, backend=backend),
+        "mamba2_selective_state_update": functools.partial(state_update, dt_limit=module.time_step_limit),
+        "mamba2_split_conv1d_scan_combined": no_fused,
+        "causal_conv1d_fn": functools.partial(conv, own=own.__globals__["causal_conv1d_fn"]),
+    }
+    forward = types.FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    if own is not type(module).forward:  # transformers' decorator, which loads offloaded weights of the convolution
+        hooks = importlib.import_module("transformers.integrations.accelerate")
+        forward = hooks.force_accelerate_hooks("conv1d")(forward)
+    return set_forward(module, types.MethodType(forward, module))
+
+
+def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A forward pre-hook of the model, after packing's: `seq_idx` (B, N), where sequences are packed."""
+    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    tokens = args[0] if tokens is None and args else tokens
+    starts = None if tokens is None or kwargs.get("seq_idx") is not None else packing.offsets(tokens, kwargs)
+    if tokens is None or starts is None:
+        return args, kwargs
+    begins = torch.zeros(tokens.shape[0] * tokens.shape[1], dtype=torch.int32, device=starts.device)
+    begins[starts[1:-1].long()] = 1
+    sequences = begins.view(tokens.shape[:2])
+    sequences[:, 0] = 0
+    sequences = sequences.cumsum(1).to(torch.int32)
+    setattr(sequences, packing.NAME, starts)  # for attention layers that are not given position_ids
+    return args, {**kwargs, "seq_idx": sequences}
+
+
+# ------------------------------------------------------------------- what the mixers call, with their signatures
+
+
+def chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None = None, *, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    seq_idx: Tensor | None = None, backend: str = "auto", **others: Any,
+) -> Any:  # fmt: skip
+    """y, or y and the last states; `others` are of other layers."""
+    return mamba.mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, dt_softplus=dt_softplus,
+        dt_limit=(dt_limit[0], dt_limit[1]), return_final_states=return_final_states, backend=backend,
+    )  # fmt: skip
+
+
+def state_update(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, *,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), **others: Any,
+) -> Tensor:  # fmt: skip
+    """y of one token; `state` is updated in place. dt_limit holds as in the scan; transformers' own step forgets it."""
+    if tuple(dt_limit) != (0.0, float("inf")):
+        dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+        dt, dt_bias = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit), None
+        dt_softplus = False
+    return mamba.selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+
+def no_fused(*args: Any, **kwargs: Any) -> None:
+    """Convolution, scan and norm in one call, for training: None has the mixer call them one by one."""
+
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    own: Callable[..., Tensor], seq_idx: Tensor | None = None, **others: Any,
+) -> Tensor:  # fmt: skip
+    """The causal convolution (B, channels, N) of each channel: transformers' own, but within packed sequences."""
+    if seq_idx is None:
+        y = own(x, weight, bias, activation=activation)
+        return y.transpose(1, 2).contiguous().transpose(1, 2)  # one copy for x, B and C, whose heads the scan reads
+    y = x * weight[:, -1:]
+    for back in range(1, min(weight.shape[1], x.shape[2])):
+        same = seq_idx[:, None, back:] == seq_idx[:, None, :-back]
+        y = y + nn.functional.pad(x[:, :, :-back] * same, (back, 0)) * weight[:, -1 - back, None]
+    if bias is not None:
+        y = y + bias[:, None]
+    if activation is not None:
+        y = importlib.import_module("transformers.activations").ACT2FN[activation](y)
+    return y.to(x.dtype).transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,69 @@
+"""Packed sequences as transformers announces them: by `cu_seq_lens_q`, or by `position_ids` that start over.
+
+Only the model's forward sees whether there is a padding mask or a cache. So `announce`, a pre-hook of that forward,
+reads `position_ids` there, once, and leaves the offsets on that tensor for the layers. A layer that is computed again
+by gradient checkpointing finds them there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "fulmen_offsets"
+
+
+def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook. As in transformers' own masks, a padding mask or a cache means that nothing is packed.
+
+    Synchronises if there are `position_ids` on a GPU, as transformers does.
+    """
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        packed = positions.ndim == 2 and kwargs.get("attention_mask") is None and not will_cache(module, kwargs)
+        setattr(positions, NAME, _starts(positions) if packed else None)
+
+
+def will_cache(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward of the model with these arguments has a cache, be it one that it makes."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
+        return True
+    use_cache = kwargs.get("use_cache")
+    wanted = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
+    return bool(wanted) and not (module.training and getattr(module, "gradient_checkpointing", False))
+
+
+@torch.compiler.disable
+def _starts(positions: Tensor) -> Tensor | None:
+    """int32 offsets of the sequences, rows laid end to end: one starts with a row, or where positions do not go on."""
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff(dim=1) != 1
+    if not bool(starts[:, 1:].any()):
+        return None
+    return torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
+
+
+def offsets(x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """int32 offsets of the sequences packed in x (B, N, ...), its rows laid end to end; None: one in each row.
+
+    kwargs  what transformers passes to a layer.
+    """
+    given = kwargs.get("cu_seq_lens_q")
+    if given is not None:
+        if x.shape[0] != 1:
+            raise ValueError(f"cu_seq_lens_q packs sequences along N, so B must be 1; got {tuple(x.shape)}")
+        return given.to(torch.int32)
+    for name in ("position_ids", "seq_idx"):  # (B or 1, N)
+        told = kwargs.get(name)
+        found: Tensor | None = None if told is None else getattr(told, NAME, None)
+        if told is not None and found is not None:
+            return found if told.shape[0] == x.shape[0] else _for_each_row(found, x)
+    return None
+
+
+def _for_each_row(found: Tensor, x: Tensor) -> Tensor:
+    """Offsets for all rows of x, which are packed alike."""
+    row = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)[:, None] * x.shape[1]
+    return torch.nn.functional.pad((row + found[:-1]).flatten(), (0, 1), value=x.shape[0] * x.shape[1])

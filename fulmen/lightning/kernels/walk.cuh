@@ -1,0 +1,112 @@
+// The sizes of a sweep (sweep.cu), and its walk: which rows a block owns, and in which order it takes its chunks.
+
+constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
+constexpr int PANELS = D / 64;
+constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1) * PANEL;         // a, b, c
+constexpr int STATE = PANELS * PANEL;                                // a state in bf16
+constexpr int THREADS = 128 * (2 + OUTS);
+constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
+static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
+static_assert(!SHARE || TILES == PANELS, "a block loads the panel of its tile");
+static_assert(!TOKENS || DECAY, "a decay for each token is a decay");
+
+// Of a chunk whose rows have a decay each: what its rows and its state are multiplied with.
+struct Decays {
+    float since[C];                 // bits that have decayed from the chunk's first row to this one, both included
+    float into[C];                  // of the state, where a row reads it; times scale
+    uint2 left[C / 2];              // of pairs of rows, where they enter the state: in twice the digits of bf16
+    float keep, unused[3];          // of the state
+};
+
+
+// ---------------------------------------------------------------------------------------------------- walks
+
+// What a block owns, and in which order it takes its chunks.
+struct Walk {
+    int b, h, tile, number;         // number: of (sequence, head) or of its segment, which names its states
+    int first, length, chunks;      // the rows: first is the one before the end, if it walks right to left
+    int slot, head;                 // of saved states
+    int which;                      // of the launch's sweeps
+    float rate;                     // a row decays by 2^rate
+    bool reverse, grouped, whole;   // whole: comes before those that are cut
+
+    __device__ __forceinline__ const Sweep &find(const Args &x) {
+        int pid = blockIdx.x;
+        tile = pid % TILES;
+        pid /= TILES;
+        which = pid % x.sweeps;
+        const Sweep &sweep = x.sweep[which];
+        number = pid / x.sweeps + x.start;
+        reverse = sweep.reverse;
+        grouped = SAVE == 2 && sweep.saved;
+        whole = number < x.whole;
+        int sequence, segment = 0, begin = 0, end = x.n, unit = number;
+        if (PACKED && x.segment_offsets) {   // the last sequence that begins with this segment or before
+            h = number % x.h;
+            sequence = 0;
+            for (int beyond = x.segments; beyond - sequence > 1;) {
+                int middle = (sequence + beyond) / 2;
+                if (x.segment_offsets[middle] <= number / x.h) sequence = middle;
+                else beyond = middle;
+            }
+            segment = number / x.h - x.segment_offsets[sequence];
+        } else {
+            if (!whole) {
+                number -= x.whole;
+                segment = number % x.segments;
+                unit = x.whole + number / x.segments;
+            }
+            h = unit % x.h, sequence = unit / x.h;
+        }
+        b = PACKED ? 0 : sequence;
+        if (PACKED) {               // clamped: a wrong cu_seqlens must not reach foreign memory
+            begin = min(max(x.cu[sequence], 0), x.n);
+            end = min(max(x.cu[sequence + 1], begin), x.n);
+        }
+        int skip = segment * x.segment;
+        if (TOKENS && reverse && !whole) skip = ((end - begin + x.segment - 1) / x.segment - 1) * x.segment - skip;
+        length = max(0, min(end - begin - skip, whole ? x.n : x.segment));
+        if (TOKENS ? x.not_last && (reverse ? skip == 0 : begin + skip + x.segment >= end) || skip < 0
+                   : x.not_last && begin + skip + x.segment >= end) length = 0;
+        chunks = (length + C - 1) / C;
+        first = reverse && !TOKENS ? end - skip : begin + skip;
+        rate = DECAY && !TOKENS ? -1.4426950408889634f * x.decay[h] : 0.0f;
+        if (DECAY && !TOKENS && !OUTS) {  // of a state alone: chunks from whose time less than 2^-64 is left are not read
+            const int seen = 1 + (int)fminf(-64.0f / fminf(rate, -1e-30f), 1e9f), over = max(length - seen, 0) / C;
+            first += reverse ? -over * C : over * C;
+            length -= over * C;
+            chunks -= over;
+        }
+        slot = skip / (EVERY * C);
+        head = b * x.h + h;
+        if (PACKED) slot += begin / (EVERY * C) + sequence, head = h;
+        return sweep;
+    }
+
+    // The n-th chunk in walking order, counted from `first` on.
+    __device__ __forceinline__ int chunk(int n) const {
+        if (!OUTS && !DECAY) return chunks - 1 - n;  // so that L2 still has what the sweep from this state begins with
+        if (!grouped) return n;
+        const int groups = (chunks + EVERY - 1) / EVERY, top = chunks - (groups - 1) * EVERY;
+        if (n < top) return (groups - 1) * EVERY + n;
+        return (groups - 2 - (n - top) / EVERY) * EVERY + (n - top) % EVERY;
+    }
+
+    // Its place among them, left to right where there is a decay for each token.
+    __device__ __forceinline__ int place(int n) const { return TOKENS && reverse ? chunks - 1 - chunk(n) : chunk(n); }
+    __device__ __forceinline__ int row(int n) const {
+        return reverse && !TOKENS ? first - (chunk(n) + 1) * C : first + place(n) * C;
+    }
+    __device__ __forceinline__ int left(int n) const { return length - place(n) * C; }
+    __device__ __forceinline__ bool ends_first() const { return reverse && !TOKENS; }  // rows missing are the first ones
+    __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
+
+    // The head of a tensor that has this block's rows.
+    __device__ __forceinline__ int head_of(const Args &x, int map) const { return GROUPED ? h / x.group[map] : h; }
+
+    // Which comes without all of its rows, if one does: the last in place, but not always in turn.
+    __device__ __forceinline__ int partial() const {
+        if (length % C == 0) return -1;
+        return (!OUTS && !DECAY) || (TOKENS && reverse) ? 0 : grouped ? (chunks - 1) % EVERY : chunks - 1;
+    }
+};

@@ -1,0 +1,120 @@
+"""What a decay for each token adds to the sweeps in Triton: the factors of a chunk, and the gradient of the decay.
+
+With s_t the decay of token t and a_t its running sum, the weight of token j for t is exp(a_j - a_t): a difference of
+sums within a chunk, never an exponential of a positive number. What passes token t, from tokens before it to t and
+later ones, is what its decay scales; see docs/lightning.md:
+
+    ds_t = -<exp(-s_t) S_{t-1}, dS_t> = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>
+
+for any r <= t. Roundings add up along that sum, so it begins anew at every SPAN-th row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fulmen.lightning.policy import SAVED_ROWS
+from fulmen.tiles import LOG2E, at_head, find_tile, offset_at
+
+FORGOTTEN = tl.constexpr(64)  # bits
+SPAN = tl.constexpr(SAVED_ROWS)
+
+
+@triton.jit
+def token_decays(s, scale, C: tl.constexpr, REVERSE: tl.constexpr, FP32: tl.constexpr):
+    """The factors of a chunk whose rows decay by s: mask, a_decay, c_decay, then keep and what rounding it lost.
+
+    A difference of running sums is exact to what their size leaves of it. So fp32 sums in fp64; 16 bits take no row for
+    more than FORGOTTEN bits, of which 2^-FORGOTTEN is left.
+    """
+    if FP32:
+        bits = s.to(tl.float64) * LOG2E
+    else:
+        bits = tl.minimum(s * LOG2E, 1.0 * FORGOTTEN)
+    a = tl.cumsum(bits, axis=0)  # [C], of this row and those before
+    total = tl.sum(bits, axis=0)
+    offs = tl.arange(0, C)
+    if REVERSE:
+        seen = offs[:, None] >= offs[None, :]
+        apart = a[:, None] - a[None, :]
+    else:
+        seen = offs[:, None] <= offs[None, :]
+        apart = a[None, :] - a[:, None]
+    mask = tl.where(seen, tl.exp2(tl.minimum(-apart, 0.0).to(tl.float32)) * scale, 0.0)  # [C (j), C (i)]
+    since = tl.exp2((-a).to(tl.float32))
+    until = tl.exp2(tl.minimum(a - total, 0.0).to(tl.float32))
+    exact = tl.exp2(-total)
+    keep = exact.to(tl.float32)
+    rest = (exact - keep).to(tl.float32)
+    if REVERSE:
+        return mask, until * scale, since, keep, rest
+    else:
+        return mask, since * scale, until, keep, rest
+
+
+@triton.jit
+def after_row(x, forgets, y, forgets_y):
+    """Joins two stretches of a running sum that begins anew at a row that forgets."""
+    return tl.where(forgets_y, y, x + y), forgets | forgets_y
+
+
+@triton.jit
+def meet(state, tokens, slot, place, pid_v, scale, offs, mask, LAST: tl.constexpr, TILES: tl.constexpr):
+    """Before every SPAN-th row: stores the state's gradient [V, K]; where LAST, its product with the state, summed."""
+    SIZE: tl.constexpr = state.shape[0] * state.shape[1] * TILES
+    if place % SPAN == 0:
+        number = slot + place // SPAN
+        ptrs = tokens.gradients + number.to(tl.int64) * SIZE + offs
+        if LAST:
+            gradient = tl.load(ptrs, mask=mask, other=0.0)
+            tl.store(tokens.anchors + number * TILES + pid_v, tl.sum(tl.sum(state * gradient, axis=1), axis=0) * scale)
+        else:
+            tl.store(ptrs, state, mask=mask)
+
+
+@triton.jit
+def lightning_token_gradient_kernel(
+    ddecay_ptr,  # (B, H, N), written
+    decay_ptr,  # (B, H, N)
+    qdq_ptr,  # (B, H, tiles of D, N)
+    kdk_ptr,
+    anchors_ptr,  # (B * H, slots, parts): parts of <S, dS> before every SPAN-th row of a sequence
+    cu_seqlens_ptr,  # or None
+    to_strides,  # of ddecay
+    from_strides,  # of decay
+    H,
+    N,
+    sequences,
+    slots,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """ds of SPAN rows from row r on: ds_t = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>.
+
+    Nothing passes a row that forgets: there the sum is zero, and begins anew. Programs are (batch entry, head, slot).
+    """
+    slot = tl.program_id(0) % slots
+    unit = tl.program_id(0) // slots
+    b, h = unit // H, unit % H
+    begin = slot * SPAN
+    end = N
+    if cu_seqlens_ptr is not None:
+        sequence, span = find_tile(cu_seqlens_ptr, slot, sequences, N, SPAN)
+        begin = offset_at(cu_seqlens_ptr, sequence, N) + span * SPAN
+        end = offset_at(cu_seqlens_ptr, sequence + 1, N)
+    offs = tl.arange(0, SPAN)
+    mask = begin + offs < end
+    x = tl.zeros([SPAN], tl.float64)
+    dots = unit.to(tl.int64) * TILES * N + begin + offs - 1
+    before = mask & (offs > 0)
+    for tile in tl.static_range(TILES):
+        x += tl.load(qdq_ptr + dots + tile * N, mask=before, other=0.0)
+        x -= tl.load(kdk_ptr + dots + tile * N, mask=before, other=0.0)
+    for part in tl.static_range(PARTS):
+        x -= tl.load(anchors_ptr + (unit * slots + slot) * PARTS + part + offs * 0, mask=mask & (offs == 0), other=0.0)
+    s = tl.load(at_head(decay_ptr, from_strides, b, h, begin) + offs * from_strides[2], mask=mask, other=0.0)
+    forgets = s * LOG2E > 0.5 * FORGOTTEN
+    x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), forgets), 0, after_row)
+    tl.store(at_head(ddecay_ptr, to_strides, b, h, begin) + offs * to_strides[2], x.to(tl.float32), mask=mask)

@@ -1,0 +1,60 @@
+"""The longer examples: fine-tuning a Hugging Face model, and a stack on longer and longer sequences."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name, *arguments):
+    done = CliRunner().invoke(script(name).main, [str(a) for a in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_finetuning_resumes_where_it_stopped(lora, tmp_path):
+    options = ("--lora", lora, "--length", 48, "--every", 3, "--device", "cpu")
+    run("finetune", *options, "--steps", 6, "--out", tmp_path / "whole")
+    run("finetune", *options, "--steps", 3, "--out", tmp_path / "parts")
+    run("finetune", *options, "--steps", 6, "--out", tmp_path / "parts", "--resume")
+    whole, parts = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "parts"))
+    assert whole["losses"][-1] < whole["losses"][0]
+    torch.testing.assert_close(parts["losses"], whole["losses"])
+    torch.testing.assert_close(parts["weights"], whole["weights"])
+    assert all(name.endswith((".a", ".b")) for name in whole["weights"]) == bool(lora)
+    assert (tmp_path / "parts" / "loss.png").stat().st_size > 0
+    other = CliRunner().invoke(
+        script("finetune").main, ["--lora", str(4 - lora), "--out", str(tmp_path / "whole"), "--resume"]
+    )
+    assert other.exit_code == 2
+    assert "holds other weights" in other.output
+
+
+def test_packed_rows_hold_whole_documents():
+    module = script("finetune")
+    ids, positions = next(module.batches(["abc", "defgh"], module.Bytes(), 1, 10, seed=0))
+    starts = (positions[0] == 0).nonzero().flatten().tolist()
+    assert starts[0] == 0
+    assert [int(ids[0, start - 1]) for start in starts[1:]] == [0] * (len(starts) - 1), "a document ends before it"
+
+
+def test_longer_and_longer_sequences(tmp_path):
+    said = run("long_context", "--from", 64, "--to", 256, "--plot", tmp_path / "long.png", "--patterns", "L,LG")
+    assert all(f"{pattern} {N} tokens" in said for pattern in ("L", "LG") for N in (64, 128, 256))
+    assert (tmp_path / "long.png").stat().st_size > 0
+    found = [(N, 1e-6 * N**1.5, 0.0) for N in (1, 2, 1024, 2048, 4096)]
+    assert script("long_context").exponent(found) == pytest.approx(1.5)

@@ -1,0 +1,135 @@
+"""fla's functions, token by token in fp64 from their definitions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fulmen.integrations import fla
+
+B, T, H, D, E = 2, 37, 4, 16, 8
+ENDS = [0, 5, 5, 24, 37]
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.fixture
+def qkv():
+    torch.manual_seed(0)
+    return drawn(B, T, H, D), drawn(B, T, H, D), drawn(B, T, H, E)
+
+
+def recurrent(q, k, v, g, scale=None, state=None):
+    """g (B, T, H): o, final state."""
+    q, scale = q.double(), q.shape[3] ** -0.5 if scale is None else scale
+    S = torch.zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=torch.float64) if state is None else state.double()
+    o = []
+    for t in range(q.shape[1]):
+        S = g[:, t].double().exp()[..., None, None] * S + k[:, t].double()[..., None] * v[:, t].double()[..., None, :]
+        o.append(scale * torch.einsum("bhd,bhde->bhe", q[:, t], S))
+    return torch.stack(o, 1), S
+
+
+def close(got, want):
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("call", [fla.chunk_simple_gla, fla.fused_recurrent_simple_gla])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_simple_gla(qkv, call, scale):
+    g, state = torch.nn.functional.logsigmoid(torch.randn(B, T, H)), torch.randn(B, H, D, E)
+    o, final = call(*qkv, g, scale=scale, initial_state=state, output_final_state=True)
+    want, last = recurrent(*qkv, g, scale, state)
+    assert o.shape == (B, T, H, E)
+    close(o, want)
+    close(final, last)
+    assert call(*qkv, g)[1] is None
+    turned = call(*qkv, g, scale=scale, initial_state=state.mT, output_final_state=True, state_v_first=True)
+    assert torch.equal(turned[0], o)
+    assert torch.equal(turned[1], final.mT)
+
+
+def test_gradients(qkv):
+    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H)).requires_grad_()
+    leaves = [x.requires_grad_() for x in qkv]
+    do = torch.randn(B, T, H, E, dtype=torch.float64)
+    got = torch.autograd.grad(fla.chunk_simple_gla(*leaves, g)[0], [*leaves, g], do)
+    want = torch.autograd.grad(recurrent(*leaves, g)[0], [*leaves, g], do)
+    for a, b in zip(got, want, strict=True):
+        close(a, b.double())
+
+
+def test_packed(qkv):
+    q, k, v = (x[:1] for x in qkv)
+    g, ends = -torch.rand(1, T, H), torch.tensor(ENDS)  # int64, as fla has it
+    o, final = fla.chunk_simple_gla(q, k, v, g, output_final_state=True, cu_seqlens=ends)
+    for i, (a, b) in enumerate(itertools.pairwise(ENDS)):
+        if a < b:
+            want, last = recurrent(q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b])
+            close(o[:, a:b], want)
+            close(final[i : i + 1], last)
+
+
+def test_constant_decays(qkv):
+    h = torch.arange(H, dtype=torch.float64)
+    ways = {
+        "lightning": (lambda: fla.chunk_lightning_attn(*qkv, 3, 12), -(8 / H * (1 - 3 / 12)) * h),
+        "retention": (lambda: fla.chunk_retention(*qkv), torch.log(1 - 2.0 ** (-5 - h))),
+        "gamma": (lambda: fla.chunk_simple_gla(*qkv, g_gamma=-h), -h),
+        "none": (lambda: fla.chunk_linear_attn(*qkv, normalize=False), 0 * h),
+    }
+    for name, (call, gamma) in ways.items():
+        o, final = call()
+        assert final is None, name
+        close(o, recurrent(*qkv, gamma.expand(B, T, H))[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_normalised(packed):
+    torch.manual_seed(0)
+    rows = 1 if packed else B
+    q, k = (torch.rand(rows, T, H, D, dtype=torch.float64) for _ in range(2))
+    v, ends = torch.randn(rows, T, H, E, dtype=torch.float64), torch.tensor(ENDS) if packed else None
+    o, (S, z) = fla.chunk_linear_attn(q, k, v, output_final_state=True, cu_seqlens=ends)
+    assert z.shape == (4 if packed else B, 1, H, D)
+    for i, (a, b) in enumerate(itertools.pairwise(ENDS) if packed else [(0, T)]):
+        if a < b:
+            zs = k[:, a:b].cumsum(1)
+            want, last = recurrent(q[:, a:b], k[:, a:b], v[:, a:b], torch.zeros(rows, b - a, H))
+            close(o[:, a:b], want / (D**-0.5 * (q[:, a:b] * zs).sum(-1, keepdim=True) + 1e-10))
+            close(z[i : i + 1] if packed else z, zs[:, -1:])
+            close(S[i : i + 1] if packed else S, last)
+    if not packed:  # in two parts
+        first, state = fla.chunk_linear_attn(q[:, :20], k[:, :20], v[:, :20], output_final_state=True)
+        second, _ = fla.chunk_linear_attn(q[:, 20:], k[:, 20:], v[:, 20:], initial_state=state)
+        close(torch.cat([first, second], 1), o)
+
+
+def test_bad_input(qkv):
+    with pytest.raises(ValueError, match="g and g_gamma"):
+        fla.chunk_simple_gla(*qkv, torch.zeros(B, T, H), torch.zeros(H))
+    with pytest.raises(ValueError, match=r"g has shape \(4,\)"):
+        fla.chunk_simple_gla(*qkv, torch.zeros(H))
+    with pytest.raises(ValueError, match="reverse=True"):
+        fla.fused_recurrent_simple_gla(*qkv, reverse=True)
+    with pytest.raises(ValueError, match="q has shape"):
+        fla.chunk_retention(qkv[0][0], *qkv[1:])
+    with pytest.raises(ValueError, match="is a tuple"):
+        fla.chunk_linear_attn(*qkv, normalize=False, initial_state=(torch.zeros(1), torch.zeros(1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128])
+def test_on_a_gpu(size):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 200, 4, size, device="cuda", dtype=torch.bfloat16) / math.sqrt(8) for _ in range(3))
+    g = torch.nn.functional.logsigmoid(torch.randn(2, 200, 4, device="cuda"))
+    o, final = fla.chunk_simple_gla(q, k, v, g, output_final_state=True)
+    want, last = recurrent(*(x.cpu() for x in (q, k, v, g)))
+    assert (o.cpu().double() - want).norm() < 0.01 * want.norm()
+    assert (final.cpu().double() - last).norm() < 0.01 * last.norm()

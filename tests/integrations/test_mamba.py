@@ -1,0 +1,215 @@
+"""mamba-ssm's functions, token by token in fp64 from their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fulmen.integrations import mamba, mamba_step
+
+ROWS, L, H, P, N, G = 2, 41, 6, 8, 16, 2
+OPTIONS = {
+    "plain": {},
+    "softplus": {"dt_bias": True, "dt_softplus": True},
+    "limit": {"dt_softplus": True, "dt_limit": (0.2, 0.9)},
+    "D": {"D": 1},
+    "D of each": {"D": 2, "dt_softplus": True},
+    "z": {"D": 1, "z": True, "dt_bias": True, "dt_softplus": True},
+}
+
+
+def inputs(dtype=torch.float64, rows=ROWS, device="cpu", D=0, z=False, dt_bias=False, **options):
+    torch.manual_seed(0)
+    n = lambda *shape: torch.randn(*shape, dtype=dtype, device=device)  # noqa: E731
+    tensors = {"x": n(rows, L, H, P), "dt": n(rows, L, H), "A": -torch.rand(H, device=device) - 0.1,
+               "B": n(rows, L, G, N), "C": n(rows, L, G, N)}  # fmt: skip
+    if not options.get("dt_softplus"):
+        tensors["dt"] = tensors["dt"].abs()
+    if D:
+        tensors["D"] = n(H, P)[:H, 0] if D == 1 else n(H, P)
+    if z:
+        tensors["z"] = n(rows, L, H, P)
+    if dt_bias:
+        tensors["dt_bias"] = n(H)
+    return tensors, options
+
+
+def scan(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=None, state=None, resets=()):
+    """y and the state after the last token, in fp64."""
+    x, dt, A, B, C = (t.double() for t in (x, dt, A, B, C))
+    dt = dt if dt_bias is None else dt + dt_bias.double()
+    dt = F.softplus(dt) if dt_softplus else dt
+    dt = dt if dt_limit is None else dt.clamp(*dt_limit)
+    B, C = (t.repeat_interleave(H // G, 2) for t in (B, C))
+    h = torch.zeros(x.shape[0], H, P, N, dtype=torch.float64) if state is None else state.double()
+    y = []
+    for t in range(x.shape[1]):
+        h = h * 0 if t in resets else h
+        h = h * torch.exp(dt[:, t] * A)[..., None, None] + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        y.append((h * C[:, t, :, None]).sum(-1))
+    y = torch.stack(y, 1)
+    if D is not None:
+        y = y + x * (D.double()[:, None] if D.ndim == 1 else D.double())
+    return y if z is None else y * F.silu(z.double()), h
+
+
+def close(got, want):
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_scan(name):
+    tensors, options = inputs(**OPTIONS[name])
+    state = torch.randn(ROWS, H, P, N)
+    y, final = mamba.mamba_chunk_scan_combined(
+        **tensors, **options, chunk_size=16, initial_states=state, return_final_states=True
+    )
+    want, last = scan(**tensors, **options, state=state)
+    close(y, want)
+    close(final, last)
+    assert mamba.mamba_chunk_scan_combined(**tensors, **options).shape == y.shape
+
+
+def test_gradients():
+    tensors, options = inputs(**OPTIONS["z"])
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    dy = torch.randn(ROWS, L, H, P, dtype=torch.float64)
+    got = torch.autograd.grad(mamba.mamba_chunk_scan_combined(**tensors, **options), leaves, dy)
+    want = torch.autograd.grad(scan(**tensors, **options)[0], leaves, dy)
+    for name, a, b in zip(tensors, got, want, strict=True):
+        assert a.dtype == tensors[name].dtype
+        close(a, b)
+
+
+def test_sequences_in_a_row():
+    tensors, options = inputs(rows=1, **OPTIONS["z"])
+    ends = [0, 3, 20, L]
+    want, last = scan(**tensors, **options, resets=ends)
+    index = torch.repeat_interleave(torch.arange(3), torch.tensor(ends).diff())[None]
+    y, final = mamba.mamba_chunk_scan_combined(**tensors, **options, seq_idx=index, return_final_states=True)
+    close(y, want)
+    close(final, last)
+    y, final, states = mamba.mamba_chunk_scan_combined(
+        **tensors, **options, cu_seqlens=torch.tensor(ends), return_final_states=True, return_varlen_states=True,
+        state_dtype=torch.float32,
+    )  # fmt: skip
+    close(y, want)
+    close(final, last)
+    assert states.shape == (3, H, P, N)
+    assert torch.equal(states[-1:], final)
+
+
+def step_inputs(shared: bool, dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    n = lambda *shape: torch.randn(*shape, dtype=dtype, device=device)  # noqa: E731
+    given = {"x": n(3, H, P), "B": n(3, G, N), "C": n(3, G, N), "z": n(3, H, P)}
+    if shared:
+        given |= {"dt": n(3, H, 1).expand(3, H, P), "A": -torch.rand(H, 1, 1, device=device).expand(H, P, N),
+                  "dt_bias": n(H, 1).expand(H, P), "D": n(H, 1).expand(H, P)}  # fmt: skip
+    else:
+        given |= {"dt": n(3, H, P), "A": -torch.rand(H, P, N, device=device), "dt_bias": n(H, P), "D": n(H, P)}
+    return given
+
+
+def check_step(update, given, state, slots, less=()):
+    given = {k: None if k in less else v for k, v in given.items()}
+    before, state = state.clone(), state.clone()
+    y = update(state, **given, dt_softplus=True, slots=slots)
+    of = range(3) if slots is None else slots.tolist()
+    for b, slot in enumerate(of):
+        if slot < 0:
+            assert not y[b].any()
+            continue
+        g = {k: None if v is None else v.double() for k, v in given.items()}
+        dt = g["dt"][b] if g["dt_bias"] is None else g["dt"][b] + g["dt_bias"]
+        dt = F.softplus(dt)[..., None]
+        new = before[slot].double() * torch.exp(dt * g["A"])
+        new = new + dt * g["x"][b][..., None] * g["B"][b].repeat_interleave(H // G, 0)[:, None]
+        want = (new * g["C"][b].repeat_interleave(H // G, 0)[:, None]).sum(-1)
+        want = want if g["D"] is None else want + g["x"][b] * g["D"]
+        want = want if g["z"] is None else want * F.silu(g["z"][b])
+        precision = 3 * max(torch.finfo(t.dtype).eps for t in (state, y))
+        assert (state[slot].double() - new).norm() < precision * new.norm()
+        assert (y[b].double() - want).norm() < 3 * precision * want.norm()
+    untouched = [i for i in range(len(state)) if i not in set(of)]
+    assert torch.equal(state[untouched].nan_to_num(), before[untouched].nan_to_num())
+
+
+def plainly(state, *, slots, **given):
+    return mamba.selective_state_update(state, state_batch_indices=slots, **given)
+
+
+def by_kernel(state, *, slots, dt_softplus, **given):
+    order = (given[k] for k in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"))
+    return mamba_step.update(state, *order, dt_softplus, slots)
+
+
+@pytest.mark.parametrize("update", [plainly, by_kernel])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("slots", [None, [4, -1, 0]])
+def test_step(update, shared, slots):
+    state = torch.randn(5, H, P, N)
+    state[3] = torch.nan  # a free slot
+    slots = None if slots is None else torch.tensor(slots, dtype=torch.int32)
+    check_step(update, step_inputs(shared), state, slots)
+    check_step(update, step_inputs(shared), state, slots, ("D", "z", "dt_bias"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shared", [True, False])
+def test_step_on_a_gpu(shared, kept, dtype):
+    state = torch.randn(5, H, P, N, device="cuda").to(kept)
+    check_step(plainly, step_inputs(shared, dtype, "cuda"), state, torch.tensor([4, -1, 0], device="cuda"))
+
+
+def test_a_scan_is_its_steps():
+    tensors, options = inputs(torch.float32, **OPTIONS["z"])
+    y, final = mamba.mamba_chunk_scan_combined(**tensors, **options, return_final_states=True)
+    state, ys = torch.zeros(ROWS, H, P, N), []
+    for t in range(L):
+        one = {k: tensors[k][:, t] for k in ("x", "B", "C", "z")}
+        ys.append(mamba.selective_state_update(
+            state, **one, dt=tensors["dt"][:, t, :, None].expand(ROWS, H, P), dt_softplus=True,
+            A=tensors["A"][:, None, None].expand(H, P, N), D=tensors["D"][:, None].expand(H, P),
+            dt_bias=tensors["dt_bias"][:, None].expand(H, P),
+        ))  # fmt: skip
+    close(torch.stack(ys, 1), y)
+    close(state, final)
+
+
+def test_without_heads():
+    """As Mamba has it."""
+    torch.manual_seed(0)
+    state, x, dt, z = torch.randn(2, P, N), *(torch.randn(2, P) for _ in range(3))
+    A, B, C, D = -torch.rand(P, N), torch.randn(2, N), torch.randn(2, N), torch.randn(P)
+    with_heads = state.clone()[:, None]
+    y = mamba.selective_state_update(state, x, dt, A, B, C, D, z, dt_softplus=True)
+    want = mamba.selective_state_update(
+        with_heads, x[:, None], dt[:, None], A[None], B[:, None], C[:, None], D[None], z[:, None], dt_softplus=True
+    )
+    assert torch.equal(y, want[:, 0])
+    assert torch.equal(state, with_heads[:, 0])
+
+
+def test_bad_input():
+    tensors, _ = inputs()
+    scan_of = lambda **changed: mamba.mamba_chunk_scan_combined(**(tensors | changed))  # noqa: E731
+    wrong = {"dt": tensors["dt"][..., :2], "A": torch.rand(H, P), "B": tensors["B"][:, :, :1].repeat(1, 1, 4, 1),
+             "C": tensors["C"][..., :3], "x": tensors["x"][0]}  # fmt: skip
+    for name, bad in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} has shape"):
+            scan_of(**{name: bad})
+    with pytest.raises(ValueError, match="seq_idx and cu_seqlens"):
+        scan_of(seq_idx=torch.zeros(ROWS, L, dtype=torch.int32), cu_seqlens=torch.tensor([0, L]))
+    with pytest.raises(ValueError, match="return_varlen_states needs cu_seqlens"):
+        scan_of(return_varlen_states=True)
+    given, state = step_inputs(True), torch.zeros(5, H, P, N)
+    with pytest.raises(ValueError, match="dt_bias has shape"):
+        mamba.selective_state_update(state, **given | {"dt_bias": torch.zeros(H)})
+    with pytest.raises(ValueError, match="state_batch_indices"):
+        mamba.selective_state_update(state[:2], **given)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        mamba.selective_state_update(state, **given | {"x": given["x"].clone().requires_grad_()})
