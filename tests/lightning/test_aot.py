@@ -52,7 +52,8 @@ def test_fits_and_does_not_spill(case, compiler):
 
 
 # On wgmma, D = 128 with decay uses all 255 registers; the addresses of states, or of rows whose strides differ, and the
-# factors of a decay for each token cost it a few more. fp32 multiplies on the CUDA cores, with whole rows in registers: at D = 256 that spills, and is slow.
+# factors of a decay for each token cost it a few more. fp32 multiplies on the CUDA cores, with whole rows in registers:
+# at D = 256 that spills, and is slow.
 @pytest.mark.parametrize("case", VARIED, ids=str)
 def test_variants_fit_and_spill_at_most_a_few_registers(case, compiler):
     launches = compiler(case)
