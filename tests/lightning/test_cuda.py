@@ -237,7 +237,9 @@ def launched(h200, monkeypatch):
     """What a call would launch, in order; nothing is."""
     found: list[object] = []
 
-    def run(spec, tile, names, x, tensors, states, cut, first=None, only_cut=False, not_last=False, kept=None):
+    def run(
+        spec, tile, names, x, tensors, states, cut, first=None, only_cut=False, not_last=False, kept=None, tokens=()
+    ):
         for name in names:
             one = sweep.SWEEPS[name]
             needed = [one.a, one.b, one.c] + ([one.out] if tile.outs else [])
