@@ -1,7 +1,7 @@
 """Lightning attention in CUDA C++ for Hopper: kernels/sweep.cu, the sweep of triton.py with warp specialisation.
 
-bf16, D = E of 64 or 128, with a decay for each token D 128 and E 64, too, as Mamba-2 has; as many heads of k and v as of
-q, or q and k with fewer than v. Backward, in u (the bytes of q):
+bf16, D = E of 64 or 128, with a decay for each token D 128 and E 64, too, as Mamba-2 has; k and v have as many heads as
+q, or q and k fewer than v. Backward, in u (the bytes of q):
 
     D = 64    the forward saves the state every SAVED_ROWS rows in bf16, 0.125u; from these one launch makes dq, dk and
               dv, which so read the same rows at about the same time: 4u from memory instead of 7u
