@@ -143,7 +143,7 @@ def linear_row_kernel(
 def load_tile(w_rows, k, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns k to k + BLOCK_K of these rows of a weight, zero beyond K."""
     at = k + offs_k
-    if K % BLOCK_K == 0 and K == BLOCK_K:
+    if K == BLOCK_K:
         return tl.load(w_rows + at[None, :], eviction_policy="evict_first")
     else:
         return tl.load(w_rows + at[None, :], (at < K)[None, :], 0.0, eviction_policy="evict_first")
