@@ -9,7 +9,7 @@
 The pattern says which attention the layers have, in turn: L lightning (linear, a state of fixed size), G grouped-query
 softmax, M multi-head latent. The text is made here, letter by letter the same every time: small sums told as stories,
 so that there is something to learn beyond spelling. At the end the model goes on with prompts of different lengths, in
-one batch, with caches.
+one batch, on pools of pages and states; on a GPU a step is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ from fulmen.layers.attention import GroupedQueryAttention
 from fulmen.layers.cache import KVCache, LatentCache, StateCache
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
+from fulmen.layers.pool import Pool
+from fulmen.layers.sequences import Sequences
 from fulmen.parallel import apply_parallel, shard
 
-Cache = KVCache | LatentCache | StateCache
+Cache = KVCache | LatentCache | StateCache | Pool
+WITHOUT_LENGTHS = ("sdpa", "flash_attn")  # backends that do not read pools
 
 # ------------------------------------------------------------------------------------------------ the model
 
@@ -138,22 +141,53 @@ class HybridLM(nn.Module):
     @torch.no_grad()
     def generate(self, prompts: list[Tensor], new: int, temperature: float = 0.0, cached: bool = True) -> list[Tensor]:
         """Each prompt (N,) with `new` tokens more; without caches every step computes the whole text again."""
+        if cached and self.config.backend not in WITHOUT_LENGTHS:
+            return self._generate_on_pools(prompts, new, temperature)
         longest, device = max(len(p) for p in prompts), self.embed.weight.device
         ids = torch.stack([F.pad(p, (longest - len(p), 0)) for p in prompts]).to(device)
         mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in prompts]).to(device)
-        caches = self.new_caches() if cached else None
-        x = ids
         for _ in range(new):
-            padded = None if x.shape[1] == 1 else mask  # a cache remembers where each row's prompt ended
-            logits = self(x, caches, padded)[:, -1].float()
-            if temperature > 0:
-                token = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)
-            else:
-                token = logits.argmax(dim=-1, keepdim=True)
+            token = pick(self(ids, mask=mask), temperature)
             ids = torch.cat([ids, token], dim=1)
             mask = torch.cat([mask, torch.ones_like(token, dtype=torch.bool)], dim=1)
-            x = token if cached else ids
         return [row[seen] for row, seen in zip(ids, mask, strict=True)]
+
+    def _generate_on_pools(self, prompts: list[Tensor], new: int, temperature: float) -> list[Tensor]:
+        """Prompts are read one by one, then all rows make a token in each step, on a GPU by one CUDA graph."""
+        B, device, length = len(prompts), self.embed.weight.device, max(len(p) for p in prompts) + new
+        served = Sequences(B, length, pages=B * -(-length // 64), page_size=64, slots=B, device=device)
+        pools = [block.attention.new_pool(served) for block in self.blocks]  # type: ignore[operator, union-attr]
+        token, graph = torch.zeros(B, 1, dtype=torch.int64, device=device), None
+        if device.type == "cuda" and new > 1:
+            served.step([], 1)  # of empty rows
+            for _ in range(3):
+                self(token, pools)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self(token, pools)
+        rows, made = [served.new() for _ in prompts], []
+        for i in range(new):
+            if i == 0:
+                for b, prompt in enumerate(prompts):
+                    served.step([rows[b]], len(prompt))
+                    token[b] = pick(self(prompt[None].to(device), pools), temperature)
+            else:
+                served.step(rows, 1)
+                if graph is None:
+                    logits = self(token, pools)
+                else:
+                    graph.replay()
+                token.copy_(pick(logits, temperature))
+            made.append(token.clone())
+        return [torch.cat([p.to(device), *(t[b] for t in made)]) for b, p in enumerate(prompts)]
+
+
+def pick(logits: Tensor, temperature: float) -> Tensor:
+    """The next token (B, 1), the likeliest or drawn, of the last logits of (B, N, vocab)."""
+    last = logits[:, -1].float()
+    if temperature > 0:
+        return torch.multinomial(torch.softmax(last / temperature, dim=-1), 1)
+    return last.argmax(dim=-1, keepdim=True)
 
 
 # ------------------------------------------------------------------------------------------------- the text

@@ -172,9 +172,14 @@ def plain_memory(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is enabled on the device of x."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast q, k, v take the autocast dtype, as in torch's own attention."""
-    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+    if not autocasts(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -209,7 +214,7 @@ def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(implementation)
     def run(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+        if not autocasts(q):
             return implementation(q, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return implementation(q, *args, **kwargs)

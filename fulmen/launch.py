@@ -18,6 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulmen import hardware
 from fulmen.boundary import rows_aligned
+from fulmen.hardware import TARGETS
+from fulmen.plans import Repeated, allocator
 
 runtime = triton.knobs.runtime
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -32,6 +34,21 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu" and runtime.interpret:
         return "Triton's interpreter has no bf16 products" if dtype == torch.bfloat16 else None
     return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {device}"
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels there may start before the one before them has ended: Hopper and later."""
+    return device.type == "cuda" and hardware.of(device).arch >= 90
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have there; without a GPU, the least of those we name."""
+    return hardware.of(device).smem_bytes if device.type == "cuda" else min(hw.smem_bytes for hw in TARGETS.values())
+
+
+def starting(early: bool) -> dict[str, int]:
+    """The option of a launch with which it starts early; its kernel must wait (`gdc_wait`) before it reads results."""
+    return {"launch_pdl": True} if early else {}
 
 
 class Launch(NamedTuple):
@@ -102,15 +119,15 @@ class Ready:
         if current_device() != self.device:  # Triton launches on whichever device is current
             with torch.cuda.device(self.device):
                 self(*tensors)
-        elif hooked(runtime.launch_enter_hook) or hooked(runtime.launch_exit_hook):
+        elif hooked(runtime.launch_enter_hook, runtime.launch_exit_hook):
             run(self.slow._replace(tensors=tensors))
         else:
             self.run(self.grid, 1, 1, raw_stream(self.device), *self.start, *args, *self.rest)
 
 
-def hooked(hook: Any) -> bool:
+def hooked(enter: Any, leave: Any) -> bool:
     """Whether somebody, a profiler, wants to hear of launches."""
-    return bool(getattr(hook, "calls", hook))
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def aligned(tensors: Sequence[Tensor | None]) -> bool:
@@ -142,6 +159,32 @@ def repeat(
         ready = _ready[key] = [Ready(launch, device) for launch in make()]
     for call, given in zip(ready, tensors, strict=True):
         call(*given)
+
+
+def repeated(describe: Callable[..., tuple[tuple[Tensor, ...], Launch]], options: Any) -> Repeated:
+    """Runs what `describe(options, *tensors)` returns: empty outputs, and a launch of the tensors and the outputs."""
+
+    def general(*tensors: Any) -> tuple[Tensor, ...]:
+        outputs, launch = describe(options, *tensors)
+        run_all([launch], tensors[0].device)
+        return outputs
+
+    def prepare(*tensors: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+        device = tensors[0].device
+        if device.type != "cuda" or runtime.interpret:
+            return None
+        outputs, launch = describe(options, *tensors)
+        ready, make = Ready(launch, device), [allocator(x) for x in outputs]
+        missing = (None,) * (len(launch.tensors) - len(tensors) - len(outputs))
+
+        def again(*tensors: Any) -> tuple[Tensor, ...]:
+            outputs = tuple([new() for new in make])
+            ready(*tensors, *outputs, *missing)
+            return outputs
+
+        return again
+
+    return Repeated(general, prepare)
 
 
 def run_all(launches: Sequence[Launch], device: torch.device) -> None:

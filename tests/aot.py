@@ -145,6 +145,14 @@ class LayerCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
+class LinearCase(NamedTuple):
+    """Products of a decoding step of few rows: of one x, and of latent attention."""
+
+    arch: int
+    rows: int
+    dtype: str = "bfloat16"
+
+
 class RanksCase(NamedTuple):
     """What ranks call beside lightning attention's own kernels: `fulmen.parallel.triton`."""
 
@@ -224,7 +232,7 @@ def launches(case: Case) -> list[Any]:
     dstate = x.dstate if case.states else None
     grads = Gradients.empty(spec, saved, getattr(tile, "sweep", tile).block_v if case.per_token else None)
     found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state)
-    return [*found, token_gradient(spec, saved, grads, state, torch.empty_like(decay))] if case.per_token else found
+    return [*found, token_gradient(spec, saved, grads, torch.empty_like(decay))] if case.per_token else found
 
 
 def flash_launches(case: FlashCase) -> list[Any]:
@@ -348,21 +356,21 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     q_norm = rows(B, N, R_Q), rows(R_Q), rows(B, N, R_Q)
     rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(latent.PROGRAMS, R_Q + R, device="meta")
     ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
+    step = q.flatten(2), norm[2], norm[0], None, cos, cos, ints
     found = [
         module.turn_launch(q, k, cos, cos, 1.0, case.interleaved),
-        latent.norm_launch(*q_norm, *norm, rstd, (1e-6, 1e-6)),
-        latent.norm_launch(*norm, *norm, rstd[:1], (1e-6,)),
+        latent.norms((1e-6, 1e-6), *q_norm[:2], *norm[:2])[1],
+        latent.norms((1e-6,), *norm[:2])[1],
         latent.norm_backward_launch(*q_norm, rows(B, N, 0), q_norm[0], *norm, rope, norm[0], rstd, sums),
         adding.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
         *(mamba_step.launch(*mamba_tensors(rows, shared), True) for shared in (False, True)),
         *(
-            decode.latent_step_launch(
-                q[..., nope:], norm[2], rope, cos, cos, ints, table if paged else None,
-                rows(64 if paged else B, 64 if paged else 8192, R + dim),
-                rows(H, B, N, R + dim).permute(1, 2, 0, 3)[..., R:], case.interleaved,
-            )
+            decode.latent_step(
+                (nope, case.interleaved, 0.0), *step, table if paged else None,
+                rows(64 if paged else B, 64 if paged else 8192, R + dim), None,
+            )[1]
             for paged in (False, True)
         ),
     ]  # fmt: skip
@@ -403,6 +411,37 @@ def layer_launches(case: LayerCase) -> list[Any]:
         module.gate_launch(o, o, weight, o, *options),
         module.gate_backward_launch(o, o, weight, o, o, o, sums, *options),
     ]
+
+
+def linear_launches(case: LinearCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.hardware import TARGETS
+    from fulmen.layers.fused import decode, lightning, linear
+    from fulmen.layers.fused.projections import MAX_ROWS, Facts
+
+    for module in (decode, lightning, linear):
+        module.starts_early = lambda device: case.arch >= 90  # as on such a GPU
+    linear.shared_memory = lambda device: TARGETS[case.arch].smem_bytes
+    B, K, H, nope, dim, R, R_Q = case.rows, 4096, 32, 128, 64, 512, 1536
+    rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
+    ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
+    x, q, down = rows(B, 1, K), rows(B, 1, H * (nope + dim)), rows(B, 1, R + dim)
+    cos, c_q, weight = torch.empty(8192, dim // 2, device="meta"), rows(B, 1, R_Q), rows(R_Q) if B == 1 else None
+    up, none = rows(H, 2 * nope, R), [None] * 3
+    step = q, down, down, rows(R) if B == 1 else None, cos, cos, ints, table, rows(64, 64, R + dim), up
+    described = [
+        lightning.gated((1, 1e-6), x, x, rows(K)),
+        linear.linears(Facts("silu"), x, None, rows(3 * K, K), rows(K, K), None, *none),
+        linear.linears(Facts(early=True), x, None, rows(K, K), rows(K // 4, K), rows(K // 4, K), rows(K), None, None),
+        linear.linears(Facts(early=True), x, None, rows(K, K), *none, *none[1:]),
+        linear.linears(Facts(None, 1e-6, True), c_q, weight, rows(6144, R_Q), *none, *none[1:]),
+        decode.latent_step((nope, True, 1e-6), *step),
+        decode.latent_value(nope, rows(H, B, 1, R).transpose(0, 1), up),
+    ]
+    return [launch for _, launch in (described if B <= MAX_ROWS else described[:3])]  # of more rows several weights
 
 
 def ranks_launches(case: RanksCase) -> list[Any]:
@@ -469,6 +508,7 @@ def serve() -> None:
             "CacheCase": (CacheCase, cache_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
             "LayerCase": (LayerCase, layer_launches),
+            "LinearCase": (LinearCase, linear_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }
         case = made[kind][0](*fields)

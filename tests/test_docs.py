@@ -53,7 +53,7 @@ def one_rank(monkeypatch):
 def test_there_are_blocks():
     assert len(BLOCKS["README.md"]) == 5
     assert len(BLOCKS["docs/integrations.md"]) == 6
-    guide = ("index", "lightning", "flash", "layers", "decoding", "models", "parallel", "bench")
+    guide = ("index", "lightning", "linear", "flash", "layers", "decoding", "models", "parallel", "bench")
     assert {f"docs/{name}.md" for name in guide} <= set(BLOCKS)
 
 

@@ -9,7 +9,8 @@ counts here are minima over all known algorithms, exact where they can be:
               backward  8 N D E                   dq, dk, dv and the reversed state, with the forward's states saved
     decoding                                      a step of linear attention reads and writes its states, too;
                                                   a latent cache is read once: its first E columns are the values
-    layers    forward   2 tokens in out           for each projection
+    layers    forward   2 tokens in out           for each projection; a decoding step reads its cache, too;
+                                                  a training step is `training`
               backward  twice that                less the gradient of the layer's own input, which may not be wanted
 
 `usual` is the work as papers and other tools count it (backward 5/2 of the forward, forward and backward each moving
@@ -21,6 +22,7 @@ Ceilings are dense: SMs x FLOP/clk/SM x clock. Numbers with "sparsity" are twice
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -127,8 +129,8 @@ def family(op: str, function: str = "") -> str | None:
 def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
     """(in, out) of a layer's projections, the output's last, as the case says or implies; [] where it says too little.
 
-    Latent attention: q down and up, k and v down (with the D - E elements of k that RoPE turns) and up; both latents
-    have size `rank`.
+    Latent attention: q down and up, k and v down (with the D - E elements of k that RoPE turns) and up; the latents
+    have size `rank`, that of the queries `q_rank` if given. A lightning layer has a `gate`, too.
     """
     given = case.get("projections")
     if given is not None:
@@ -142,10 +144,11 @@ def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
         return []
     E, hidden, rank = _int(case, "E") or D, _int(case, "hidden", "model"), _int(case, "rank")
     if rank:
-        hidden = hidden or H * E
-        return [(hidden, rank), (rank, H * D), (hidden, rank + D - E), (rank, 2 * H * E), (H * E, hidden)]
+        hidden, q_rank = hidden or H * E, _int(case, "q_rank") or rank
+        return [(hidden, q_rank), (q_rank, H * D), (hidden, rank + D - E), (rank, 2 * H * E), (H * E, hidden)]
     hidden, H_KV = hidden or H * D, _int(case, "H_KV") or H
-    return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), (H * E, _int(case, "out") or hidden)]
+    gate = [(hidden, H * E)] if case.get("gate") is True or case.get("layer") in ("minimax", "ring") else []
+    return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), *gate, (H * E, _int(case, "out") or hidden)]
 
 
 # -------------------------------------------------------------------------------------------------- work
@@ -191,9 +194,18 @@ def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work
     shape, kind = Shape.of(case, op), family(op, function)
     if shape is None or kind is None or pass_ not in PASSES:
         return None
+    if op == "train":
+        return training(shape, case, pass_)
     work = attention(kind, shape, case, pass_)
     sizes = projections_of(case) if op.startswith("layer") else []
-    return layer(pass_, work, shape, sizes) if sizes else work
+    if not sizes:
+        return work
+    whole = layer(pass_, work, shape, sizes)
+    if not op.startswith("layer_step"):
+        return whole
+    read, written = cache_bytes(shape, case)
+    reads, writes = whole.reads + read, whole.writes + written
+    return dataclasses.replace(whole, reads=reads, writes=writes, usual_bytes=reads + writes)
 
 
 def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
@@ -229,6 +241,15 @@ def state_bytes(shape: Shape, case: Mapping[str, Any]) -> float:
     return float(size * sum(B for B, _, _ in shape.batches) * shape.H * shape.D * shape.E)
 
 
+def cache_bytes(shape: Shape, case: Mapping[str, Any]) -> tuple[float, float]:
+    """(read, written) of the cache or the states by a decoding step of a layer; a latent cache serves all heads."""
+    if states := state_bytes(shape, case):
+        return states, states
+    rank = _int(case, "rank")
+    width = rank + shape.D - shape.E if rank else shape.H_KV * (shape.D + shape.E)
+    return float(shape.itemsize * shape.keys * width), 0.0
+
+
 def layer(pass_: str, within: Work, shape: Shape, sizes: list[tuple[int, int]]) -> Work:
     """A layer: the attention `within`, and projections, the last of which makes the output while others read the input.
 
@@ -246,6 +267,28 @@ def layer(pass_: str, within: Work, shape: Shape, sizes: list[tuple[int, int]]) 
     return Work(within.flops + minimum, reads, writes, within.usual_flops + usual, within.usual_bytes + reads + writes)
 
 
+def parameters(shape: Shape, case: Mapping[str, Any]) -> tuple[int, int]:
+    """How many elements the matrices of a stack have, and its embedding, which multiplies nothing."""
+    dim, vocab, layers = shape.H * shape.D, _int(case, "vocab") or 0, _int(case, "layers") or 0
+    pattern, mlp = str(case.get("pattern") or "L"), 3 * dim * (-(-8 * dim // 3 // 32) * 32)
+    each = {"L": 5 * dim * dim, "G": 2 * dim * dim + 2 * dim * shape.H_KV * shape.D}
+    blocks = sum(mlp + each.get(pattern[i % len(pattern)], 0) for i in range(layers))
+    return blocks + vocab * dim, vocab * dim
+
+
+def training(shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
+    """A stack of layers. Usual are 6 FLOP for each parameter and token, whose products are the minimum.
+
+    Parameters are read by forward and backward, and their gradients written; AdamW reads these, parameters and both of
+    its states, and writes the last three.
+    """
+    matrices, embedding = parameters(shape, case)
+    passes, moved = {"forward": (1, (1, 0)), "backward": (2, (1, 1)), "total": (3, (6, 4))}[pass_]
+    reads, writes = (float(shape.itemsize * matrices * each) for each in moved)
+    products = 2.0 * passes * shape.queries * matrices
+    return Work(products, reads, writes, products * (1 + embedding / matrices), reads + writes)
+
+
 def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, float] | None:
     """The least memory of a call: inputs, output, gradients, saved, peak. None where the case does not say enough.
 
@@ -253,12 +296,14 @@ def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, 
     a layer are its x and its weights.
     """
     shape = Shape.of(case, op)
-    if shape is None or not (op.startswith("layer") or family(op)):
+    if shape is None or not (op.startswith("layer") or op == "train" or family(op)):
         return None
     inputs = shape.queries * shape.H * shape.D + shape.keys * shape.H_KV * shape.kv
     output = shape.queries * shape.H * shape.E
     if op.startswith("layer") and (sizes := projections_of(case)):
         inputs, output = shape.queries * sizes[0][0] + sum(a * b for a, b in sizes), shape.queries * sizes[-1][1]
+    elif op == "train":
+        inputs, output = sum(parameters(shape, case)), shape.queries
     given, made = (float(shape.itemsize * count) for count in (inputs, output))
     given += state_bytes(shape, case)
     least = {"inputs": given, "output": made, "gradients": given, "saved": 0.0}

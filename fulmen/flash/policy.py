@@ -262,7 +262,7 @@ def sm90_base_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
     waves = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
     if spec.D == 64:
         if few or (spec.plain and spec.N_KV <= 512 and waves[64] <= 2):
-            return Sm90Tile(1, 128, 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
+            return Sm90Tile(1, 128, 3 if few else 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
         short = spec.N_KV <= 1024 if causal else 1.2 * math.ceil(waves[192]) >= math.ceil(waves[128])
         if spec.softcap is not None or (spec.plain and short):
             return Sm90Tile(2, 128, 2)  # B32 H8 N1024, causal: 288, 317

@@ -58,7 +58,7 @@ def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
 
 
 def affordable(spec: FlashSpec) -> bool:
-    """Whether the workspace is at most twice the fp32 dq and MAX_PADDING bytes: a packed sequence has a tile more."""
+    """Whether the workspace is at most twice the fp32 dq and MAX_PADDING bytes; a packed sequence has a tile more."""
     end, least = workspace(spec, backward_tile(spec)).end, spec.B * spec.H * spec.N_Q * spec.D
     return 4 * end <= 2 * 4 * least + MAX_PADDING
 

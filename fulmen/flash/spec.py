@@ -17,6 +17,7 @@ from fulmen.boundary import (
     aligned,
     as_int,
     autocast,
+    autocasts,
     check_int32,
     check_offset_values,
     check_offsets,
@@ -170,7 +171,9 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     if tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, must be (H,) with q's H={q.shape[1]}")
     if sinks.dtype not in (torch.float32, q.dtype):
-        raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+        if not (autocasts(q) and sinks.dtype in (torch.float16, torch.bfloat16)):
+            raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+        sinks = sinks.float()  # q's dtype is autocast's
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device}, must be on q's {q.device}")
     return sinks.contiguous()

@@ -8,15 +8,16 @@ operations do.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fulmen import hardware
+from fulmen.boundary import is_plain_eager
+from fulmen.layers.fused import fused_call
 from fulmen.layers.rotary import apply_rotary
 
+_note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier cache
 _lib = torch.library.Library("fulmen", "FRAGMENT")
 _lib.define(
     "cache_append(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? table,"
@@ -38,9 +39,12 @@ def append(
     each_query       query n stands at position lengths[b] + n, else all of them at lengths[b]
     """
     table, cos, sin = (x if x is None else x.contiguous() for x in (table, cos, sin))
-    turned, after = torch.ops.fulmen.cache_append(
-        q, k, v, k_cache, v_cache, lengths.contiguous(), table, cos, sin, each_query, interleaved
-    )
+    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, lengths.contiguous(), table, cos, sin)
+    if is_plain_eager(*tensors) and not torch.is_grad_enabled():
+        turned, after = _append(*tensors, each_query, interleaved)  # type: ignore[call-arg]
+        _note_change((k_cache, v_cache))
+    else:
+        turned, after = torch.ops.fulmen.cache_append(*tensors, each_query, interleaved)
     return q if cos is None else turned, after
 
 
@@ -48,14 +52,14 @@ def _append(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, each_query: bool, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    turned, after = _append_fake(q, k, v, k_cache, v_cache, lengths, table, cos)
     if not lengths.numel():
-        return turned, after
-    kernels = _kernels(q)
-    if kernels is None:
-        return _append_plainly(q, k, v, k_cache, v_cache, lengths, table, cos, sin, each_query, interleaved)
-    kernels.append((q, k, v, turned, k_cache, v_cache, after, lengths, table, cos, sin), each_query, interleaved)
-    return turned, after
+        return _append_fake(q, k, v, k_cache, v_cache, lengths, table, cos)
+    tensors = (q, k, v, k_cache, v_cache, lengths, table, cos, sin)
+    found = fused_call("append", "appended", (each_query, interleaved), *tensors, like=(q,))
+    if found is None:
+        return _append_plainly(*tensors, each_query, interleaved)
+    after, *turned = found
+    return turned[0] if turned else q.new_empty(0, 0, 0, 0), after
 
 
 def _append_fake(
@@ -99,16 +103,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: 
     exact = torch.promote_types(x.dtype, torch.float32)
     y = apply_rotary(x.transpose(1, 2), cos.to(exact)[at], sin.to(exact)[at], interleaved)
     return y.transpose(1, 2).contiguous()
-
-
-def _kernels(q: Tensor) -> Any:
-    """The Triton kernels, if they serve this device and dtype."""
-    if not q.is_cuda or q.dtype == torch.float64 or hardware.of(q.device).arch < 80:
-        return None
-    try:
-        return importlib.import_module("fulmen.layers.fused.append")
-    except ImportError:  # no Triton
-        return None
 
 
 _lib.impl("cache_append", _append, "CompositeExplicitAutograd")

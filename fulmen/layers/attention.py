@@ -12,7 +12,7 @@ projections and the kernel nothing is copied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -209,7 +209,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
         if context is None:
             self._check_no_context(x, context_mask, context_cu_seqlens)
         if context is None and cache is not None and self._steps(x, call, cache):
-            y = self.o_proj(self._step(x, cache))
+            (y,) = project(self._step(x, cache), self.o_proj, early=True)
             if isinstance(cache, KVCache):
                 cache.extend(x.shape[1], call.counts, self)
             return call.back(y)
@@ -251,15 +251,20 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     def _step(self, x: Tensor, cache: KVCache | KVPool) -> Tensor:
         """o (B, N, H * head_dim) of tokens that are written after the cache's; where, the device alone knows."""
-        q, k, v = self._project(x, x)
-        at = cache.at(k.transpose(1, 2), v.transpose(1, 2))
-        cos = sin = tables = None
-        if self.rope is not None and self.qk_norm == "after":
-            tables = self.rope(at.positions(x.shape[1]), x.dtype)
-        elif self.rope is not None:
-            cos, sin = self.rope.span(0, at.limit, x.device, x.dtype)
-        q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, N, heads, head_dim)
+        B, N, _ = x.shape
+        q, k, v = (t.view(B, N, -1, self.head_dim) for t in self._projections(x, x))
+        at = cache.at(k, v)
+        cos = sin = None
+        if self.qk_norm is not None:
+            tables = None
+            if self.rope is not None and self.qk_norm == "after":
+                tables = self.rope(at.positions(N), x.dtype)
+            q, k = (
+                self._place(t.transpose(1, 2), norm, tables).transpose(1, 2)
+                for t, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
+        if self.rope is not None and self.qk_norm != "after":
+            cos, sin = self.rope.from_start(at.limit, x.device, x.dtype)
         k_all, v_all = at.memory
         turns = self.rope is not None and self.rope.interleaved
         q, _ = append(q, k, v, k_all, v_all, at.begin, at.table, cos, sin, interleaved=turns)
@@ -277,18 +282,20 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, head_dim), views of the projections' outputs; heads: those of this rank."""
-        if self.fused_qkv:
-            qkv = self.qkv_proj(x)
-            q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
-            kv_size = (qkv.shape[-1] - q_size) // 2
-            q, k, v = qkv.split([q_size, kv_size, kv_size], -1)
-        elif context is x:
-            q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        else:
-            q, (k, v) = self.q_proj(x), project(context, self.k_proj, self.v_proj)
         D = self.head_dim
-        q, k, v = (t.unflatten(-1, (t.shape[-1] // D, D)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (t.shape[-1] // D, D)).transpose(1, 2) for t in self._projections(x, context))
         return q, k, v
+
+    def _projections(self, x: Tensor, context: Tensor) -> Sequence[Tensor]:
+        """q, k, v (B, N, heads * head_dim)."""
+        if not self.fused_qkv:
+            if context is x:
+                return project(x, self.q_proj, self.k_proj, self.v_proj)
+            return self.q_proj(x), *project(context, self.k_proj, self.v_proj)
+        (qkv,) = project(x, self.qkv_proj)
+        q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
+        kv_size = (qkv.shape[-1] - q_size) // 2
+        return qkv.split([q_size, kv_size, kv_size], -1)
 
     def _place(self, x: Tensor, norm: RMSNorm | HeadsNorm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """q or k (B, heads, N, head_dim), normed and turned."""

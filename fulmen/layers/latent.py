@@ -32,9 +32,9 @@ from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.latent.op import latent_attention
 from fulmen.layers import weights
 from fulmen.layers.append import append
-from fulmen.layers.cache import End, LatentCache
-from fulmen.layers.fused import kernels_for
-from fulmen.layers.fused.projections import is_plain, project
+from fulmen.layers.cache import End, LatentCache, Step
+from fulmen.layers.fused import fused_call, kernels_for, on_gpu
+from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_plain, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Counts,
@@ -63,6 +63,8 @@ from fulmen.layers.tensor_parallel import (
     local,
     summed_gradient,
 )
+
+MAX_NORM_WIDTH = 8192  # of a row that a program holds
 
 
 class MultiHeadLatentAttention(weights.AttentionLayer):
@@ -188,17 +190,13 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
-        queries, down = project(x, self._q_first(), self.kv_a_proj_with_mqa)
-        if self.q_b_proj is not None and self.q_a_layernorm is not None:
-            queries, _, latent, k_rope = normed((queries, self.q_a_layernorm), (down, self.kv_a_layernorm))
-            queries = self.q_b_proj(queries)
-        else:
-            latent, k_rope = normed((down, self.kv_a_layernorm))
-        if cache is not None and self._steps(latent, call, cache):
-            y = self.o_proj(self._step(queries, latent, k_rope, call, cache))
+        first, down = project(x, self._q_first(), self.kv_a_proj_with_mqa)
+        if cache is not None and self._steps(down, call, cache):
+            (y,) = project(self._step(first, down, cache), self.o_proj, early=True)
             if isinstance(cache, LatentCache):
                 cache.extend(x.shape[1], call.counts, self)
             return call.back(y)
+        queries, latent, k_rope = self._up(first, down)
         cos, sin = call.rotations(self.rope)
         served = cache is None and rotary_kernels(cos, sin, queries, latent, k_rope) is not None
         weight = self._up_weight(latent) if served else None
@@ -223,6 +221,15 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         first = self.q_a_proj if self.q_proj is None else self.q_proj
         assert first is not None
         return first
+
+    def _up(self, first: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries (B, N, H * (nope_dim + rope_dim)), the latent, normed, and k_rope; nothing is turned yet."""
+        if self.q_b_proj is None or self.q_a_layernorm is None:
+            latent, k_rope = normed((down, self.kv_a_layernorm))
+            return first, latent, k_rope
+        c_q, _, latent, k_rope = normed((first, self.q_a_layernorm), (down, self.kv_a_layernorm))
+        (queries,) = project(c_q, self.q_b_proj, early=True)
+        return queries, latent, k_rope
 
     def _continued(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, call: Inputs, cache: LatentCache
@@ -318,11 +325,11 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
     # ------------------------------------------------------------------------------------- a decoding step
 
-    def _steps(self, latent: Tensor, call: Inputs, cache: LatentCache | LatentPool) -> bool:
+    def _steps(self, down: Tensor, call: Inputs, cache: LatentCache | LatentPool) -> bool:
         """Whether `_step` serves: a pool, or a preallocated cache, the absorbed way, without gradients."""
         if isinstance(cache, LatentPool):
             return True
-        N, limit = latent.shape[1], self.rope.max_positions
+        N, limit = down.shape[1], self.rope.max_positions
         return (
             cache.max_length is not None
             and cache.length > 0
@@ -331,39 +338,74 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             and self._absorbs(N, cache.length + N)
             and call.positions is None
             and (limit is None or limit >= cache.max_length)
-            and local(self.kv_b_proj.weight).dtype == latent.dtype
-            and not torch.is_autocast_enabled(latent.device.type)
+            and local(self.kv_b_proj.weight).dtype == down.dtype
+            and not torch.is_autocast_enabled(down.device.type)
         )
 
-    def _step(
-        self, queries: Tensor, latent: Tensor, k_rope: Tensor, call: Inputs, cache: LatentCache | LatentPool
-    ) -> Tensor:
+    def _step(self, first: Tensor, down: Tensor, cache: LatentCache | LatentPool) -> Tensor:
         """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows.
 
-        queries are before RoPE, (B, N, H * (nope_dim + rope_dim)), as is k_rope (B, N, rope_dim).
+        first and down are the projections of x, before norms and RoPE.
         """
-        (B, N, R), P = latent.shape, self.rope_dim
-        queries = queries.unflatten(2, (-1, self.nope_dim + P))
-        q_nope, q_rope = queries.split([self.nope_dim, P], dim=3)
-        at = cache.at(latent[..., :1].expand(B, N, R + P))
+        (B, N, size), R = down.shape, self.kv_rank
+        at = cache.at(down)
         (kv,) = at.memory
-        w_k, w_v = self._up_weights()
-        H = w_k.shape[0]
-        tables = self.rope.span(0, at.limit, latent.device, latent.dtype)
-        kernels = kernels_for("decode", queries, latent, k_rope, kv)
-        if kernels is None or not is_plain_eager(w_k):
-            new, memory = (k_rope[:, :, None], latent[:, :, None]), (kv[:, :, None, R:], kv[:, :, None, :R])
-            q_rope, _ = append(q_rope, *new, *memory, at.begin, at.table, *tables, interleaved=self.rope.interleaved)
-            q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope.transpose(1, 2)], 3)
-            return torch.einsum("bhnr,her->bnhe", self._attend(q, kv, at.end, at.table), w_v).flatten(2)
-        q = torch.empty(H, B, N, R + P, dtype=latent.dtype, device=latent.device)  # as the products read and write it
-        turned = q.permute(1, 2, 0, 3)[..., R:]
-        kernels.latent_step(q_rope, latent, k_rope, tables, at.begin, at.table, kv, turned, self.rope.interleaved)
-        torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), w_k, out=q.view(H, B * N, R + P)[..., :R])
-        o = self._attend(q.transpose(0, 1), kv, at.end, at.table).transpose(0, 1).reshape(H, B * N, R)
-        y = torch.empty(B, N, H * self.value_dim, dtype=latent.dtype, device=latent.device)
+        up = local(self.kv_b_proj.weight).view(-1, self.nope_dim + self.value_dim, R)
+        queries, latent, norm = self._queries(first, down)
+        few = are_few(down)
+        found = None
+        if on_gpu(down) and is_plain_eager(down) and queries.is_contiguous() and down.is_contiguous():
+            tables = self.rope.from_start(at.limit, down.device, down.dtype)
+            facts = (self.nope_dim, self.rope.interleaved, 0.0 if norm is None else self.kv_a_layernorm.eps)
+            tensors = (queries, latent, down, norm, *tables, at.begin, at.table, kv, up if few else None)
+            found = fused_call("decode", "latent_step", facts, *tensors, like=(queries, latent, down, kv, up))
+        if found is None:
+            latent = latent if norm is None else self.kv_a_layernorm(down[..., :R])
+            return self._step_plainly(queries, latent, down[..., R:], at)
+        q = found[0].transpose(0, 1)
+        if few:
+            value = fused_call("decode", "latent_value", self.nope_dim, self._attend(q, kv, at.end, at.table), up)
+            assert value is not None
+            return value[0]
+        H = up.shape[0]
+        w_k, w_v = up.split([self.nope_dim, self.value_dim], dim=1)
+        q_nope = queries.view(B * N, H, -1)[..., : self.nope_dim]
+        torch.bmm(q_nope.transpose(0, 1), w_k, out=found[0].view(H, B * N, size)[..., :R])
+        o = self._attend(q, kv, at.end, at.table).transpose(0, 1).reshape(H, B * N, R)
+        y = torch.empty(B, N, H * self.value_dim, dtype=down.dtype, device=down.device)
         torch.bmm(o, w_v.mT, out=y.view(B * N, H, self.value_dim).transpose(0, 1))
         return y
+
+    def _queries(self, first: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The queries before RoPE, the latent, and the weight of the norm it still lacks, or None.
+
+        The kernel that writes the latent norms it. Of one row the norm of c_q is part of the product that reads it.
+        """
+        q_norm, kv_norm, q_up = self.q_a_layernorm, self.kv_a_layernorm, self.q_b_proj
+        if on_gpu(down) and _is_plain_norm(kv_norm, down) and (q_norm is None or _is_plain_norm(q_norm, first)):
+            if q_norm is None or q_up is None:
+                return first, down, kv_norm.weight
+            facts = Facts(None, q_norm.eps or 0.0, early=True)
+            found = few_rows(first, q_up, norm=q_norm.weight, facts=facts)
+            if found is not None:
+                return found[0], down, kv_norm.weight
+            found = fused_call("latent", "norms", (q_norm.eps,), first, q_norm.weight, None, None)
+            if found is not None:
+                (queries,) = project(found[1], q_up, early=True)
+                return queries, down, kv_norm.weight
+        queries, latent, _ = self._up(first, down)
+        return queries, latent, None
+
+    def _step_plainly(self, queries: Tensor, latent: Tensor, k_rope: Tensor, at: Step) -> Tensor:
+        """`_step` in PyTorch's operations."""
+        (kv,), (w_k, w_v) = at.memory, self._up_weights()
+        sizes = [self.nope_dim, self.rope_dim]
+        q_nope, q_rope = queries.unflatten(2, (-1, sum(sizes))).split(sizes, dim=3)
+        tables, R = self.rope.span(0, at.limit, latent.device, latent.dtype), self.kv_rank
+        new, memory = (k_rope[:, :, None], latent[:, :, None]), (kv[:, :, None, R:], kv[:, :, None, :R])
+        q_rope, _ = append(q_rope, *new, *memory, at.begin, at.table, *tables, interleaved=self.rope.interleaved)
+        q = torch.cat([torch.einsum("bnhd,hdr->bhnr", q_nope, w_k), q_rope.transpose(1, 2)], 3)
+        return torch.einsum("bhnr,her->bnhe", self._attend(q, kv, at.end, at.table), w_v).flatten(2)
 
     def new_pool(self, sequences: Sequences) -> LatentPool:
         """Memory of this layer for `sequences`, on its device and in its dtype; a layer takes it as `cache`."""
@@ -428,17 +470,24 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
     """For each x (B, N, width) and its norm of R features: the norm of x's first R columns, and the other columns."""
     tensors = [t for x, norm in pairs for t in (x, norm.weight)]
-    kernels = None
-    if all(type(norm.weight) is nn.Parameter for _, norm in pairs):
+    if all(_is_plain_norm(norm, x) for x, norm in pairs):
         kernels = kernels_for("latent", *tensors)
-    if kernels is not None and all(kernels.serves(x, norm) for x, norm in pairs):
-        return kernels.Normed.apply(tuple(norm.eps for _, norm in pairs), *tensors)
+        if kernels is not None:
+            return kernels.Normed.apply(tuple(norm.eps for _, norm in pairs), *tensors)
     found: list[Tensor] = []
     for x, norm in pairs:
         R = norm.weight.shape[0]
         first, rest = x.split([R, x.shape[2] - R], dim=2)
         found += [norm(first), rest]
     return tuple(found)
+
+
+def _is_plain_norm(norm: RMSNorm, x: Tensor) -> bool:
+    """Whether a kernel that reads x can norm it instead of the module."""
+    weight = norm.weight
+    if type(weight) is not nn.Parameter or weight.dtype != x.dtype or weight.shape[0] > MAX_NORM_WIDTH:
+        return False
+    return norm.eps is not None and norm.mesh is None and x.is_contiguous() and has_no_hooks(norm, kind=RMSNorm)
 
 
 def _last_positions(rows: Rows, N: int) -> Tensor:

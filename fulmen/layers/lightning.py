@@ -32,8 +32,8 @@ from fulmen import decay as slopes
 from fulmen.boundary import check_scale
 from fulmen.layers import weights
 from fulmen.layers.cache import StateCache
-from fulmen.layers.fused import kernels_for
-from fulmen.layers.fused.projections import has_no_hooks, project
+from fulmen.layers.fused import fused_call, kernels_for
+from fulmen.layers.fused.projections import Facts, few_rows, has_no_hooks, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Inputs,
@@ -69,6 +69,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
 }
 DECAYS = ("minimax", "ring", "alibi")
+MAX_GATE_WIDTH = 16384  # features of a token that one program holds
 
 
 class Choices(NamedTuple):
@@ -252,16 +253,30 @@ class LightningAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.out_proj)
         x = call.x
-        if self.output_gate is None:
-            qkv, gate = self.qkv_proj(x), None
-        else:
-            qkv, gate = project(x, self.qkv_proj, self.output_gate)
-        q, k, v = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
+        q, k, v, gate = self._projected(x, call)
         o, state = self._attend(q, k, v, call)
-        y = self.out_proj(self._gated(o.transpose(1, 2).flatten(2), gate))
+        (y,) = project(self._gated(o.transpose(1, 2).flatten(2), gate), self.out_proj, early=True)
         if isinstance(cache, StateCache) and state is not None:
             cache.update(state, x.shape[1], call.counts, self)
         return call.back(y)
+
+    def _projected(self, x: Tensor, call: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E) and the gate, or None."""
+        gates = [] if self.output_gate is None else [self.output_gate]
+        if self._only_activated():
+            found = few_rows(x, self.qkv_proj, *gates, facts=Facts(self.activation))
+            if found is not None:
+                qkv, *gate = found
+                heads = qkv.view(*qkv.shape[:2], self.num_heads, -1).transpose(1, 2)
+                return *heads.split(self._widths(), dim=3), gate[0] if gate else None
+        qkv, *gate = project(x, self.qkv_proj, *gates)
+        q, k, v = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
+        return q, k, v, gate[0] if gate else None
+
+    def _only_activated(self) -> bool:
+        """Whether q, k and v are views of the activated projection."""
+        plain = self.qk_norm is None and self.rope is None
+        return plain and self.activation is not None and self.num_heads == self.num_kv_heads
 
     def _heads(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads; tables: cos and sin."""
@@ -313,24 +328,27 @@ class LightningAttention(weights.AttentionLayer):
 
     def _gated(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """o (B, N, H * E), normed and multiplied by sigmoid(gate)."""
-        kernels = self._gate_kernels(o, gate)
-        if kernels is not None and self.norm is None:
-            return kernels.Gated.apply(1, None, o, gate, None)
-        if kernels is not None and self.norm is not None:
-            return kernels.Gated.apply(self.norm.groups_in(o), self.norm.eps, o, gate, self.norm.weight_for(o))
-        if self.norm is not None:
-            o = self.norm(o)
+        norm = self.norm
+        if self._fuses_gate(o, gate):
+            groups, eps, weight = (1, 0.0, None) if norm is None else (norm.groups_in(o), norm.eps, norm.weight_for(o))
+            if not torch.is_grad_enabled():
+                found = fused_call("lightning", "gated", (groups, eps), o, gate, weight)
+                if found is not None:
+                    return found[0]
+            kernels = kernels_for("lightning", *(t for t in (o, gate) if t is not None))
+            if kernels is not None:
+                return kernels.Gated.apply(groups, eps, o, gate, weight)
+        if norm is not None:
+            o = norm(o)
         return o if gate is None else o * torch.sigmoid(gate)
 
-    def _gate_kernels(self, o: Tensor, gate: Tensor | None) -> Any:
-        """The kernels of the norm and the gate, or None."""
+    def _fuses_gate(self, o: Tensor, gate: Tensor | None) -> bool:
+        """Whether the kernels of norm and gate have the layer's options."""
         if self.norm is None and gate is None:
-            return None
+            return False
         if self.norm is not None and (not has_no_hooks(self.norm, kind=HeadsNorm) or self.norm.groups_in(o) is None):
-            return None
-        tensors = [o] if gate is None else [o, gate]
-        kernels = kernels_for("lightning", *tensors) if all(t.is_contiguous() for t in tensors) else None
-        return kernels if kernels is None or o.shape[2] <= kernels.MAX_WIDTH else None
+            return False
+        return o.is_contiguous() and (gate is None or gate.is_contiguous()) and o.shape[2] <= MAX_GATE_WIDTH
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs) -> tuple[Tensor, Tensor | None]:
         """o (B, H, N, E) and, with a cache, the state it is to hold."""

@@ -89,8 +89,8 @@ class PagedPool(Pool):
                     f"has {x.dtype} {tuple(x.shape[2:])} on {x.device}: make the pool by new_pool() when the layer has "
                     "its final dtype, device and heads, and call it without autocast"
                 )
-        B, served = new[0].shape[0], self.sequences
-        return Step(self.memory, served.lengths[:B], served.ends[:B], served.table[:B], served.max_length)
+        lengths, ends, _, _, table = self.sequences.first(new[0].shape[0])
+        return Step(self.memory, lengths, ends, table, self.sequences.max_length)
 
 
 class KVPool(PagedPool):
@@ -159,11 +159,11 @@ class StatePool(Pool):
         if counted and served.stepped and self._served == served.steps:
             raise ValueError("the layer was called twice after one Sequences.step: its states have the tokens already")
         B, N = q.shape[0], q.shape[2]
-        slots, accepted = served.slots[:B], None if self.draft is None else served.accepted[:B]
+        _, _, slots, accepted, _ = served.first(B)
         if N <= MAX_DRAFT:
             backend = backend if backend in dispatch.kernels("step") else "auto"
-            options: dict[str, Any] = {"draft": self.draft, "accepted": accepted, "scale": scale, "backend": backend}
-            o = lightning_step(q, k, v, decay, self.state, slots=slots, **options)
+            options: Any = {} if self.draft is None else {"draft": self.draft, "accepted": accepted}
+            o = lightning_step(q, k, v, decay, self.state, slots=slots, scale=scale, backend=backend, **options)
         else:
             o = self._attend(q, k, v, decay, scale, backend, slots, accepted)
         if counted:
@@ -172,11 +172,11 @@ class StatePool(Pool):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, backend: str, slots: Tensor,
-        accepted: Tensor | None,
+        accepted: Tensor,
     ) -> Tensor:  # fmt: skip
         rows = torch.where(slots < 0, self.state.shape[0] - 1, slots).long()
         state = self.state[rows].to(torch.promote_types(self.state.dtype, torch.float32))
-        if self.draft is not None and accepted is not None:
+        if self.draft is not None:
             state = _taken_in(state, self.draft[0][rows], self.draft[1][rows], accepted, decay)
         o, state = lightning_attention_with_state(q, k, v, decay, initial_state=state, scale=scale, backend=backend)
         self.state[rows] = state.to(self.state.dtype)

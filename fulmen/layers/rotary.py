@@ -113,18 +113,24 @@ class Rotary(nn.Module):
         end = start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
-        if torch.compiler.is_compiling() or device.type == "meta" or not is_plain_eager():
+        if not _keeps_tables(device):
             return self.forward(torch.arange(start, end, device=device), dtype)
+        cos, sin = self.from_start(end, device, dtype)
+        return cos[start:end], sin[start:end]
+
+    def from_start(self, N: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions from 0 on, N of them or more; a table that is kept."""
+        if not _keeps_tables(device):
+            return self.forward(torch.arange(N, device=device), dtype)
         tables = self._tables.setdefault((device, _table_dtype(dtype)), [])  # each longer than the one before
-        if not tables or tables[-1][0].shape[0] < end:
+        if not tables or tables[-1][0].shape[0] < N:
             if is_capturing(device):
-                return self.forward(torch.arange(start, end, device=device), dtype)
-            size = max(FIRST_TABLE, 1 << (end - 1).bit_length())
+                return self.forward(torch.arange(N, device=device), dtype)
+            size = max(FIRST_TABLE, 1 << (N - 1).bit_length())
             size = size if self.max_positions is None else min(size, self.max_positions)
             with torch.inference_mode(False), torch.no_grad():
                 tables.append(self.forward(torch.arange(size, device=device), dtype))
-        cos, sin = tables[-1]
-        return cos[start:end], sin[start:end]
+        return tables[-1]
 
     def _check_values(self, positions: Tensor) -> None:
         if positions.device.type != "cpu" or not positions.numel() or not is_plain_eager(positions):
@@ -159,6 +165,10 @@ class Rotary(nn.Module):
         parts += [f"scaling={self.scaling}"] if self.scaling else []
         parts += [f"max_positions={self.max_positions}"] if self.max_positions is not None else []
         return ", ".join(parts)
+
+
+def _keeps_tables(device: torch.device) -> bool:
+    return not torch.compiler.is_compiling() and device.type != "meta" and is_plain_eager()
 
 
 def _table_dtype(dtype: torch.dtype) -> torch.dtype:

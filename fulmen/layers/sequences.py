@@ -109,12 +109,14 @@ class Sequences(Uncopied):
         self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         width = -(-self.max_length // self.page_size) if self.pages else 0
         self._shown: list[list[int]] = [[]] * self.rows  # the pages each row of `table` names
+        room = -(-self.rows // 4) * 4  # each of the four begins at a multiple of 16 bytes, as prepared launches need
         with outside_inference():
             self._table = torch.full((self.rows, width), -1, dtype=torch.int32, device="cpu")
             facts = torch.tensor([0, 0, -1, 0], dtype=torch.int32, device="cpu")
             self.table = self._table.to(device, copy=True)  # (rows, pages of a row); -1: none
-            self._on_device = facts[:, None].repeat(1, self.rows).to(device)
-            self.lengths, self.ends, self.slots, self.accepted = self._on_device.unbind()
+            self._on_device = facts[:, None].repeat(1, room).to(device)
+            self.lengths, self.ends, self.slots, self.accepted = self._on_device[:, : self.rows].unbind()
+        self._first: dict[int, tuple[Tensor, ...]] = {}
         self.announced = 0, 0  # rows and tokens of the last step
         self.stepped: list[Sequence] = []  # its sequences
         self.steps = 0  # how many there were
@@ -186,7 +188,8 @@ class Sequences(Uncopied):
         self._check_rows(sequences, tokens)
         living = [s for s in sequences if s is not None]
         pages, taken = self._pages_for(living, tokens)
-        facts = [[0] * self.rows, [0] * self.rows, [-1] * self.rows, [0] * self.rows]
+        room = self._on_device.shape[1]
+        facts = [[0] * room, [0] * room, [-1] * room, [0] * room]
         changed: dict[int, list[int]] = {}
         for row, sequence in enumerate([*sequences, *[None] * (self.rows - len(sequences))]):
             named = [] if sequence is None else pages[sequence]
@@ -220,6 +223,16 @@ class Sequences(Uncopied):
                 f"x has B={B}, N={N}, and step announced {tokens} tokens in {rows} of rows={self.rows}: call step "
                 "before the layers and give them those rows, and fork, crop or free its sequences after them"
             )
+
+    def first(self, B: int) -> tuple[Tensor, ...]:
+        """lengths, ends, slots, accepted and table of the first B rows: views that are kept."""
+        found = self._first.get(B)
+        if found is None:
+            every = (self.lengths, self.ends, self.slots, self.accepted, self.table)
+            found = tuple(x[:B] for x in every)
+            if not torch.compiler.is_compiling():
+                self._first[B] = found
+        return found
 
     def _end_step(self, sequence: Sequence) -> None:
         """The last step announces nothing any more, if the sequence is one of its own."""

@@ -20,6 +20,7 @@ for other inputs `auto` takes triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +50,13 @@ from fulmen.lightning.kernels.sweep import (
     variant,
 )
 from fulmen.lightning.plan import RESIDUALS
-from fulmen.lightning.policy import SAVED_ROWS, SWEEP_TILES, Split, SweepTile, SweepTiles, cdiv
+from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, slots_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
 
 MAX_ROWS = 1 << 30
+triton_backward = functools.partial(fused.run_backward, "triton", fused.backward_launches)
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -75,7 +77,7 @@ def supports(spec: LightningSpec) -> str | None:
         return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     tiles = tiles_of(spec)
     todo: list[tuple[SweepTile, tuple[str, ...]]] = [(tiles.forward, ("o",)), (tiles.training, ("o",))]
-    todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, tiles.training.save == 1)]
+    todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, spec.D == 64)]
     todo += [(tiles.state, ("state",))] if tiles.forward_split.number > 1 else []
     for tile, names in todo:
         made = variant(spec, tile, names)
@@ -94,14 +96,12 @@ def segments(spec: LightningSpec, cut: Split, x: Residuals) -> Segments:
 
 
 def saves(spec: LightningSpec) -> tuple[int, ...] | None:
-    """In bf16. D = 64: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed, room for any lengths.
-    D = 128: the states that enter segments, fp32 states in a bf16 buffer of twice the width."""
-    if spec.D == 128:
+    """In bf16. D = 64, or a decay for each token: (heads, slots, E, D), a slot for every SAVED_ROWS rows begun; packed,
+    room for any lengths. D = 128: the states that enter segments, fp32 states in a bf16 buffer of twice the width."""
+    if spec.D == 128 and not spec.per_token:
         cut = tiles_of(spec).forward_split
         return None if cut.number == 1 else ((spec.B * spec.H - cut.whole) * cut.number, spec.D, 2 * spec.E)
-    if spec.sequences is None:
-        return spec.B * spec.H, cdiv(spec.N, SAVED_ROWS), spec.E, spec.D
-    return spec.H, spec.N // SAVED_ROWS + spec.sequences, spec.E, spec.D
+    return spec.B * spec.H, slots_of(spec), spec.E, spec.D
 
 
 Launches = dict[tuple[str, ...], SweepLaunch]  # by the names of their sweeps: what calls with the same strides share
@@ -125,7 +125,7 @@ def run(
     if names not in launches:
         decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:])
         launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
-    tokens = tokens or (None, None, None)
+    tokens = tokens or (None, None, None, None)
     launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets, tokens))
 
 
@@ -145,7 +145,7 @@ def gather(
     into = States(final=states) if name == "state" else States(dinitial=states)
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
     tile, not_last, keeps = tiles_of(spec).state, leaves is None, split.segment_keeps(spec, states)
-    tokens = (keeps, None, None)
+    tokens = (keeps, None, None, None)
     run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=tokens)
     fused.run([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
     return states
@@ -158,7 +158,7 @@ def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Ten
     shape = saves(spec)
     assert shape is not None
     saved = saved.view(shape)
-    return (saved, None) if spec.D == 64 else (None, saved.view(torch.float32))
+    return (saved, None) if spec.D == 64 or spec.per_token else (None, saved.view(torch.float32))
 
 
 def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, Tensor]:
@@ -205,7 +205,7 @@ def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Te
         saved = None if new_saved is None else new_saved()
         launch((
             q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, address(saved), address(initial),
-            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0,
+            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0, 0,
         ))  # fmt: skip
         return o, final, saved
 
@@ -231,8 +231,10 @@ def backward(
     ddecay: Tensor | None = None,
     launches: Launches | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
+        return triton_backward(spec, x, do, dstate, ddecay)
     launches = {} if launches is None else launches
-    grads = fused.Gradients.empty(spec, x, 64 if ddecay is not None else None, spec.dtype)
+    grads = fused.Gradients.empty(spec, x, None if ddecay is None else 64, spec.dtype, spans=False)
     dq, dk, dv = grads[:3]
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: dq, DK: dk, DV: dv}
@@ -242,17 +244,20 @@ def backward(
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_segment_offsets(spec, x, cut), spec.device)
-        if slots is None and entering is None:
+        if entering is None and (slots is None or spec.D != 64):
             entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, launches)
         leaving = gather(spec, "dstate", x, tensors, cut, dstate, dinitial, launches)
         states = States(initial=entering, dfinal=leaving)
     if slots is not None:
         tensors[SAVED] = slots
-    for names in backward_sweeps(spec, slots is not None):
-        tokens = (None, grads.qdq, grads.kdk)
+    anchors = None
+    if ddecay is not None and slots is not None:
+        anchors = x.q.new_empty(*slots.shape[:2], spec.E // 64 * 4, dtype=torch.float32)
+    for names in backward_sweeps(spec, slots is not None and spec.D == 64):
+        tokens = (None, grads.qdq, grads.kdk, anchors)
         run(spec, backward_tile(tiles, names), names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
-    if ddecay is not None:
-        fused.run([fused.token_gradient(spec, x, grads, dinitial, ddecay)], spec.device)
+    if anchors is not None and ddecay is not None:
+        fused.run([fused.token_gradient(spec, x, grads._replace(anchors=anchors), ddecay)], spec.device)
     return *grads.of_stored_heads(spec, x), dinitial
 
 
@@ -268,12 +273,13 @@ def prepare_backward(
 
         def cut(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
             do, dstate, *ddecay = tensors[RESIDUALS:]
-            return backward(spec, Residuals(*tensors[:RESIDUALS]), do, dstate, *(ddecay or [None]), launches)
+            into = ddecay[0] if ddecay else None
+            return backward(spec, Residuals(*tensors[:RESIDUALS]), do, dstate, into, launches)
 
         return cut
     new_dq, new_dk, new_dv = (allocator(t) for t in grads)
     new_dinitial = None if dinitial is None else allocator(dinitial)
-    in_order = [launches[names] for names in backward_sweeps(spec, kinds(spec, x.saved)[0] is not None)]
+    in_order = [launches[names] for names in backward_sweeps(spec, spec.D == 64 and x.saved is not None)]
 
     def whole(
         q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
@@ -284,7 +290,7 @@ def prepare_backward(
         at = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
             address(saved), address(initial), 0, address(dstate), address(dinitial), 0, 0, 0, 0, address(decay),
-            address(cu_seqlens), 0, 0, 0, 0,
+            address(cu_seqlens), 0, 0, 0, 0, 0,
         )  # fmt: skip
         for launch in in_order:
             launch(at)

@@ -156,6 +156,11 @@ def most_segments(spec: LightningSpec, rows: int) -> int:
     return cdiv(max(spec.N, 1), rows) if spec.sequences is None else spec.N // rows + spec.sequences
 
 
+def slots_of(spec: LightningSpec) -> int:
+    """Saved states of a head, one for every SAVED_ROWS rows begun; of packed sequences room for any lengths."""
+    return cdiv(spec.N, SAVED_ROWS) if spec.sequences is None else spec.N // SAVED_ROWS + spec.sequences
+
+
 def triton_split(spec: LightningSpec, tile: TritonTile, hw: Hardware) -> Split:
     """Enough segments for PROGRAMS_PER_SM programs on each SM, none shorter than MIN_SEGMENT."""
     programs = max(spec.B * spec.H * value_tiles(spec, tile), 1)
@@ -207,6 +212,9 @@ def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
         return Choice(backend, backend, SplitTile(tile, split), split.number, backend)
     if backend == "cuda" and (spec.D, spec.E) in SWEEP_TILES:
         forward, back = (cuda_split(spec, hw, pass_) for pass_ in ("forward", "backward"))
-        *tiles, of_e = (*SWEEP_TILES[spec.D, spec.E], None)[:5]
-        return Choice(backend, backend, SweepTiles(*tiles, forward, back, of_e), forward.number, backend)
+        ahead, training, backward, state, *of_e = SWEEP_TILES[spec.D, spec.E]
+        if spec.per_token:  # whose gradient begins anew at every saved state
+            training = training._replace(save=1)
+        found = SweepTiles(ahead, training, backward, state, forward, back, *of_e)
+        return Choice(backend, backend, found, forward.number, backend)
     return Choice(backend, backend, None, 1, backend)

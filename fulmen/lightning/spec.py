@@ -97,9 +97,11 @@ def check_inputs(
     H = max(q.shape[1], v.shape[1])
     check_scale(scale)
     check_decay(q, decay, H)
-    if decay is not None and not decay_gradient and decay.requires_grad and torch.is_grad_enabled():
+    constant = decay is not None and not is_per_token(decay, H)
+    if decay is not None and constant and not decay_gradient and decay.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented, pass decay.detach()"
+            "decay.requires_grad: over ranks (fulmen.parallel) its gradient is not implemented if it is constant, pass "
+            "decay.detach()"
         )
     _check_states(q, initial_state, cu_seqlens, H, v.shape[3])
     slopes = decay if decay is None or is_per_token(decay, H) else decay.reshape(H).contiguous()

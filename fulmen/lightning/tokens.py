@@ -4,7 +4,9 @@ With s_t the decay of token t and a_t its running sum, the weight of token j for
 sums within a chunk, never an exponential of a positive number. What passes token t, from tokens before it to t and
 later ones, is what its decay scales; see docs/lightning.md:
 
-    ds_t = -<exp(-s_t) S_{t-1}, dS_t> = sum_{i < t} (q_i . dq_i - k_i . dk_i) - <S_0, dS_0>
+    ds_t = -<exp(-s_t) S_{t-1}, dS_t> = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>
+
+for any r <= t. Roundings add up along that sum, so it begins anew at every SPAN-th row.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fulmen.tiles import LOG2E, at_head
+from fulmen.lightning.policy import SAVED_ROWS
+from fulmen.tiles import LOG2E, at_head, find_tile, offset_at
 
 FORGOTTEN = tl.constexpr(64)  # bits
+SPAN = tl.constexpr(SAVED_ROWS)
 
 
 @triton.jit
@@ -56,54 +60,61 @@ def after_row(x, forgets, y, forgets_y):
 
 
 @triton.jit
+def meet(state, tokens, slot, place, pid_v, scale, offs, mask, LAST: tl.constexpr, TILES: tl.constexpr):
+    """Before every SPAN-th row: stores the state's gradient [V, K]; where LAST, its product with the state, summed."""
+    SIZE: tl.constexpr = state.shape[0] * state.shape[1] * TILES
+    if place % SPAN == 0:
+        number = slot + place // SPAN
+        ptrs = tokens.gradients + number.to(tl.int64) * SIZE + offs
+        if LAST:
+            gradient = tl.load(ptrs, mask=mask, other=0.0)
+            tl.store(tokens.anchors + number * TILES + pid_v, tl.sum(tl.sum(state * gradient, axis=1), axis=0) * scale)
+        else:
+            tl.store(ptrs, state, mask=mask)
+
+
+@triton.jit
 def lightning_token_gradient_kernel(
     ddecay_ptr,  # (B, H, N), written
     decay_ptr,  # (B, H, N)
     qdq_ptr,  # (B, H, tiles of D, N)
     kdk_ptr,
-    initial_ptr,  # (sequences, H, D, E), or None
-    dinitial_ptr,
+    anchors_ptr,  # (B * H, slots, parts): parts of <S, dS> before every SPAN-th row of a sequence
     cu_seqlens_ptr,  # or None
     to_strides,  # of ddecay
     from_strides,  # of decay
     H,
     N,
+    sequences,
+    slots,
     TILES: tl.constexpr,
-    SIZE: tl.constexpr,  # D * E
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """ds_t = sum_{i < t} (q_i . dq_i - k_i . dk_i) - <S_0, dS_0>; one program for each sequence and head.
+    """ds of SPAN rows from row r on: ds_t = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>.
 
-    Nothing passes a row that forgets: there the sum is zero, and begins anew.
+    Nothing passes a row that forgets: there the sum is zero, and begins anew. Programs are (batch entry, head, slot).
     """
-    pid = tl.program_id(0)
-    sequence, h = pid // H, pid % H
-    b, begin, end = sequence, 0, N
+    slot = tl.program_id(0) % slots
+    unit = tl.program_id(0) // slots
+    b, h = unit // H, unit % H
+    begin = slot * SPAN
+    end = N
     if cu_seqlens_ptr is not None:
-        b = sequence * 0
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), begin), N)
-    carry = tl.sum(tl.zeros([BLOCK], tl.float64), axis=0)
-    if initial_ptr is not None:
-        for first in range(0, SIZE, BLOCK):
-            offs = first + tl.arange(0, BLOCK)
-            at = pid.to(tl.int64) * SIZE + offs
-            initial = tl.load(initial_ptr + at, mask=offs < SIZE, other=0.0).to(tl.float64)
-            carry -= tl.sum(initial * tl.load(dinitial_ptr + at, mask=offs < SIZE, other=0.0), axis=0)
-    from_ptr = at_head(decay_ptr, from_strides, b, h, begin)
-    to_ptr = at_head(ddecay_ptr, to_strides, b, h, begin)
-    dots = (b.to(tl.int64) * H + h) * TILES * N + begin
-    for first in range(0, end - begin, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        mask = offs < end - begin
-        before = mask & (offs > 0)
-        x = tl.where(offs == first, carry, 0.0)
-        for tile in tl.static_range(TILES):
-            at = dots + tile * N + offs - 1
-            x += tl.load(qdq_ptr + at, mask=before, other=0.0) - tl.load(kdk_ptr + at, mask=before, other=0.0)
-        forgets = (
-            tl.load(from_ptr + offs.to(tl.int64) * from_strides[2], mask=mask, other=0.0) * LOG2E > 0.5 * FORGOTTEN
-        )
-        x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), forgets), 0, after_row)
-        tl.store(to_ptr + offs.to(tl.int64) * to_strides[2], x.to(tl.float32), mask=mask)
-        carry = tl.sum(tl.where(offs == first + BLOCK - 1, x, 0.0), axis=0)
+        sequence, span = find_tile(cu_seqlens_ptr, slot, sequences, N, SPAN)
+        begin = offset_at(cu_seqlens_ptr, sequence, N) + span * SPAN
+        end = offset_at(cu_seqlens_ptr, sequence + 1, N)
+    offs = tl.arange(0, SPAN)
+    mask = begin + offs < end
+    x = tl.zeros([SPAN], tl.float64)
+    dots = unit.to(tl.int64) * TILES * N + begin + offs - 1
+    before = mask & (offs > 0)
+    for tile in tl.static_range(TILES):
+        x += tl.load(qdq_ptr + dots + tile * N, mask=before, other=0.0)
+        x -= tl.load(kdk_ptr + dots + tile * N, mask=before, other=0.0)
+    for part in tl.static_range(PARTS):
+        x -= tl.load(anchors_ptr + (unit * slots + slot) * PARTS + part + offs * 0, mask=mask & (offs == 0), other=0.0)
+    s = tl.load(at_head(decay_ptr, from_strides, b, h, begin) + offs * from_strides[2], mask=mask, other=0.0)
+    forgets = s * LOG2E > 0.5 * FORGOTTEN
+    x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), forgets), 0, after_row)
+    tl.store(at_head(ddecay_ptr, to_strides, b, h, begin) + offs * to_strides[2], x.to(tl.float32), mask=mask)

@@ -24,7 +24,9 @@ from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning.policy import Split, SplitTile
 from fulmen.lightning.spec import LightningSpec, Residuals
-from fulmen.lightning.triton import LOG2E, Gradients, Launch, Segments, States, sweep
+from fulmen.lightning.sweeps import States
+from fulmen.lightning.triton import Gradients, Launch, Segments, sweep
+from fulmen.tiles import LOG2E
 
 AT_ONCE = 16  # segments that a scan reads before it adds them up, at most
 SCAN_BLOCK = 256  # elements of a state that a program carries; of up to AT_ONCE / 2 segments twice as many
@@ -206,7 +208,7 @@ def backward_launches(
         scan(spec, x, cut, entering, x.initial_state, None, keeps),
         scan(spec, x, cut, leaving, dstate, dinitial, dkeeps),
         *(
-            sweep(spec, tile.sweep, sweeps, x, tensors, states, cut, grads.dots(sweeps))
+            sweep(spec, tile.sweep, sweeps, x, tensors, states, cut, grads.products(sweeps))
             for sweeps in fused.backward_sweeps(spec)
         ),
     ]

@@ -53,6 +53,7 @@ def lightning_attention(
     """`fulmen.lightning_attention` of a sequence that is cut over the ranks of `group`: this rank's part of o.
 
     q, k, v        this rank's tokens, consecutive ones; the first rank has the first.
+    decay          as there; (B, H, N) is of this rank's tokens.
     group          a process group, or a DeviceMesh of one dimension.
     lengths        tokens on each rank; None: as many on every rank as here, which is compared once for each new N. Give
                    them if they differ between ranks, or change from call to call.
@@ -164,11 +165,6 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = ranks_of(group)
     x = check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens)
-    if (x.decay is not None and x.decay.ndim == 3) or x.q.shape[1] < x.v.shape[1]:
-        raise NotImplementedError(
-            "over ranks decay must be (H,) and v must not have more heads than q; "
-            f"got decay {None if decay is None else tuple(decay.shape)}, q {tuple(q.shape)}, v {tuple(v.shape)}"
-        )
     cut = cut_of_shards(x.q.shape[2], ranks, "contiguous", lengths)
     offsets, sequences = [0, cut.total], None
     if x.cu_seqlens is not None:
@@ -178,21 +174,35 @@ def _attend(
         sequences = len(offsets) - 1
     check_values(x.decay, None, x.q.shape[2])
     empty = tuple(i for i, rank in owners_of_empty(cut, offsets).items() if rank == ranks.rank)
-    slopes = states.host_values(decay, x.q.shape[1])
+    H = max(x.q.shape[1], x.v.shape[1])
+    tokens = (x.decay is not None and x.decay.ndim == 3) or x.q.shape[1] < H
+    slopes = () if tokens else states.host_values(decay, H)
     call = Call(ranks, part_of(cut, ranks.rank, offsets), empty, float(scale), backend, sequences, slopes)
     _check_backend(x, call)
     agree(WHAT, ranks, _facts(x, cut, call))
     with torch.autocast(x.q.device.type, enabled=False):
+        if tokens:
+            from fulmen.parallel.tokens import TokenLightning
+
+            return TokenLightning.apply(x.q, x.k, x.v, every_token(x, H), x.initial_state, call)
         return _Lightning.apply(x.q, x.k, x.v, x.decay, x.initial_state, call)
+
+
+def every_token(x: Residuals, H: int) -> Tensor:
+    """The decay of each token, (B, H, N): a constant one, or none, is expanded."""
+    if x.decay is not None and x.decay.ndim == 3:
+        return x.decay
+    slopes = x.q.new_zeros(H, dtype=torch.float32) if x.decay is None else x.decay
+    return slopes[:, None].expand(x.q.shape[0], H, x.q.shape[2])
 
 
 def _facts(x: Residuals, cut: Cut, call: Call) -> dict[str, Any]:
     B, H, _, D = x.q.shape
-    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.initial_state))
+    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     return {
-        "tokens": cut.lengths, "B": B, "heads": H, "k and v heads": x.k.shape[1], "D": D, "E": x.v.shape[3],
-        "dtype": x.q.dtype, "decay": x.decay is not None, "scale": call.scale, "packed": call.sequences is not None,
-        "initial_state": x.initial_state is not None, "gradients": grads,
+        "tokens": cut.lengths, "B": B, "heads": H, "k heads": x.k.shape[1], "v heads": x.v.shape[1], "D": D,
+        "E": x.v.shape[3], "dtype": x.q.dtype, "decay": None if x.decay is None else x.decay.ndim, "scale": call.scale,
+        "packed": call.sequences is not None, "initial_state": x.initial_state is not None, "gradients": grads,
     }  # fmt: skip
 
 
@@ -202,12 +212,12 @@ def _check_backend(x: Residuals, call: Call) -> None:
         raise ValueError(
             f"backend={call.backend!r} has no backward of its own, which ranks need: use another or 'auto'"
         )
-    local = _local(x, x.initial_state, call)
+    local = local_work(x, x.initial_state, call)
     for with_state in (True, False):
-        dispatch.pick("lightning", _spec(local, call, with_state), call.backend)
+        dispatch.pick("lightning", local_spec(local, call, with_state), call.backend)
 
 
-def _local(x: Residuals, initial: Tensor | None, call: Call) -> Residuals:
+def local_work(x: Residuals, initial: Tensor | None, call: Call) -> Residuals:
     """The residuals of the local work; `initial` of the sequences here."""
     bounds = None
     if call.sequences is not None and len(call.part.own) != 1:
@@ -215,7 +225,7 @@ def _local(x: Residuals, initial: Tensor | None, call: Call) -> Residuals:
     return Residuals(x.q, x.k, x.v, x.decay, initial, bounds)
 
 
-def _spec(x: Residuals, call: Call, with_state: bool) -> Any:
+def local_spec(x: Residuals, call: Call, with_state: bool) -> Any:
     return spec_of(
         *x[:4], scale=call.scale, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, with_final_state=with_state
     )
@@ -224,7 +234,7 @@ def _spec(x: Residuals, call: Call, with_state: bool) -> Any:
 # ---------------------------------------------------------------------------- states of the whole and local ones
 
 
-def _of_local(whole: Tensor | None, which: Sequence[bool], call: Call) -> Tensor | None:
+def of_local(whole: Tensor | None, which: Sequence[bool], call: Call) -> Tensor | None:
     """The rows of the sequences here, zero where not `which`; None: nothing is given, or nothing is of them."""
     if whole is None or not any(which):
         return None
@@ -236,7 +246,7 @@ def _of_local(whole: Tensor | None, which: Sequence[bool], call: Call) -> Tensor
     return rows
 
 
-def _of_whole(
+def of_whole(
     local: Tensor | None, which: Sequence[bool], empty: Tensor | None, shape: Sequence[int], like: Tensor, call: Call
 ) -> Tensor:
     """The reverse: zeros but for the sequences here that are `which`, and for empty ones, which have `empty`'s rows."""
@@ -282,7 +292,7 @@ def _states_here(x: Residuals, call: Call) -> tuple[int, ...]:
     return count, x.q.shape[1], x.q.shape[3], x.v.shape[3]
 
 
-def _plus(rows: Tensor | None, added: Tensor | None, which: slice, like: tuple[int, ...]) -> Tensor | None:
+def plus(rows: Tensor | None, added: Tensor | None, which: slice, like: tuple[int, ...]) -> Tensor | None:
     """States, or None for zeros, with `added` to those that are `which`."""
     if added is None:
         return rows
@@ -299,16 +309,16 @@ class _Lightning(torch.autograd.Function):
         q, k, v, slopes, initial_state, call = inputs
         x = Residuals(q, k, v, slopes, None, None)
         part, decay = call.part, states.Decay.of(slopes, call.slopes, q)
-        initial = _of_local(initial_state, part.begins, call)
+        initial = of_local(initial_state, part.begins, call)
         travelling = all_gather(WHAT, _leaving(x, initial, decay, call), call.ranks)
         at_once, here = waits(q), _states_here(x, call)
         if at_once:
             every = travelling.wait()[0]
-            initial = _plus(initial, states.combined(every, part.before, decay), call.first, here)
-        local = _local(x, initial, call)
+            initial = plus(initial, states.combined(every, part.before, decay), call.first, here)
+        local = local_work(x, initial, call)
         o, left = q.new_empty(*q.shape[:3], v.shape[3]), states.zero_states(0, q, v.shape[3])
         if part.own:
-            spec = _spec(local, call, True)
+            spec = local_spec(local, call, True)
             o, left, _ = plan_of(spec, local, call.backend).forward.run(*local[:6])
         if not at_once:
             every = travelling.wait()[0]
@@ -317,12 +327,12 @@ class _Lightning(torch.autograd.Function):
                 n = part.bounds[1]
                 states.add_entering(o[:, :, :n], x.q[:, :, :n], entered, decay, call.scale)
                 left[call.first] += entered * decay.power(n, entered)
-                initial = _plus(initial, entered, call.first, here)
+                initial = plus(initial, entered, call.first, here)
         ctx.call, ctx.shape = call, (call.sequences or x.q.shape[0], *every.shape[2:])
         ctx.has_initial = initial_state is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x.q, x.k, x.v, x.decay, initial)
-        return o, _of_whole(left, part.ends, initial_state, ctx.shape, every, call)
+        return o, of_whole(left, part.ends, initial_state, ctx.shape, every, call)
 
     @staticmethod
     @once_differentiable
@@ -335,17 +345,17 @@ class _Lightning(torch.autograd.Function):
             do = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3])
         elif do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
             do = do.contiguous()
-        dleft = _of_local(dfinal, part.ends, call)
+        dleft = of_local(dfinal, part.ends, call)
         travelling = all_gather(WHAT, _entering_gradient(x, do, dleft, decay, call), call.ranks)
         at_once = waits(q)
         if at_once:
             every = travelling.wait()[0]
             here = _states_here(x, call)
-            dleft = _plus(dleft, states.combined(every, part.behind, decay), call.last, here)
+            dleft = plus(dleft, states.combined(every, part.behind, decay), call.last, here)
         dq, dk, dv, dinitial = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v), None
         if part.own:
-            local = _local(x, initial, call)
-            spec = _spec(local, call, dleft is not None)
+            local = local_work(x, initial, call)
+            spec = local_spec(local, call, dleft is not None)
             dleft = None if dleft is None else dleft.contiguous()
             dq, dk, dv, dinitial = plan_of(spec, local, call.backend).gradients(*local, do, dleft)
         G = None  # or what is left to add
@@ -360,7 +370,7 @@ class _Lightning(torch.autograd.Function):
                 dinitial[call.last] += G * decay.power(N - begin, G)
         dwhole = None
         if ctx.has_initial:
-            dwhole = _of_whole(dinitial, part.begins, dfinal, ctx.shape, every, call)
+            dwhole = of_whole(dinitial, part.begins, dfinal, ctx.shape, every, call)
         return dq, dk, dv, None, dwhole, None
 
 

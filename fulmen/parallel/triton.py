@@ -18,7 +18,8 @@ from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.policy import SplitTile
 from fulmen.lightning.spec import LightningSpec, Residuals
-from fulmen.lightning.triton import LOG2E
+from fulmen.lightning.sweeps import States, Tensors
+from fulmen.tiles import LOG2E
 
 TILE = 4096  # elements of o a program merges
 COLUMNS = 64  # of o, dk or dv that a program adds to
@@ -33,14 +34,21 @@ def leaving(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Tensor:
     """As `states.leaving`, of 16-bit k and v; slopes fp32 (H,), or None."""
     spec = _spec(q, k, v, slopes)
     x = Residuals(q, k, v, slopes, None, None)
-    return _state("state", spec, x, fused.Tensors(k=fused.rows_of(k, spec), v=fused.rows_of(v, spec)))
+    return _state("state", spec, x, Tensors(k=fused.rows_of(k, spec), v=fused.rows_of(v, spec)))
 
 
 def entering_gradient(q: Tensor, do: Tensor, slopes: Tensor | None, scale: float) -> Tensor:
     """As `states.entering_gradient`, of 16-bit q and do."""
     spec = _spec(q, q, do, slopes)._replace(scale=scale)
     x = Residuals(q, q, do, slopes, None, None)
-    return _state("dstate", spec, x, fused.Tensors(q=fused.rows_of(q, spec), do=fused.rows_of(do, spec)))
+    return _state("dstate", spec, x, Tensors(q=fused.rows_of(q, spec), do=fused.rows_of(do, spec)))
+
+
+def state_of_tokens(x: Residuals, spec: LightningSpec, do: Tensor | None) -> Tensor:
+    """As `tokens.state_alone`, of 16-bit tensors: a decay for each token."""
+    if do is None:
+        return _state("state", spec, x, Tensors(k=fused.rows_of(x.k, spec), v=fused.rows_of(x.v, spec)))
+    return _state("dstate", spec, x, Tensors(q=fused.rows_of(x.q, spec), do=fused.rows_of(do, spec)))
 
 
 def _spec(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> LightningSpec:
@@ -50,19 +58,21 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> LightningSp
     )
 
 
-def _state(sweep: str, spec: LightningSpec, x: Residuals, tensors: fused.Tensors) -> Tensor:
+def _state(sweep: str, spec: LightningSpec, x: Residuals, tensors: Tensors) -> Tensor:
     """Of segments, in as many programs as the GPU holds; then over segments."""
     if not spec.N:
         return x.q.new_zeros(spec.B, spec.H, spec.D, spec.E, dtype=torch.float32)
     tile: SplitTile = dispatch.choose("lightning", spec, "triton_split").tile
     cut = split.segments(spec, tile.split, x)
     each = split.segment_states(spec, x, cut)
+    keeps = split.segment_keeps(spec, each)
     total = x.q.new_empty(spec.B, spec.H, spec.D, spec.E, dtype=torch.float32)
-    states = fused.States(final=each) if sweep == "state" else fused.States(dinitial=each)
-    fused.run(
-        [fused.sweep(spec, tile.sweep, (sweep,), x, tensors, states, cut), split.scan(spec, x, cut, each, None, total)],
-        spec.device,
-    )
+    states = States(final=each) if sweep == "state" else States(dinitial=each)
+    launches = [
+        fused.sweep(spec, tile.sweep, (sweep,), x, tensors, states, cut, keeps=keeps),
+        split.scan(spec, x, cut, each, None, total, keeps),
+    ]
+    fused.run(launches, spec.device)
     return total
 
 

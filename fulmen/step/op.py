@@ -133,7 +133,7 @@ def _step_fake(*args: Any) -> Tensor:
 def _arguments(*args: Any) -> tuple[Tensors, float, str]:
     """What the operator takes, the last of which may be missing."""
     *tensors, scale, backend, draft_decay = args if len(args) > len(Tensors._fields) + 1 else (*args, None)
-    return Tensors(*tensors, draft_decay), scale, backend
+    return Tensors(*tensors)._replace(draft_decay=draft_decay), scale, backend
 
 
 _lib = torch.library.Library("fulmen", "FRAGMENT")

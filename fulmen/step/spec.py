@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import autocast, check_int32, check_qkv, check_scale, empty_rows, plain_memory, require_tensors
+from fulmen.boundary import (
+    autocast,
+    autocasts,
+    check_int32,
+    check_qkv,
+    check_scale,
+    empty_rows,
+    plain_memory,
+    require_tensors,
+)
 from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values, is_per_token
 
 MAX_TOKENS = 8  # of a step, and of a draft
@@ -164,7 +173,8 @@ def _check_draft(name: str, pool: Tensor, slots: int, x: Tensor) -> None:
         of = f"(slots, H_KV, {MAX_TOKENS}, {'D' if name == 'draft[0]' else 'E'})"
         raise ValueError(f"{name} has shape {tuple(pool.shape)}, must be {of} = ({_list(want)})")
     if pool.dtype != x.dtype:
-        raise ValueError(f"{name} is {pool.dtype}, must be {x.dtype}, as k and v")
+        cast = ", which torch.autocast cast to it" if autocasts(x) else ""
+        raise ValueError(f"{name} is {pool.dtype}, must be {x.dtype}, as k and v{cast}")
     _check_pool(name, pool, x)
 
 

@@ -23,6 +23,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("flash_cache", {"B": 3, "H": 4, "H_KV": 2, "N": 50, "D": 16, "E": 32, "N_Q": 3, "page": 16}),
     ("latent", {"B": 3, "H": 16, "N": 90, "D": 48, "E": 32}),
     ("latent", {"B": 2, "H": 16, "N": 90, "N_Q": 3, "D": 48, "E": 32, "dtype": "bf16"}),
+    ("layer_step_gqa", {"B": 3, "H": 4, "H_KV": 2, "N": 90, "D": 16, "hidden": 256, "page": 32}),
+    ("layer_step_mla", {"B": 3, "H": 4, "N": 90, "D": 24, "E": 16, "hidden": 256, "rank": 32, "q_rank": 24}),
+    ("layer_step_lightning", {"B": 3, "H": 4, "D": 16, "hidden": 256}),
 ]
 
 
@@ -38,7 +41,7 @@ def test_both_shapes_pass_and_stay_as_they_are(given: Any, seed: int) -> None:
     for make in (adapter.small, adapter.problem):
         problems = [make(case, CPU, seed), make(case, CPU, seed + 1)]
         found = gate.gate(problems, adapter.attend("eager"), backward=False)
-        names = {"o", "state"} if "state_dtype" in case and make is adapter.small else {"o"}
+        names = {"o", "state"} if make is adapters.of("step").small else {"o"}
         assert set(found) == names
         assert all(row["ok"] and row["error"] <= row["bound"] for row in found.values())
 
@@ -130,6 +133,11 @@ def test_fla_writes_states_in_fp32_only() -> None:
         ("latent", {"grad": True}, "no gradient"),
         ("flash_cache", {"page": 24}, "multiple of 16"),
         ("flash_cache", {"grad": True}, "no gradient"),
+        ("layer_step_gqa", {"grad": True}, "no gradient"),
+        ("layer_step_gqa", {"E": 64}, "must be D"),
+        ("layer_step_mla", {"E": 192}, "less than D"),
+        ("layer_step_lightning", {"N_Q": 2}, "one token"),
+        ("layer_step_lightning", {"state_dtype": "bf16"}, "must be fp32"),
     ],
 )
 def test_cases_that_cannot_be(op: str, case: dict[str, Any], words: str) -> None:
@@ -160,6 +168,24 @@ def test_a_latent_cache_is_read_once() -> None:
     assert work.flops == 2 * 64 * 128 * 8192 * (576 + 512)
     assert work.reads == 2 * 64 * (8192 + 128) * 576
     assert work.writes == 2 * 64 * 128 * 512
+
+
+@pytest.mark.parametrize(
+    ("op", "weights", "cache"),
+    [
+        ("layer_step_gqa", 4096 * (2 * 4096 + 2 * 1024), 8192 * 2 * 1024),
+        ("layer_step_mla", 4096 * (1536 + 576 + 4096) + 1536 * 32 * 192 + 512 * 32 * 256, 8192 * 576),
+        ("layer_step_lightning", 5 * 4096 * 4096, 2 * 32 * 128 * 128 * 2),  # states are fp32, read and written
+    ],
+)
+def test_a_step_of_a_layer_reads_weights_and_cache(op: str, weights: int, cache: int) -> None:
+    adapter = adapters.of(op)
+    case = adapters.complete(op, {"B": 16, "dtype": "bf16"}, CPU)
+    work = floors.of_case(op, adapter.function(case), case, "forward")
+    assert work is not None
+    assert work.bytes == 2 * (weights + 16 * cache + 2 * 16 * 4096)
+    parameters = adapter.made(case, torch.device("meta"), torch.bfloat16).parameters()
+    assert sum(p.numel() for p in parameters if p.ndim == 2) == weights
 
 
 def test_pages_do_not_change_the_floor() -> None:

@@ -34,6 +34,7 @@ from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import tokens
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
+from fulmen.lightning.policy import SAVED_ROWS
 from tests import builds
 
 HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
@@ -413,16 +414,15 @@ def scan(
             final.view(-1, size)[head] = carry
 
 
-def token_gradient(
-    ddecay: Any, decay: Any, qdq: Any, kdk: Any, initial: Any, dinitial: Any, cu: Any, *sizes: Any
-) -> None:
-    ends = [0, decay.shape[2]] if cu is None else cu.tolist()
+def token_gradient(ddecay: Any, decay: Any, qdq: Any, kdk: Any, anchors: Any, cu: Any, *sizes: Any) -> None:
+    B, H, N = decay.shape
+    ends = [0, N] if cu is None else cu.tolist()
+    added = (qdq - kdk).double().sum(1).view(B, H, N)
     for i, (begin, end) in enumerate(itertools.pairwise(ends)):
-        which, rows = slice(None) if cu is None else slice(i, i + 1), slice(begin, end)
-        total = torch.zeros(decay.shape[:2], dtype=torch.float64)
-        if initial is not None:
-            total -= (initial[which].double() * dinitial[which]).sum((2, 3))
-        for t, x in zip(range(begin, end), (qdq - kdk).double().sum(2)[:, :, rows].unbind(2), strict=True):
+        slot, total = begin // SAVED_ROWS + i, torch.zeros(B, H, dtype=torch.float64)
+        for t in range(begin, end):
+            if (t - begin) % SAVED_ROWS == 0:
+                total = -anchors.view(B, H, *anchors.shape[1:])[:, :, slot + (t - begin) // SAVED_ROWS].double().sum(2)
             total = torch.where(decay[:, :, t] > 30.0, 0.0, total)
             ddecay[:, :, t] = total
-            total = total + x
+            total = total + added[:, :, t]

@@ -113,3 +113,15 @@ def test_a_forward_that_kept_no_lse_has_no_backward():
     o, _ = torch.ops.fulmen.flash_forward(q, q, q, None, None, None, *facts, "eager")
     with pytest.raises(RuntimeError, match="needs_grad=False"):
         o.sum().backward()
+
+
+def test_sinks_of_another_dtype_than_autocast():
+    """As q, k and v they may have any."""
+    q, k, v = (rows(1, 2, 20, 16, seed=i) for i in range(3))
+    sinks = rows(2).requires_grad_()
+    want = flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), sinks=sinks.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = flash_attention(q, k, v, sinks=sinks)
+    assert torch.equal(o, want)
+    o.backward(torch.ones_like(o))
+    assert sinks.grad.dtype == torch.float16

@@ -190,11 +190,10 @@ def test_errors_of_a_block_table(change, words):
 
 
 @pytest.mark.parametrize("way", ["torch", "kernel"])
-def test_views_of_lengths_and_tables(way, monkeypatch):
+def test_views_of_lengths_and_tables(way, request):
     """A table and lengths that are parts of larger ones, as a server keeps them."""
     if way == "kernel":
-        kernels = pytest.importorskip("fulmen.layers.fused.append")
-        monkeypatch.setattr(appending, "_kernels", lambda q: kernels)
+        request.getfixturevalue("interpreted")
     call, same = (Call([5, 30], page=16, dim=16) for _ in range(2))
     for each in (call, same):
         for name in ("q", "k", "v", "k_cache", "v_cache", "cos", "sin"):
@@ -270,6 +269,7 @@ def test_the_kernel_does_the_same(case):
     triton = pytest.importorskip("triton")
     if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
         pytest.skip("needs a GPU or Triton's interpreter")
+    from fulmen.launch import repeated
     from fulmen.layers.fused import append as kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -279,11 +279,9 @@ def test_the_kernel_does_the_same(case):
             for _ in range(2)
         )
         turned, after = appending._append_plainly(*theirs)
-        q, k, v, k_cache, v_cache, lengths, table, cos, sin, each_query, interleaved = ours
-        out, new = appending._append_fake(*ours)
-        kernels.append((q, k, v, out, k_cache, v_cache, new, lengths, table, cos, sin), each_query, interleaved)
+        new, *out = repeated(kernels.appended, tuple(ours[9:])).run(*ours[:9])
         assert torch.equal(new, after.int())
-        for got, want in ((out, turned), (k_cache, theirs[3]), (v_cache, theirs[4])):
+        for got, want in ((out[0] if out else turned, turned), (ours[3], theirs[3]), (ours[4], theirs[4])):
             torch.testing.assert_close(got, want)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fulmen.layers import LatentCache, MultiHeadLatentAttention, Sequences, latent
-from fulmen.layers.fused import decode
+from fulmen.layers import LatentCache, MultiHeadLatentAttention, Sequences
 
 close = torch.testing.assert_close
 SIZES = {"kv_rank": 32, "nope_dim": 16, "rope_dim": 8, "value_dim": 12}
@@ -25,7 +24,7 @@ def tokens(B: int = 3, N: int = 21, seed: int = 1) -> torch.Tensor:
 def way(request, monkeypatch):
     """By PyTorch's operations, or by the kernel, interpreted."""
     if request.param == "kernels":
-        monkeypatch.setattr(latent, "kernels_for", lambda name, *tensors: decode if name == "decode" else None)
+        request.getfixturevalue("interpreted")
     taken = []
     step = MultiHeadLatentAttention._step
 

@@ -26,7 +26,8 @@ class Walk:
         packed = spec.sequences is not None
         segment_offsets = None if cut.segment_offsets is None else cut.segment_offsets.tolist()
         segments = spec.states if segment_offsets is not None else cut.number
-        self.tile, pid = block % (spec.D // 64), block // (spec.D // 64)
+        self.tokens, tiles = spec.per_token, sweep.sizes(spec, sweeps)[1] // 64
+        self.tile, pid = block % tiles, block // tiles
         self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
         self.reverse = sweep.SWEEPS[self.sweep].reverse
         self.grouped = saved and self.sweep == "dq"
@@ -55,11 +56,14 @@ class Walk:
             begin = min(max(cu[sequence], 0), spec.N)
             end = min(max(cu[sequence + 1], begin), spec.N)
         skip = segment * cut.rows
+        if self.tokens and self.reverse and not self.whole:
+            skip = (-(-(end - begin) // cut.rows) - 1) * cut.rows - skip
         self.length = max(0, min(end - begin - skip, spec.N if self.whole else cut.rows))
-        if not_last and begin + skip + cut.rows >= end:
+        last = skip == 0 if self.tokens and self.reverse else begin + skip + cut.rows >= end
+        if (not_last and last) or skip < 0:
             self.length = 0
         self.chunks = (self.length + C - 1) // C
-        self.first = end - skip if self.reverse else begin + skip
+        self.first = end - skip if self.reverse and not self.tokens else begin + skip
         self.slot = skip // (EVERY * C)
         self.head = self.b * spec.H + self.h
         if packed:
@@ -77,21 +81,34 @@ class Walk:
             return (groups - 1) * EVERY + n
         return (groups - 2 - (n - top) // EVERY) * EVERY + (n - top) % EVERY
 
+    def place(self, n):
+        return self.chunks - 1 - self.chunk(n) if self.tokens and self.reverse else self.chunk(n)
+
+    def ends_first(self):
+        return self.reverse and not self.tokens
+
     def row(self, n):
-        return self.first - (self.chunk(n) + 1) * C if self.reverse else self.first + self.chunk(n) * C
+        return self.first - (self.chunk(n) + 1) * C if self.ends_first() else self.first + self.place(n) * C
 
     def partial(self):
         if self.length % C == 0:
             return -1
-        return 0 if self.backwards else (self.chunks - 1) % EVERY if self.grouped else self.chunks - 1
+        return (
+            0
+            if self.backwards or (self.tokens and self.reverse)
+            else (self.chunks - 1) % EVERY
+            if self.grouped
+            else self.chunks - 1
+        )
 
     def left(self, n):
-        return self.length - self.chunk(n) * C
+        return self.length - self.place(n) * C
 
     def own_rows(self, n):
         """The rows that `deliver` writes: all, or from the side where the sequence goes on."""
         left = min(self.left(n), C)
-        return range(self.row(n) + (C - left if self.reverse else 0), self.row(n) + (C if self.reverse else left))
+        first = self.ends_first()
+        return range(self.row(n) + (C - left if first else 0), self.row(n) + (C if first else left))
 
 
 def walks(spec, names, lengths=None, saved=False):
@@ -103,7 +120,7 @@ def walks(spec, names, lengths=None, saved=False):
     cut = cuda.segments(spec, tiles.forward_split if names[0] in ("o", "state") else tiles.backward_split, x)
     fused.run(triton_split.find_segment_offsets(spec, x, cut), torch.device("cpu"))
     start = cut.whole if names[0] in ("state", "dstate") else 0
-    blocks = (sweep.segment_count(spec, cut) - start) * len(names) * (spec.D // 64)
+    blocks = (sweep.segment_count(spec, cut) - start) * len(names) * (sweep.sizes(spec, names)[1] // 64)
     return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
 
 
@@ -126,6 +143,10 @@ CUTS = {
     "packed, split": (spec(1, 2), [1, 300, 64, 0, 1700, 435, 0]),
     "packed, split, D=128": (spec(1, 2, D=128), [0, 5000, 0, 0, 513, 1]),
     **{f"random {i}": (spec(1, (1, 2, 30)[i % 3]), random_lengths(i)) for i in range(12)},
+}
+CUTS |= {  # the same with a decay for each token, which cuts both ways at the same rows
+    f"{name}, tokens": (call._replace(has_decay=True, per_token=True), lengths)
+    for name, (call, lengths) in CUTS.items()
 }
 
 
@@ -205,7 +226,7 @@ def test_only_the_last_segments_are_left_out(case, h200):
         assert len(missing) == (sequences * call.H - cut.whole) * (call.D // 64)
         ends = set() if cu is None else set(cu)
         for w in missing:
-            edge = w.first - w.length if w.reverse else w.first + w.length
+            edge = w.first - w.length if w.ends_first() else w.first if w.reverse else w.first + w.length
             assert edge in ({0} if w.reverse else {call.N}) | ends
 
 

@@ -30,8 +30,11 @@ def across(lengths=None, backend: str = "auto", group=None):
 
     def attend(x):
         q, k, v = (parallel.shard(t, group, dim=2, lengths=lengths) for t in (x.q, x.k, x.v))
+        decay = x.decay
+        if decay is not None and decay.ndim == 3:
+            decay = parallel.shard(decay, group, dim=2, lengths=lengths)
         o, state = parallel.lightning_attention_with_state(
-            q, k, v, x.decay, group=group, lengths=lengths, backend=backend, **x.options()
+            q, k, v, decay, group=group, lengths=lengths, backend=backend, **x.options()
         )
         return parallel.unshard(o, group, dim=2, lengths=lengths), state
 
@@ -40,7 +43,7 @@ def across(lengths=None, backend: str = "auto", group=None):
 
 def summed(out):
     """Gradients and states are of each rank's tokens: their sum is the whole's."""
-    for name in ("state", "dq", "dk", "dv", "dinitial"):
+    for name in ("state", "dq", "dk", "dv", "dinitial", "ddecay"):
         value = getattr(out, name)
         if value is not None:
             dist.all_reduce(value)
@@ -55,6 +58,8 @@ def values(
     if at_once is not None:
         lightning.waits = lambda q: at_once
     x = testing.inputs(**options, dtype=getattr(torch, dtype))
+    if x.decay is not None and x.decay.ndim == 3:
+        x = x._replace(decay=x.decay.requires_grad_())
     lengths = cut_for(cut, x.q.shape[2])
     actual = summed(testing.evaluate(across(lengths, backend), x, use))
     again = summed(testing.evaluate(across(lengths, backend), x, use))

@@ -66,6 +66,22 @@ def test_options(on_ranks, options):
     on_ranks(4, CHECKS, "values", **{"H": 4, "N": 64, "D": 16, **options})
 
 
+@pytest.mark.parametrize("cut", ["even", "uneven", "empty", "first"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": "token", "B": 2, "N": 160, "initial_state": True},
+        {"decay": "extreme", "lengths": [3, 100, 41, 16], "initial_state": True, "scale": 0.5},
+        {"decay": "token", "groups": 2, "lengths": [80, 0, 80, 0], "layout": "fused"},
+        {"decay": "mixed", "groups": 1, "N": 64, "E": 24, "initial_state": True},
+        {"decay": "token", "H_KV": 2, "N": 64, "dtype": "bfloat16", "use": ["o"]},
+        {"decay": None, "groups": 2, "N": 64, "use": ["state"]},
+    ],
+)
+def test_a_decay_for_each_token(on_ranks, options, cut):
+    on_ranks(4, CHECKS, "values", cut=cut, **{"H": 4, "D": 16, **options})
+
+
 def test_longer_than_a_piece(on_ranks):
     on_ranks(2, CHECKS, "values", H=2, N=2600, D=8, decay="mixed")
 

@@ -149,6 +149,12 @@ def test_inference_mode_and_autocast():
     torch.testing.assert_close(o.float(), a, rtol=0.05, atol=0.05)
 
 
+def test_autocast_is_named_where_a_draft_does_not_match():
+    x = testing.inputs(draft=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"torch\.autocast cast to it"):
+        step(x)
+
+
 @pytest.mark.parametrize("backend", sorted(dispatch.kernels("step")))
 def test_tokens_are_not_modified(backend):
     x = testing.inputs(slots=(1, -1), pool=2, draft=True, decay="mixed")

@@ -43,6 +43,11 @@ def drawn(
     initial, dstate = (normal(state, exact, generator) if fully else None for _ in range(2))
     slopes = decay.alibi(case["H"]).to(device) if case["decay"] else None
     x = testing.Inputs(q, k, v, slopes, 1.0, initial, None, do, q.new_zeros(0) if dstate is None else dstate)
+    return as_problem(x, fully, one_head)
+
+
+def as_problem(x: testing.Inputs, fully: bool = False, one_head: int | None = None) -> Problem:
+    q, k, slopes = x.q, x.k, x.decay
     leaves = {name: t.requires_grad_() for name, t in x._asdict().items() if name in LEAVES and t is not None}
     heads = Heads.of(q, k, one_head)
 
@@ -56,7 +61,7 @@ def drawn(
             found = testing.expected(x._replace(**part), ("o",), rows=ROWS)
         return {"dinitial_state" if name == "dinitial" else name: wanted for name, wanted in found.items()}
 
-    douts = {"o": do} if dstate is None else {"o": do, "state": dstate}
+    douts = {"o": x.do, "state": x.dstate} if fully else {"o": x.do}
     return Problem(x, leaves, douts, expected, {} if slopes is None else {"decay": slopes}, heads.pick)
 
 

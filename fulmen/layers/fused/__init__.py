@@ -1,8 +1,8 @@
 """Fused operations of the layers: what lies between their products on a GPU, in one pass over memory.
 
 Each replaces several PyTorch operations in plain eager mode; compilers, modes, transforms and other devices take the
-PyTorch operations themselves. `rotary`, `latent`, `lightning` and `sums` hold Triton kernels; `projections` adds up
-gradients inside products.
+PyTorch operations themselves. `projections` adds up gradients inside products; the other files hold Triton kernels,
+`linear` those of products of few rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen import hardware
+from fulmen import hardware, plans
 from fulmen.boundary import is_plain_eager
 
 
@@ -39,3 +39,34 @@ def kernels_for(module: str, *tensors: Tensor) -> Any:
         return importlib.import_module(f"fulmen.layers.fused.{module}")
     except ImportError:  # no Triton
         return None
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def fused_call(
+    module: str, name: str, options: Any, *tensors: Tensor | None, like: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...] | None:
+    """The outputs of the fused operation `name` of a module here, without gradients; None if its kernels do not serve.
+
+    The operation is a function of options and tensors that returns empty outputs and the launch that fills them, whose
+    tensors are these, then the outputs. Repeated calls hit a plan (`fulmen.plans`).
+
+    like  the tensors that must have the first one's dtype; all unless given
+    """
+    if torch.compiler.is_compiling() or tensors[0] is None or not on_gpu(tensors[0]):
+        return None
+    which, given = plans.given(tensors)
+    key = (which, module, name, options)
+    plan = plans.find(key, given)
+    if plan is None:
+        kernels = kernels_for(module, *(like or given)) if is_plain_eager(*given) else None
+        if kernels is None:
+            return None
+        from fulmen.launch import repeated  # after Triton is known to be there
+
+        forward = repeated(getattr(kernels, name), options)
+        plan = plans.keep(key, given, plans.Plan(None, forward, lambda: forward, (), False))
+    found: tuple[Tensor, ...] = plan.forward.run(*tensors)
+    return found

@@ -7,12 +7,16 @@ Program 0 of each row writes its new length.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from fulmen.launch import Launch
-from fulmen.layers.fused.rotary import HEADS, WARPS, angles, p2, pairs, run, turned
+from fulmen.launch import Launch, starting, starts_early
+from fulmen.layers.fused.rotary import HEADS, WARPS, angles, p2, pairs, turned
+
+CONTIGUOUS = torch.contiguous_format
 
 
 @triton.jit
@@ -54,16 +58,18 @@ def copy_heads(
 
 @triton.jit
 def cache_append_kernel(
-    q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, new_lengths_ptr,
-    lengths_ptr,
+    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, lengths_ptr,
     table_ptr, cos_ptr, sin_ptr,  # or None
+    new_lengths_ptr, q_out_ptr,
     strides,  # of q, k, v, q_out, k_cache, v_cache: B (or pages), N, heads
     sizes,  # N_Q, N_NEW, H, H_KV; rows of a page, pages, pages of a row, rows of cos
     D: tl.constexpr, D_P2: tl.constexpr, E: tl.constexpr, E_P2: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr,
     EACH_QUERY: tl.constexpr,  # query n is at its own position, else all are at the first new one's
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     N_Q, N_NEW, H, H_KV, page, pages, width, last = sizes
     TURN: tl.constexpr = cos_ptr is not None
     blocks = tl.cdiv(H_KV, HEADS)
@@ -109,22 +115,21 @@ def cache_append_kernel(
             )  # fmt: skip
 
 
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, k_cache: Tensor, v_cache: Tensor, new_lengths: Tensor,
-    lengths: Tensor, table: Tensor | None, cos: Tensor | None, sin: Tensor | None, each_query: bool, interleaved: bool,
-) -> Launch:  # fmt: skip
+def appended(
+    options: tuple[bool, bool], q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+    table: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+) -> tuple[tuple[Tensor, ...], Launch]:  # fmt: skip
+    """The new lengths and, if there is RoPE, q turned; their launch. options: each_query and interleaved."""
     B, N_Q, H, D = q.shape
     _, N_NEW, H_KV, E = v.shape
+    outputs = (torch.empty_like(lengths), *(() if cos is None else (torch.empty_like(q, memory_format=CONTIGUOUS),)))
     half = 0 if cos is None else cos.shape[1]
     width = 1 if table is None else table.shape[1]
     parts = 2 * triton.cdiv(H_KV, HEADS) + (0 if cos is None else triton.cdiv(H, HEADS))
-    strides = tuple(tuple(x.stride()[:3]) for x in (q, k, v, q_out, k_cache, v_cache))
+    strides = tuple(tuple(x.stride()[:3]) for x in (q, k, v, outputs[-1] if half else q, k_cache, v_cache))
     sizes = (N_Q, N_NEW, H, H_KV, k_cache.shape[1], k_cache.shape[0], width, 1 if cos is None else cos.shape[0])
-    constants = (D, p2(D), E, p2(E), half, p2(max(half, 1)), each_query, interleaved, HEADS)
-    tensors = (q, k, v, q_out, k_cache, v_cache, new_lengths, lengths, table, cos, sin)
-    return Launch(cache_append_kernel, B * max(N_Q, N_NEW) * parts, tensors, (strides, sizes, *constants), WARPS)
-
-
-def append(tensors: tuple[Tensor | None, ...], each_query: bool, interleaved: bool) -> None:
-    """Runs `launch`, which is kept for the same shapes and strides."""
-    run(launch, tensors, each_query, interleaved)
+    early = starts_early(q.device)
+    constants = (D, p2(D), E, p2(E), half, p2(max(half, 1)), *options, early, HEADS)
+    tensors = (q, k, v, k_cache, v_cache, lengths, table, cos, sin, *outputs, *([None] if cos is None else []))
+    grid = B * max(N_Q, N_NEW) * parts
+    return outputs, Launch(cache_append_kernel, grid, tensors, (strides, sizes, *constants), WARPS | starting(early))

@@ -27,17 +27,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fulmen import hardware
-from fulmen.launch import Launch, describable
-from fulmen.layers.fused.projections import has_no_hooks
+from fulmen.launch import Launch, describable, starting, starts_early
 from fulmen.layers.fused.rotary import angles, p2, pairs, per_row, run, turned
 from fulmen.layers.fused.sums import sum_launch
-from fulmen.layers.tensor_parallel import RMSNorm
 
 PROGRAMS = 528  # of a norm's backward: 4 on each SM of an H200, where it takes 18 us; with 264 and 4096 33 us
 TILE = 2048  # elements of a row, or of several, that it takes at a time
-MAX_WIDTH = 8192  # of a row that a program holds
 HEADS = {"forward": 32, "backward": 32}  # that RoPE takes at a time
 WARPS = {"num_warps": 2}  # 32.5 us forward and 32.8 backward at B1 N4096 H64; with 4 warps 33.1 and 39.4
 
@@ -56,10 +54,13 @@ def norm_row(x_ptr, weight_ptr, y_ptr, rstd_ptr, row, stride, eps, R: tl.constex
 
 @triton.jit
 def norm_kernel(
-    x_ptr, weight_ptr, y_ptr, x2_ptr, weight2_ptr, y2_ptr, rstd_ptr, stride, stride2, eps, eps2, rows,
-    R: tl.constexpr, R_P2: tl.constexpr, R2: tl.constexpr, R2_P2: tl.constexpr,
+    x_ptr, weight_ptr, x2_ptr, weight2_ptr, rstd_ptr, y_ptr, y2_ptr, stride, stride2, eps, eps2, rows,
+    R: tl.constexpr, R_P2: tl.constexpr, R2: tl.constexpr, R2_P2: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row of each of the two; of one alone if R2 is 0."""
+    """A row of each of the two; of one alone if R2 is 0. EARLY: as in `linear.py`."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     norm_row(x_ptr, weight_ptr, y_ptr, rstd_ptr, row, stride, eps, R, R_P2)
     if R2 > 0:
@@ -123,14 +124,29 @@ def warps(elements: int) -> dict[str, int]:
     return {"num_warps": max(4, min(16, elements // 512))}
 
 
+def norms(
+    eps: tuple[float, ...], x: Tensor, weight: Tensor, x2: Tensor | None = None, weight2: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Launch]:
+    """1 / sqrt(...) of all rows, fp32 (norms, rows), y of each norm (B, N, R), and their launch."""
+    B, N, _ = x.shape
+    rstd = torch.empty(len(eps), B * N, dtype=torch.float32, device=x.device)
+    weights = [weight] if weight2 is None else [weight, weight2]
+    ys = [torch.empty(B, N, w.shape[0], dtype=x.dtype, device=x.device) for w in weights]
+    second, second_weight = (x, weight) if x2 is None or weight2 is None else (x2, weight2)
+    made = norm_launch(x, weight, second, second_weight, rstd, ys[0], ys[-1], eps, starts_early(x.device))
+    return (rstd, *ys), made
+
+
 def norm_launch(
-    x: Tensor, weight: Tensor, y: Tensor, x2: Tensor, weight2: Tensor, y2: Tensor, rstd: Tensor, eps: tuple[float, ...]
-) -> Launch:
+    x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor, rstd: Tensor, y: Tensor, y2: Tensor, eps: tuple[float, ...],
+    early: bool = False,
+) -> Launch:  # fmt: skip
     """rstd (norms, rows): if that is one norm the second x, weight and y are not looked at."""
     (norms, rows), R = rstd.shape, weight.shape[0]
     R2 = weight2.shape[0] if norms == 2 else 0
-    sizes = (x.stride(1), x2.stride(1), eps[0], eps[-1], rows, R, p2(R), R2, p2(max(R2, 1)))
-    return Launch(norm_kernel, rows, (x, weight, y, x2, weight2, y2, rstd), sizes, warps(p2(max(R, R2))))
+    sizes = (x.stride(1), x2.stride(1), eps[0], eps[-1], rows, R, p2(R), R2, p2(max(R2, 1)), early)
+    options = warps(p2(max(R, R2))) | starting(early)
+    return Launch(norm_kernel, rows, (x, weight, x2, weight2, rstd, y, y2), sizes, options)
 
 
 def norm_backward_launch(*tensors: Tensor) -> Launch:
@@ -143,17 +159,6 @@ def norm_backward_launch(*tensors: Tensor) -> Launch:
     sizes = (R, p2(R), rest, p2(max(rest, 1)), R2, p2(max(R2, 1)), rest2, p2(max(rest2, 1)), at_a_time, sums.shape[0])
     options = warps(at_a_time * p2(max(R, R2)))
     return Launch(norm_backward_kernel, sums.shape[0], tensors, (x.stride(1), x2.stride(1), rows, *sizes), options)
-
-
-def serves(x: Tensor, norm: RMSNorm) -> bool:
-    """Beside what `fused.serves` asks: contiguous rows that a program can hold, and a norm without hooks or ranks."""
-    return (
-        has_no_hooks(norm, kind=RMSNorm)
-        and norm.mesh is None
-        and norm.eps is not None
-        and norm.weight.shape[0] <= MAX_WIDTH
-        and x.is_contiguous()
-    )
 
 
 def twice(tensors: list[Tensor], eps: tuple[float, ...]) -> list[Tensor]:
@@ -169,19 +174,14 @@ class Normed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, eps: tuple[float, ...], *given: Tensor) -> tuple[Tensor, ...]:
-        B, N, _ = given[0].shape
-        rstd = torch.empty(len(eps), B * N, dtype=torch.float32, device=given[0].device)
-        tensors: list[Tensor] = []
-        found: list[Tensor] = []
-        for x, weight in zip(given[::2], given[1::2], strict=True):
-            y = torch.empty(B, N, weight.shape[0], dtype=x.dtype, device=x.device)
-            tensors += [x, weight, y]
-            found += [y, x[..., weight.shape[0] :]]
-        run(norm_launch, (*twice(tensors, eps), rstd), eps)
+        (rstd, *ys), launch = norms(eps, *given)
+        tensors: Any = launch.tensors
+        run(norm_launch, tensors, eps)
         ctx.eps = eps
         ctx.save_for_backward(*given, rstd)
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        rest = [x[..., weight.shape[0] :] for x, weight in zip(given[::2], given[1::2], strict=True)]
+        return tuple(t for pair in zip(ys, rest, strict=True) for t in pair)
 
     @staticmethod
     @once_differentiable

@@ -32,8 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fulmen.launch import Launch
+from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.rotary import p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
@@ -41,7 +42,6 @@ TILE = 2048  # elements of q, k or v that a program takes at a time
 TOKENS = 4  # whose heads a program of the forward takes, one after the other
 HEAD_PROGRAMS = 1056  # each for q, k and v, of a backward that sums up gradients of norms: 8 on each SM of an H200
 GATE_PROGRAMS = 528
-MAX_WIDTH = 16384  # features of a token that one program holds
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3}
 NORMS = {None: 0, "before": 1, "after": 2}  # RoPE
@@ -60,9 +60,9 @@ class Heads(NamedTuple):
     interleaved: bool
 
 
-def warps(elements: int) -> dict[str, int]:
-    """For 8 elements a thread: a load of 16 bytes in bf16, and few registers, so that many loads are under way."""
-    return {"num_warps": max(1, min(16, elements // 256))}
+def warps(elements: int, each: int) -> dict[str, int]:
+    """For `each` elements a thread, of which a load of 16 bytes has 8 in bf16."""
+    return {"num_warps": max(1, min(16, elements // (32 * each)))}
 
 
 @triton.constexpr_function
@@ -316,7 +316,7 @@ def heads_launch(
     heads = at_a_time(facts)
     blocks = triton.cdiv(facts.H, heads) + triton.cdiv(facts.H_KV, heads) * (2 if facts.activation else 1)
     sizes = (per_row(cos), N, facts.eps, B * N)
-    tensors, options = (x, q, k, v, q_weight, k_weight, cos, sin), warps(heads * p2(max(facts.D, facts.E)))
+    tensors, options = (x, q, k, v, q_weight, k_weight, cos, sin), warps(heads * p2(max(facts.D, facts.E)), 16)
     grid = triton.cdiv(B * N, TOKENS) * blocks
     return Launch(heads_kernel, grid, tensors, (*sizes, *constants(facts, cos), TOKENS), options)
 
@@ -330,7 +330,7 @@ def heads_backward_launch(
     programs = sums.shape[0] if facts.norm else B * N
     sizes = (per_row(cos), N, facts.eps, B * N)
     tensors = (x, dq, dk, dv, dx, q_weight, k_weight, cos, sin, sums)
-    options = warps(at_a_time(facts) * p2(max(facts.D, facts.E)))
+    options = warps(at_a_time(facts) * p2(max(facts.D, facts.E)), 16)
     return Launch(heads_backward_kernel, 3 * programs, tensors, (*sizes, *constants(facts, cos), programs), options)
 
 
@@ -395,9 +395,12 @@ def _stand_ins(
 @triton.jit
 def gate_kernel(
     o_ptr, gate_ptr, weight_ptr, y_ptr, eps,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token: GROUPS groups of SIZE features."""
+    """One token: GROUPS groups of SIZE features. EARLY: it and the kernel that follows may start, as in `linear.py`."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     g = tl.arange(0, width_of(GROUPS))[:, None]
     i = tl.arange(0, width_of(SIZE))[None, :]
     there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
@@ -449,12 +452,13 @@ def gate_backward_kernel(
 
 
 def gate_launch(
-    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool
+    o: Tensor, gate: Tensor, weight: Tensor, y: Tensor, groups: int, eps: float | None, gated: bool, early: bool = False
 ) -> Launch:
     """eps None: no norm, and weight is not looked at; nor is gate unless `gated`."""
     B, N, width = o.shape
-    rest = (eps or 0.0, groups, width // groups, eps is not None, gated)
-    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, warps(p2(groups) * p2(width // groups)))
+    rest = (eps or 0.0, groups, width // groups, eps is not None, gated, early)
+    options = warps(p2(groups) * p2(width // groups), 8) | starting(early)
+    return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, options)
 
 
 def gate_backward_launch(
@@ -464,8 +468,19 @@ def gate_backward_launch(
     B, N, width = o.shape
     programs = B * N if eps is None else sums.shape[0]
     rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs)
-    tensors, options = (o, gate, weight, dy, do, dgate, sums), warps(p2(groups) * p2(width // groups))
+    tensors, options = (o, gate, weight, dy, do, dgate, sums), warps(p2(groups) * p2(width // groups), 8)
     return Launch(gate_backward_kernel, programs, tensors, rest, options)
+
+
+def gated(
+    options: tuple[int, float], o: Tensor, gate: Tensor | None, weight: Tensor | None
+) -> tuple[tuple[Tensor], Launch]:
+    """As `Gated`, for `fused_call`; options are groups and eps."""
+    groups, eps = options
+    y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    given = (o, o if gate is None else gate, o if weight is None else weight, y)
+    early = starts_early(o.device)
+    return (y,), gate_launch(*given, groups, None if weight is None else eps, gate is not None, early)
 
 
 class Gated(torch.autograd.Function):

@@ -1,12 +1,14 @@
-"""Several projections of one x, whose gradients of x are added up inside the products.
+"""Several projections of one x: in one launch where there are few rows, and with one sum for their gradients of x.
 
-Autograd lets each product write its own gradient of x and adds them in separate passes over memory. Here every product
-after the first adds to what is there, which costs next to nothing.
+Without gradients `linear.py` computes all projections of a decoding step in one launch. With gradients autograd lets
+each product write its own gradient of x and adds them in separate passes over memory; here every product after the
+first adds to what is there, which costs next to nothing. Both ask for plain Linear modules and call others as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,29 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fulmen.boundary import is_plain_eager
+from fulmen.layers.fused import fused_call, on_gpu
 
+MAX_ROWS = 16  # that kernels of decoding steps multiply
+MAX_ROWS_TOGETHER = 64  # if there are several weights, which BLAS multiplies one by one
+DTYPES = (torch.bfloat16, torch.float16)  # in fp32 torch may multiply in TF32
+MAX_WEIGHTS = 3  # of one launch
 _global = torch.nn.modules.module
+
+
+class Facts(NamedTuple):
+    """Beside the tensors.
+
+    activation  of the first projection
+    eps         of the norm
+    early       whether another launch of the same step comes before, so that weights may be read before it has ended
+    """
+
+    activation: str | None = None
+    eps: float = 0.0
+    early: bool = False
+
+
+NO_FACTS = Facts()
 
 
 def has_no_hooks(*modules: nn.Module | None, kind: type[nn.Module], allowed: int = 0) -> bool:
@@ -26,6 +49,7 @@ def has_no_hooks(*modules: nn.Module | None, kind: type[nn.Module], allowed: int
     for module in modules:
         if (
             type(module) is not kind
+            or "forward" in module.__dict__  # somebody's wrapper
             or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > allowed
             or module._backward_hooks
             or module._backward_pre_hooks
@@ -42,8 +66,39 @@ def is_plain(*linears: nn.Module | None, planned: bool = False) -> bool:
     return has_no_hooks(*linears, kind=nn.Linear, allowed=int(planned))
 
 
-def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """linear(x) of each."""
+def are_few(x: Tensor, rows: int = MAX_ROWS) -> bool:
+    """Whether x (B, N, K) has at most so many rows, on a GPU, in a dtype that steps' kernels multiply."""
+    return on_gpu(x) and x.dtype in DTYPES and x.shape[0] * x.shape[1] <= rows
+
+
+def few_rows(
+    x: Tensor, *linears: nn.Module, norm: Tensor | None = None, facts: Facts = NO_FACTS
+) -> tuple[Tensor, ...] | None:
+    """linear(x) of each, in one launch (`linear.py`); None if its kernels do not compute these projections of x.
+
+    norm  of one row: the weight of an RMSNorm of x that comes first
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or not are_few(x, 1 if norm is not None else MAX_ROWS if len(linears) == 1 else MAX_ROWS_TOGETHER)
+        or not (x.shape[1] == 1 or x.is_contiguous())
+        or not is_plain(*linears)
+        or torch._C._is_any_autocast_enabled()
+    ):
+        return None
+    weights, biases = [m._parameters["weight"] for m in linears], [m._parameters["bias"] for m in linears]
+    if not all(w.is_contiguous() for w in weights):  # type: ignore[union-attr]  # a Linear has one
+        return None
+    missing = [None] * (MAX_WEIGHTS - len(linears))
+    return fused_call("linear", "linears", facts, x, norm, *weights, *missing, *biases, *missing)
+
+
+def project(x: Tensor, *linears: nn.Module, early: bool = False) -> Sequence[Tensor]:
+    """linear(x) of each; `early` as in `Facts`."""
+    found = few_rows(x, *linears, facts=Facts(early=early))
+    if found is not None:
+        return found
     if x.requires_grad and torch.is_grad_enabled() and len(linears) > 1 and x.is_cuda and is_plain(*linears):
         parameters: list[Any] = [p for linear in linears for p in (linear.weight, linear.bias)]
         if (

@@ -27,7 +27,8 @@
 //
 // A decay for each token (TOKENS): warps beside the producer sum s over the rows of a chunk and leave the factors in the
 // chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
-// has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products.
+// has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, and
+// every EVERY chunks the product of the state's gradient (of dv's sweep) and the state saved, at which that sum begins anew.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
 // (heads share rows of a tensor), PACKED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
@@ -64,12 +65,9 @@ struct Shared {
     __device__ __forceinline__ u32 state(int n) const { return states + n % 2 * STATE; }
 };
 
-// The head of a tensor that holds the rows of this block's.
-__device__ __forceinline__ int head_of(const Args &x, const Walk &w, int map) { return GROUPED ? w.h / x.group[map] : w.h; }
-
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
-    const int head_a = head_of(x, w, sweep.a), head_b = head_of(x, w, sweep.b), head_c = head_of(x, w, sweep.c);
+    const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
             mbarrier_wait(at.saved_empty, group % 2 ^ 1);
@@ -167,6 +165,7 @@ __device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n
 // What the warpgroup that keeps the state holds.
 struct State {
     float state[D / 2];             // [v, k]
+    u32 saved[DOTS ? D / 4 : 1];    // by the forward
     u32 hi[8], lo[8];               // lambda^(rows walked after row j), for pairs of rows, in twice the digits of bf16
     int warp, walked;
 
@@ -228,6 +227,29 @@ struct State {
         }
     }
 
+    // What the forward saved of the state before a chunk, in the order of `state`; and its product with that, summed.
+    __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int n) {
+        const int lane = threadIdx.x % 32;
+        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
+        const char *from = x.saved + ((slot * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
+#pragma unroll
+        for (int i = 0; i < D / 4; i++)
+            saved[DOTS ? i : 0] = __ldg(reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2));
+    }
+
+    __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int n, float times) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < D / 4; i++) {
+            const u32 two = saved[DOTS ? i : 0];
+            sum = fmaf(state[2 * i + 1], high(two), fmaf(state[2 * i], low(two), sum));
+        }
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
+        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(slot * TILES + w.tile) * 4 + warp] = sum * times;
+    }
+
     // Without decay c goes into the product as it lies in shared memory.
     __device__ __forceinline__ void start_add(u32 c, u32 b) {
         const u64 x = descriptor(c, PANEL), z = descriptor(b, PANEL);
@@ -270,6 +292,8 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
             if (reports) mbarrier_arrive(at.saved_empty);
             opens = n ? n + EVERY : (w.chunks - 1) % EVERY + 1;
         }
+        const bool meets = DOTS && x.product[w.which].anchors && w.place(n) % EVERY == 0;
+        if (meets) y.load_saved(x, w, n);
         if (OUTS) {
             if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the store of what this buffer held must have read it
                 if (leads) tma_store_wait_read<0>();
@@ -307,6 +331,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         wgmma_wait<0>();
         pin(y.state);
         release(free);
+        if (meets) y.write_anchor(x, w, n, sweep.leaves_times);
     };
     if (w.chunks) fetch(0, c[0]);
     for (int n = 0; n < w.chunks; n += 2) {
@@ -389,19 +414,25 @@ struct Outputs {
     __device__ __forceinline__ void load_rows(const Args &x, const Walk &w, int n) {
         const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
         const Product &y = x.product[w.which];
-        const char *from = y.rows + w.b * y.rows_b + w.h / y.group * y.rows_h + (64 * w.tile + 2 * (lane % 4)) * 2;
+        if (!y.out) return;
+        const int left = w.left(n);
+        const char *from = y.rows + w.b * y.rows_b + w.h / y.group * y.rows_h + (w.row(n) + row) * y.rows_n;
+        from += (64 * w.tile + 2 * (lane % 4)) * 2;
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int r = row + 8 * (i % 2);
-            const char *at = from + (w.row(n) + r) * y.rows_n + i / 2 * 16;
-            rows[DOTS ? i : 0] = y.out && r < w.left(n) ? __ldg(reinterpret_cast<const u32 *>(at)) : 0;
+        for (int r = 0; r < 2; r++) {
+            const bool own = row + 8 * r < left;
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                rows[DOTS ? 2 * j + r : 0] = own ? __ldg(reinterpret_cast<const u32 *>(from + j * 16)) : 0;
+            from += 8 * y.rows_n;
         }
     }
 
     __device__ __forceinline__ void write_products(const Args &x, const Walk &w, int n) {
         const Product &y = x.product[w.which];
         if (!y.out) return;
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
+        float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = 0.0f;
@@ -412,9 +443,7 @@ struct Outputs {
             }
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const int row = 16 * warp + lane / 4 + 8 * r;
-            const long long at = ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
-            if (lane % 4 == 0 && row < w.left(n)) y.out[at] = sum;
+            if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum;
         }
     }
 

@@ -54,6 +54,7 @@ PRODUCT = cuda.Struct(
     "Product",  # of a sweep: q . dq or k . dk of every row
     ("out", "float *"), ("rows", "const char *"),  # or null
     ("rows_b", "long long"), ("rows_h", "long long"), ("rows_n", "long long"),  # strides in bytes
+    ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
     ("group", "int"),  # heads that share one of rows
     align=16,
 )  # fmt: skip
@@ -69,6 +70,7 @@ ARGUMENTS = cuda.Struct(
     ("group", "int", 8),  # heads that share one of a map's tensor
     ("decay_b", "long long"), ("decay_h", "long long"), ("decay_n", "long long"),  # strides of a decay for each token
     ("keeps", "float *"),  # what segments leave of the states that enter them
+    ("saved", "const char *"), ("slots", "int"),  # the states the forward saved, for `anchors`
     ("product", PRODUCT, 3),
 )  # fmt: skip
 NO_MAP = bytes(128)
@@ -123,12 +125,12 @@ NO_STATES = States()
 
 # What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
 # nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a decay for each token what
-# segments keep, q . dq and k . dk. 0 is none.
+# segments keep, q . dq, k . dk and anchors. 0 is none.
 Addresses = tuple[int, ...]
 INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
 NOT_CUT = 4  # from a state to that of what is not cut
 DECAY = 16
-KEEPS, QDQ, KDK = range(19, 22)
+KEEPS, QDQ, KDK, ANCHORS = range(19, 23)
 PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K)}  # where they go, and with which rows
 AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
     "o": (INITIAL, FINAL),
@@ -209,17 +211,20 @@ class SweepLaunch:
     ) -> list[float | bytes]:  # fmt: skip
         """What is about heads that share rows and a decay for each token; the first has index `at` among the values."""
         heads = [spec.H // tensors[i].shape[1] if i in tensors and i != SAVED else 1 for i in range(8)]
-        values: list[float | bytes] = [*heads, *((0, 0, 0) if decay is None else decay.stride()), 0]
-        self.pointers += [(at + 11, KEEPS)] if decay is not None else []
+        slots = tensors[SAVED].shape[1] if SAVED in tensors else 0
+        values: list[float | bytes] = [*heads, *((0, 0, 0) if decay is None else decay.stride()), 0, 0, slots]
+        self.pointers += [(at + 11, KEEPS), (at + 12, SAVED)] if decay is not None else []
         for name in names:
-            if not products or name not in PRODUCTS:
-                values += [0, 0, 0, 0, 0, 1]
-                continue
-            out, rows = PRODUCTS[name]
-            self.pointers += [(at + len(values), out), (at + len(values) + 1, rows)]
-            strides = tuple(tensors[rows].element_size() * step for step in tensors[rows].stride()[:3])
-            values += [0, 0, *strides, heads[rows]]
-        return values + (3 - len(names)) * [0, 0, 0, 0, 0, 1]
+            own = at + len(values)
+            values += [0, 0, 0, 0, 0, 0, 1]
+            if products and name == "dv":
+                self.pointers += [(own + 5, ANCHORS)]
+            elif products and name in PRODUCTS:
+                out, rows = PRODUCTS[name]
+                self.pointers += [(own, out), (own + 1, rows)]
+                values[-5:-2] = (tensors[rows].element_size() * step for step in tensors[rows].stride()[:3])
+                values[-1] = heads[rows]
+        return values + (3 - len(names)) * [0, 0, 0, 0, 0, 0, 1]
 
     def __call__(self, at: Addresses) -> None:
         self.launch.at(at, self.arguments)

@@ -101,6 +101,9 @@ struct Walk {
     __device__ __forceinline__ bool ends_first() const { return reverse && !TOKENS; }  // rows missing are the first ones
     __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
 
+    // The head of a tensor that has this block's rows.
+    __device__ __forceinline__ int head_of(const Args &x, int map) const { return GROUPED ? h / x.group[map] : h; }
+
     // Which comes without all of its rows, if one does: the last in place, but not always in turn.
     __device__ __forceinline__ int partial() const {
         if (length % C == 0) return -1;

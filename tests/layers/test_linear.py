@@ -1,0 +1,295 @@
+"""Linear layers of few rows in one launch: against fp64 and torch's own, and when a module must be called instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from fulmen.hardware import TARGETS
+from fulmen.layers import GroupedQueryAttention, KVCache, LightningAttention, MultiHeadLatentAttention, Sequences
+from fulmen.layers.fused.projections import MAX_ROWS, Facts, few_rows, project
+from fulmen.testing import assert_close, expected
+from tests.aot import LinearCase
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [  # B, N, K, widths
+    (1, 1, 1024, (40,)),
+    (1, 1, 520, (8, 1, 30)),
+    (1, 1, 7, (5, 16)),
+    (3, 1, 300, (33, 16, 8)),
+    (2, 8, 512, (24,)),
+    (1, 2, 31, (1, 50)),
+]
+
+
+def linears(K: int, widths: tuple[int, ...], dtype: torch.dtype, bias: str = "none") -> list[nn.Linear]:
+    torch.manual_seed(0)
+    given = {"none": (), "all": range(3), "some": (1,)}[bias]
+    return [nn.Linear(K, n, bias=i in given, dtype=dtype, device=DEVICE) for i, n in enumerate(widths)]
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", ["none", "all", "some"])
+@pytest.mark.parametrize(("B", "N", "K", "widths"), SHAPES)
+@torch.no_grad()
+def test_products(B, N, K, widths, bias, dtype, ran) -> None:
+    modules, x = linears(K, widths, dtype, bias), drawn(B, N, K, dtype=dtype)
+    found = few_rows(x, *modules)
+    assert found is not None
+    for y, module in zip(found, modules, strict=True):
+        given = [t.detach() for t in (x, module.weight, *([] if module.bias is None else [module.bias]))]
+        (wanted,) = expected(F.linear, given, [y])
+        assert_close("y", y, *wanted)
+    if DEVICE == "cpu":
+        assert ran == ["linear_row_kernel" if B * N == 1 else "linear_rows_kernel"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.no_grad()
+def test_the_first_is_activated(rows, activation, dtype, ran) -> None:
+    modules, x = linears(96, (20, 33), dtype, "all"), drawn(rows, 1, 96, dtype=dtype)
+    first, second = few_rows(x, *modules, facts=Facts(activation))
+    formula = lambda x, w, b: getattr(F, activation)(F.linear(x, w, b))  # noqa: E731
+    (wanted,) = expected(formula, [x, modules[0].weight.detach(), modules[0].bias.detach()], [first])
+    assert_close("y", first, *wanted)
+    assert torch.equal(second, few_rows(x, *modules)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@torch.no_grad()
+def test_a_norm_of_one_row(dtype, ran) -> None:
+    modules, x, weight = linears(200, (20,), dtype), drawn(1, 1, 200, dtype=dtype), drawn(200, dtype=dtype, seed=2)
+    (y,) = few_rows(x, *modules, norm=weight, facts=Facts(None, 1e-3))
+    formula = lambda x, g, w: F.linear(F.rms_norm(x, (200,), g, 1e-3), w)  # noqa: E731
+    (wanted,) = expected(formula, [x, weight, modules[0].weight.detach()], [y])
+    assert_close("y", y, *wanted)
+    assert few_rows(x.expand(2, 1, 200), *modules, norm=weight) is None
+
+
+@torch.no_grad()
+def test_rows_far_apart(ran) -> None:
+    """The last token of longer sequences."""
+    modules, x = linears(64, (24, 8), torch.float32), drawn(4, 5, 64, dtype=torch.float32)
+    for y, module in zip(few_rows(x[:, -1:], *modules), modules, strict=True):
+        torch.testing.assert_close(y, module(x[:, -1:]))
+    assert few_rows(x[:, ::2], *modules) is None
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Adapted(nn.Linear):
+    """As a library of adapters puts in place of a Linear."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def hooked(module: nn.Linear) -> nn.Linear:
+    module.register_forward_hook(lambda module, given, y: y + 1)
+    return module
+
+
+def hooked_before(module: nn.Linear) -> nn.Linear:
+    module.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    return module
+
+
+def wrapped(module: nn.Linear) -> nn.Linear:
+    forward = module.forward
+    module.forward = lambda x: forward(x) + 1  # type: ignore[method-assign]
+    return module
+
+
+def parametrised(module: nn.Linear) -> nn.Linear:
+    parametrize.register_parametrization(module, "weight", Doubled())
+    return module
+
+
+def adapted(module: nn.Linear) -> nn.Linear:
+    other = Adapted(module.in_features, module.out_features, bias=False)
+    other.load_state_dict(module.state_dict())
+    return other.to(module.weight.device)
+
+
+def sliced(module: nn.Linear) -> nn.Linear:
+    module.weight = nn.Parameter(torch.cat([module.weight.detach(), module.weight.detach() + 1], 1)[:, :64])
+    return module
+
+
+def transposed(module: nn.Linear) -> nn.Linear:
+    module.weight = nn.Parameter(module.weight.detach().T.contiguous().T)
+    return module
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_before, wrapped, parametrised, adapted, transposed, sliced])
+@torch.no_grad()
+def test_other_modules_are_called(change, ran) -> None:
+    plain, x = linears(64, (24, 8), torch.float32), drawn(2, 1, 64, dtype=torch.float32)
+    before = [m(x) for m in plain]
+    torch.testing.assert_close(list(project(x, *plain)), before)
+    modules = [change(plain[0]), plain[1]]
+    ran.clear()
+    assert few_rows(x, *modules) is None
+    for y, module in zip(project(x, *modules), modules, strict=True):
+        assert torch.equal(y, module(x))
+    assert ran == []
+    assert torch.allclose(project(x, *modules)[0], before[0], atol=1e-5) == (change in (transposed, sliced))
+
+
+def test_calls_it_does_not_serve(ran) -> None:
+    modules, x = linears(64, (24,), torch.float32), drawn(2, 1, 64, dtype=torch.float32)
+    assert few_rows(x, *modules) is None  # gradients
+    with torch.no_grad():
+        assert few_rows(x, *modules) is not None
+        more = drawn(MAX_ROWS + 1, 1, 64, dtype=torch.float32)
+        assert few_rows(more, *modules) is None
+        both = few_rows(more, *modules, *linears(64, (9,), torch.float32))
+        torch.testing.assert_close(both[0], modules[0](more))
+        assert few_rows(drawn(65, 1, 64, dtype=torch.float32), *modules, *modules) is None
+        assert few_rows(x.half(), *modules) is None
+        assert few_rows(x.double(), *linears(64, (24,), torch.float64)) is None
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert few_rows(x, *modules) is None
+        compiled = torch.compile(lambda x: project(x, *modules)[0], fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), modules[0](x))
+
+
+@torch.no_grad()
+def test_the_cpu_calls_its_modules() -> None:
+    modules = [nn.Linear(64, 24, dtype=torch.float16)]
+    assert few_rows(torch.ones(1, 1, 64, dtype=torch.float16), *modules) is None
+
+
+# ---------------------------------------------------------------------------------------------------- layers
+
+LAYERS = {
+    "lightning": lambda: LightningAttention(32, 2, layer=1, num_layers=4),
+    "lightning, bias": lambda: LightningAttention(32, 2, bias=True, gate=False, activation="relu"),
+    "ring": lambda: LightningAttention(32, 4, preset="ring", layer=1, num_layers=4),
+    "fewer keys": lambda: LightningAttention(32, 4, num_kv_heads=2, value_dim=12),
+    "grouped": lambda: GroupedQueryAttention(32, 4, 2, causal=True, rope={}, bias=True),
+    "normed": lambda: GroupedQueryAttention(32, 4, 1, causal=True, rope={}, qk_norm="before"),
+    "one product": lambda: GroupedQueryAttention(32, 2, 1, causal=True, fused_qkv=True),
+    "latent": lambda: MultiHeadLatentAttention(
+        32, 2, q_rank=24, kv_rank=40, nope_dim=24, rope_dim=8, value_dim=20, bias=True
+    ),
+    "latent, q directly": lambda: MultiHeadLatentAttention(
+        32, 2, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16, rope={"interleaved": False}
+    ),
+}
+PRODUCTS = ["linear_row_kernel", "linear_rows_kernel"]
+
+
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("kind", LAYERS)
+@torch.no_grad()
+def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> None:
+    torch.manual_seed(0)
+    layer = LAYERS[kind]().to(DEVICE)
+    for p in layer.parameters():
+        if p.ndim == 1:
+            nn.init.uniform_(p, 0.5, 1.5)
+    results = []
+    for served in (True, False):
+        ran.clear()
+        with monkeypatch.context() as patch:
+            if not served:
+                patch.setattr("fulmen.layers.fused.on_gpu", lambda x: False)
+                patch.setattr("fulmen.layers.fused.projections.on_gpu", lambda x: False)
+                patch.setattr("fulmen.layers.latent.on_gpu", lambda x: False)
+            sequences = Sequences(B, 48, pages=9, page_size=16, slots=B, device=DEVICE)
+            pool = layer.new_pool(sequences)
+            rows, y = [sequences.new() for _ in range(B)], []
+            for i, tokens in enumerate((3, 1, 2, 1)):
+                sequences.step(rows, tokens)
+                y.append(layer(drawn(B, tokens, 32, dtype=torch.float32, seed=i), cache=pool))
+        results.append((torch.cat(y, 1), *pool.memory))
+        if DEVICE == "cpu":
+            assert bool(set(ran) & set(PRODUCTS)) == served
+            if served and kind == "latent" and B == 1:
+                assert "norm_kernel" not in ran[-4:]  # folded into the products
+    for fast, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_steps_of_a_preallocated_cache(ran) -> None:
+    layer = LAYERS["grouped"]().to(DEVICE)
+    cache, x = KVCache(32), drawn(2, 12, 32, dtype=torch.float32)
+    y = [layer(x[:, :9], cache=cache), *(layer(x[:, i : i + 1], cache=cache) for i in (9, 10, 11))]
+    if DEVICE == "cpu":
+        assert ran.count("linear_rows_kernel") == 6
+    torch.testing.assert_close(torch.cat(y, 1), layer(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_hook_on_a_projection_of_a_layer_is_called(ran) -> None:
+    layer, seen = LAYERS["grouped"]().to(DEVICE), []
+    sequences = Sequences(1, 16, pages=2, page_size=16, device=DEVICE)
+    pool, row = layer.new_pool(sequences), sequences.new()
+    for _ in range(3):
+        sequences.step([row])
+        layer(drawn(1, 1, 32, dtype=torch.float32), cache=pool)
+    handle = layer.k_proj.register_forward_hook(lambda *args: seen.append(1))
+    sequences.step([row])
+    layer(drawn(1, 1, 32, dtype=torch.float32), cache=pool)
+    handle.remove()
+    sequences.step([row])
+    layer(drawn(1, 1, 32, dtype=torch.float32), cache=pool)
+    assert len(seen) == 1
+
+
+# ------------------------------------------------------------------------------------------------ compiled
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_fits_and_does_not_spill(arch, rows, compiler) -> None:
+    for usage in compiler(LinearCase(arch, rows)):
+        assert usage.shared <= TARGETS[arch].smem_bytes, usage
+        assert usage.stack == 0, usage
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 2, 16, 40])
+@pytest.mark.parametrize("kind", LAYERS)
+@torch.no_grad()
+def test_on_a_gpu_and_in_a_graph(kind, B) -> None:
+    """bf16: close to the modules' step, and the same bits from a captured graph."""
+    layer = LAYERS[kind]().to("cuda", torch.bfloat16)
+    sequences = Sequences(B, 48, pages=9 * B, page_size=16, slots=B, device="cuda")
+    pool = layer.new_pool(sequences)
+    rows = [sequences.new() for _ in range(B)]
+    sequences.step(rows, 20)
+    layer(drawn(B, 20, 32, dtype=torch.bfloat16), cache=pool)
+    sequences.step(rows, 1)
+    x, held = drawn(B, 1, 32, dtype=torch.bfloat16, seed=2), [t.clone() for t in pool.memory]
+
+    def step(few: bool = True) -> torch.Tensor:
+        for t, kept in zip(pool.memory, held, strict=True):
+            t.copy_(kept)
+        with pytest.MonkeyPatch.context() as patch:
+            if not few:
+                patch.setattr("fulmen.layers.fused.projections.are_few", lambda *args: False)
+                patch.setattr("fulmen.layers.latent.are_few", lambda *args: False)
+            return layer(x, cache=pool)
+
+    plain, y = step(few=False), [step() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    graph.replay()
+    assert all(torch.equal(out, one) for one in y)
+    assert (out - plain).float().norm() < 0.02 * plain.float().norm()
