@@ -154,7 +154,7 @@ def test_every_op_has_an_adapter() -> None:
     for op in adapters.ops():
         adapter = adapters.of(op)
         case = adapter.complete({})
-        implied = {"N_Q"} if adapter.KEYS.get("N_Q") is None else set()  # said where it is not N
+        implied = {name for name in ("N_Q", "per_token", "groups") if not adapter.KEYS.get(name)}  # said where they differ
         assert set(case) == set(adapter.KEYS) - implied
         assert None not in case.values()
         assert dataclasses.is_dataclass(gate.Problem)
