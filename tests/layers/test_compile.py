@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fulmen.layers import GroupedQueryAttention, KVCache, MultiHeadAttention, MultiHeadSelfAttention
+from fulmen import testing
+from fulmen.layers import (
+    GroupedQueryAttention,
+    KVCache,
+    LightningAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    MultiHeadSelfAttention,
+)
 
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 ROPE = {"causal": True, "rope": {}, "qk_norm": "before"}
@@ -18,6 +26,12 @@ LAYERS = {
     "grouped": lambda: GroupedQueryAttention(24, 4, 2, sinks=True, softcap=4.0, window=(3, None), **ROPE),
     "separate": lambda: MultiHeadAttention(24, 4),
     "dropout": lambda: GroupedQueryAttention(24, 4, 2, dropout=1e-15, **ROPE),
+}
+SIZES = {"q_rank": 12, "kv_rank": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+TRAINED = {name: LAYERS[name] for name in ("self", "grouped", "separate")} | {
+    "minimax": lambda: LightningAttention(24, 4, num_layers=2),
+    "ring": lambda: LightningAttention(24, 4, num_layers=2, head_dim=8, preset="ring"),
+    "latent": lambda: MultiHeadLatentAttention(24, 4, causal=True, **SIZES),
 }
 MASK = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
 
@@ -117,3 +131,29 @@ def test_autocast_and_a_model_of_layers():
     x = torch.randn(2, 6, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_lengths_beyond_the_second_share_a_graph(kind):
+    """The first length is a constant, the second makes it a symbol."""
+    layer, counter, graphs = TRAINED[kind]().double(), CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for N in (6, 70, 41, 133):
+        assert_same(compiled, layer, torch.randn(2, N, 24, dtype=torch.float64))
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 2, 2, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", TRAINED)
+def test_reduce_overhead_trains(kind):
+    """By CUDA graphs, of which the first calls warm up and the others replay; outputs and all gradients."""
+    layer = TRAINED[kind]().to("cuda", torch.bfloat16)
+    exact, compiled = copy.deepcopy(layer).double(), torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        x = torch.randn(2, 64, 24, device="cuda", dtype=torch.bfloat16)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [t.clone() for t in results(compiled, layer, x)]
+        found = zip(got, results(layer, layer, x), results(exact, exact, x.double()), strict=True)
+        for i, (actual, low, wanted) in enumerate(found):
+            testing.assert_close(f"{kind} {i}", actual, low, wanted, testing.GRADIENT_FACTOR)

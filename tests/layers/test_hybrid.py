@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from torch._dynamo.testing import CompileCounterWithBackend
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +65,20 @@ def test_cached_logits_are_the_uncached(hybrid, pattern, preset):
     caches = model.new_caches()
     parts = [model(part, caches) for part in ids.split([8, 1, 1, 9], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids))
+
+
+def test_the_model_is_one_graph_whatever_the_length(hybrid):
+    torch._dynamo.reset()
+    model, _ = small(hybrid, "LGM")
+    counter, graphs = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for N in (9, 40, 23):
+        ids = torch.randint(model.config.vocab, (2, N), generator=torch.Generator().manual_seed(0))
+        got, want = (torch.autograd.grad(f(ids).square().sum(), model.parameters()) for f in (compiled, model))
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 2, 2]
 
 
 def test_checkpointing_has_the_same_gradients(hybrid):

@@ -39,7 +39,7 @@ from fulmen.layers.fused.rotary import p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
 TILE = 2048  # elements of q, k or v that a program takes at a time
-TOKENS = 4  # whose heads a program of the forward takes, one after the other
+TOKENS = 8  # whose heads a program of the forward takes, one after the other
 HEAD_PROGRAMS = 1056  # each for q, k and v, of a backward that sums up gradients of norms: 8 on each SM of an H200
 GATE_PROGRAMS = 528
 
