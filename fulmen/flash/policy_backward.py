@@ -11,7 +11,6 @@ from fulmen.flash.spec import FlashSpec, tiles_of
 from fulmen.hardware import Hardware
 
 BACKWARD_KEYS = 128  # that a block owns
-FEW_BLOCKS = 1024
 MAX_PADDING = 1 << 28
 
 
@@ -64,13 +63,18 @@ def affordable(spec: FlashSpec) -> bool:
 
 
 def swizzle(spec: FlashSpec, hw: Hardware) -> int:
-    """Heads of k and v worked on at a time: as many as half of the L2 cache holds q, do and fp32 dq of.
+    """Heads of k and v worked on at a time.
 
-    Few blocks under a causal mask take all heads, so that the longest tiles of all come first. Over cuDNN, by cache and
-    with all heads: causal, D 128, B1 H32 N4096 1.08, 1.14; B1 H40/8 N4096 0.81, 1.10; but B4 H32 N2048 1.07, 0.74.
+    Half of the L2 cache holds q, do and fp32 dq of as many, unless more run at once anyway. They divide the number of
+    heads: a smaller last group would leave SMs idle under a causal mask. Speed over cuDNN's, causal, D 128, as many as
+    fit (few tiles: all heads) and a divisor: B2 H16 N8192 1.077, 1.119; B4 H32 N2048 1.066, 1.093; B1 H32 N4096 1.147,
+    1.169; B1 H40/8 N4096 1.128, 1.181.
     """
     heads = max(1, spec.B * spec.H_KV)
-    if spec.left is None and spec.right is not None and heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS) <= FEW_BLOCKS:
-        return heads
-    size = max(1, spec.N_Q * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
-    return min(heads, max(1, hw.l2_bytes // 2 // size))
+    queries = spec.N_Q
+    if spec.left is not None and spec.right is not None:
+        queries = min(queries, spec.left + spec.right + BACKWARD_KEYS)  # that see a tile of keys
+    size = max(1, queries * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
+    at_once = hw.sm_count // max(1, tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
+    most = min(heads, max(1, at_once, hw.l2_bytes // 2 // size))
+    return next(n for n in range(most, 0, -1) if heads % n == 0)
