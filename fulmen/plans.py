@@ -5,7 +5,8 @@ looked up twice:
 
     _recent   the last few plans with the same options, each behind a guard: one C++ call that compares types, dtypes,
               devices, shapes, strides and requires_grad of all tensors. torch.compile's guards are used.
-    _plans    all plans, in a dictionary keyed by the same facts. It also serves what guards cannot tell apart.
+    _plans    all plans, in a dictionary keyed by the same facts. It also serves calls that guards do not: under
+              autocast, with one tensor given twice, or with one that does not begin at a multiple of 16 bytes.
 
 The key holds everything an op's checks read, so a hit skips them. Only plain eager calls have plans: no compiler, mode,
 transform, tensor subclass or nested tensor. `clear()` forgets every plan.

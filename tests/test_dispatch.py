@@ -234,3 +234,19 @@ def test_explain_prints_the_choice(monkeypatch):
     assert "sdpa        ok (flash)" in text
     assert "triton      ok (forward 64 x 64, 4 warps, 3 stages; dq 128 x 64, 8 warps, 3 stages; dkdv" in text
     assert text.endswith("auto: cuda")
+
+
+@pytest.mark.parametrize(
+    ("module", "operator"),
+    [
+        ("flash", "flash_forward"),
+        ("lightning", "lightning_forward"),
+        ("latent", "latent_forward"),
+        ("step", "lightning_step"),
+        ("layers", "cache_append"),
+    ],
+)
+def test_an_operation_that_is_imported_has_its_operators(module, operator):
+    """As docs/integrations.md says: a program of torch.export needs them."""
+    code = f"import torch, fulmen.{module}; torch.ops.fulmen.{operator}.default"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

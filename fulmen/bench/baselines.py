@@ -30,6 +30,7 @@ class Baseline(NamedTuple):
     requires  None, or why it cannot take a case on a device
     packages  the names under which its package may be installed, for its version
     pinned    a context around every call, outside what is timed
+    case      what its case has instead of the line's own
     """
 
     op: str
@@ -37,6 +38,7 @@ class Baseline(NamedTuple):
     requires: Callable[[Case, torch.device], str | None]
     packages: tuple[str, ...] = ("torch",)
     pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    case: Case = {}  # noqa: RUF012  (a NamedTuple's default, never changed)
 
     def version(self) -> str:
         for package in self.packages:
@@ -73,6 +75,8 @@ def sdpa_backend(name: str, case: Case, device: torch.device) -> str | None:
 
 def cudnn_within(case: Case, device: torch.device) -> str | None:
     """Of a layer on a GPU; on a CPU SDPA takes what it has."""
+    if layer.backends_of(case) != "flash":
+        return f"softmax attention, and the case is a {layer.WORDS[case['layer']]}"
     if device.type != "cuda":
         return None
     return unsupported_reason(layer.spec(layer.complete(case), device), hardware.of(device), "cudnn")
@@ -181,6 +185,33 @@ def latent_heads(x: Tensor, own: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat([q_nope, rotated(q_rope)], -1), torch.cat([k_nope, k_rope], -1), v
 
 
+def softmax_layer(own: Any, x: Tensor) -> Tensor:
+    """Grouped-query attention with norms and RoPE in torch's operations."""
+    q, k, v = (p(x).unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for p in (own.q_proj, own.k_proj, own.v_proj))
+    cos, sin = own.rope.span(0, x.shape[1], x.device)
+
+    def placed(y: Tensor, norm: Any) -> Tensor:
+        a, b = F.rms_norm(y, (own.head_dim,), norm.weight, 1e-6).chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(y.dtype)
+
+    q, k = placed(q, own.q_norm), placed(k, own.k_norm)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    y: Tensor = own.o_proj(o.transpose(1, 2).flatten(2))
+    return y
+
+
+def fla_layer(own: Any, x: Tensor) -> Tensor:
+    """Lightning attention by fla between torch's operations; softmax attention by torch."""
+    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found, unused-ignore]
+
+    if not hasattr(own, "output_gate"):
+        return softmax_layer(own, x)
+    q, k, v = F.silu(own.qkv_proj(x)).unflatten(-1, (own.num_heads, 3, -1)).unbind(-2)
+    o, _ = chunk_simple_gla(q, k, v, g_gamma=-own.decay, scale=own.scale)
+    y: Tensor = own.out_proj(own.norm(o.flatten(2)) * torch.sigmoid(own.output_gate(x)))
+    return y
+
+
 # ------------------------------------------------------------------------------------------------- the table
 
 
@@ -200,6 +231,15 @@ BASELINES = {
     "flash-attn": Baseline("flash", flash_attn, flash_attn_package, ("flash-attn",)),
     "sdpa-layer": Baseline("layer", sdpa_layer, cudnn_within, pinned=pinned_cudnn),
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), lambda case, device: None),
+    "sdpa-stack": Baseline(
+        "train", lambda p: p.stack(p.ids, p.targets, softmax_layer), lambda case, device: None, case={"pattern": "G"}
+    ),
+    "fla-stack": Baseline(
+        "train",
+        lambda p: p.stack(p.ids, p.targets, fla_layer),
+        lambda case, device: no_gpu(device) or absent("fla", "flash-linear-attention"),
+        FLA,
+    ),
     "fla-chunk": Baseline("lightning", functools.partial(fla, "chunk_simple_gla"), needs_fla, FLA),
     "fla-fused-chunk": Baseline("lightning", functools.partial(fla, "fused_chunk_simple_gla"), needs_fla, FLA),
     "fla-recurrent": Baseline("step", fla_step, fp32_states, FLA),

@@ -166,8 +166,14 @@ def list_() -> None:
         suites.add_row(name, str(len(cases.read(name))), Text(cases.description(name)))
     rows = [
         (f"fulmen {name}", op, reason)
-        for op in sorted({line.op for suite in cases.names() for line in cases.read(suite)})
-        for name, reason in dispatch.report(adapters.backends_of(op), device)
+        for op, registered in sorted(
+            {
+                (line.op, adapters.backends_of(line.op, line.case))
+                for suite in cases.names()
+                for line in cases.read(suite)
+            }
+        )
+        for name, reason in dispatch.report(registered, device)
     ]
     for name, baseline in sorted(BASELINES.items()):
         case = adapters.of(baseline.op).complete({"dtype": "bfloat16"})

@@ -71,7 +71,7 @@ def rivals(line: Line, backends: Sequence[str] = (), others: Sequence[str] = ())
 
     "*" is every registered backend but the reference, "-name" leaves one out, "none" stands for nobody.
     """
-    op, given = adapters.backends_of(line.op), backends or line.backends
+    op, given = adapters.backends_of(line.op, line.case), backends or line.backends
     registered = dispatch.kernels(op)
     every = [kernel for kernel in registered if kernel != "reference"]
     ours = [name for word in given for name in (every if word == "*" else [word])]
@@ -111,7 +111,7 @@ def baseline(line: Line, device: torch.device, name: str) -> Competitor:
     """One of other people's, on the case in the words of the operation it computes."""
     entry = BASELINES[name]
     adapter, version = adapters.of(entry.op), entry.version()
-    own = {key: line.case[key] for key in adapter.KEYS if key in line.case}
+    own = {key: line.case[key] for key in adapter.KEYS if key in line.case} | entry.case
     try:
         own = adapter.complete(own)
         function, refusal = adapter.function(own), entry.requires(line.case | own, device)

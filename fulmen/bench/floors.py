@@ -9,7 +9,8 @@ counts here are minima over all known algorithms, exact where they can be:
               backward  8 N D E                   dq, dk, dv and the reversed state, with the forward's states saved
     decoding                                      a step of linear attention reads and writes its states, too;
                                                   a latent cache is read once: its first E columns are the values
-    layers    forward   2 tokens in out           for each projection; a decoding step reads its cache, too
+    layers    forward   2 tokens in out           for each projection; a decoding step reads its cache, too;
+                                                  a training step is `training`
               backward  twice that                less the gradient of the layer's own input, which may not be wanted
 
 `usual` is the work as papers and other tools count it (backward 5/2 of the forward, forward and backward each moving
@@ -129,7 +130,7 @@ def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
     """(in, out) of a layer's projections, the output's last, as the case says or implies; [] where it says too little.
 
     Latent attention: q down and up, k and v down (with the D - E elements of k that RoPE turns) and up; the latents
-    have size `rank`, that of the queries `q_rank` if given. A lightning layer with a `gate` has one more.
+    have size `rank`, that of the queries `q_rank` if given. A lightning layer has a `gate`, too.
     """
     given = case.get("projections")
     if given is not None:
@@ -146,7 +147,7 @@ def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
         hidden, q_rank = hidden or H * E, _int(case, "q_rank") or rank
         return [(hidden, q_rank), (q_rank, H * D), (hidden, rank + D - E), (rank, 2 * H * E), (H * E, hidden)]
     hidden, H_KV = hidden or H * D, _int(case, "H_KV") or H
-    gate = [(hidden, H * E)] if case.get("gate") is True else []
+    gate = [(hidden, H * E)] if case.get("gate") is True or case.get("layer") in ("minimax", "ring") else []
     return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), *gate, (H * E, _int(case, "out") or hidden)]
 
 
@@ -193,6 +194,8 @@ def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work
     shape, kind = Shape.of(case, op), family(op, function)
     if shape is None or kind is None or pass_ not in PASSES:
         return None
+    if op == "train":
+        return training(shape, case, pass_)
     work = attention(kind, shape, case, pass_)
     sizes = projections_of(case) if op.startswith("layer") else []
     if not sizes:
@@ -268,6 +271,28 @@ def layer(pass_: str, within: Work, shape: Shape, sizes: list[tuple[int, int]]) 
     return Work(within.flops + minimum, reads, writes, within.usual_flops + usual, within.usual_bytes + reads + writes)
 
 
+def parameters(shape: Shape, case: Mapping[str, Any]) -> tuple[int, int]:
+    """How many elements the matrices of a stack have, and its embedding, which multiplies nothing."""
+    dim, vocab, layers = shape.H * shape.D, _int(case, "vocab") or 0, _int(case, "layers") or 0
+    pattern, mlp = str(case.get("pattern") or "L"), 3 * dim * (-(-8 * dim // 3 // 32) * 32)
+    each = {"L": 5 * dim * dim, "G": 2 * dim * dim + 2 * dim * shape.H_KV * shape.D}
+    blocks = sum(mlp + each.get(pattern[i % len(pattern)], 0) for i in range(layers))
+    return blocks + vocab * dim, vocab * dim
+
+
+def training(shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
+    """A stack of layers. Usual are 6 FLOP for each parameter and token, whose products are the minimum.
+
+    Parameters are read by forward and backward, and their gradients written; AdamW reads these, parameters and both of
+    its states, and writes the last three.
+    """
+    matrices, embedding = parameters(shape, case)
+    passes, moved = {"forward": (1, (1, 0)), "backward": (2, (1, 1)), "total": (3, (6, 4))}[pass_]
+    reads, writes = (float(shape.itemsize * matrices * each) for each in moved)
+    products = 2.0 * passes * shape.queries * matrices
+    return Work(products, reads, writes, products * (1 + embedding / matrices), reads + writes)
+
+
 def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, float] | None:
     """The least memory of a call: inputs, output, gradients, saved, peak. None where the case does not say enough.
 
@@ -275,7 +300,7 @@ def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, 
     a layer are its x and its weights.
     """
     shape = Shape.of(case, op)
-    if shape is None or not (op.startswith("layer") or family(op)):
+    if shape is None or not (op.startswith("layer") or op == "train" or family(op)):
         return None
     inputs = shape.queries * shape.H * shape.D + shape.keys * shape.H_KV * shape.kv
     if groups := _int(case, "groups"):
@@ -283,6 +308,8 @@ def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, 
     output = shape.queries * shape.H * shape.E
     if op.startswith("layer") and (sizes := projections_of(case)):
         inputs, output = shape.queries * sizes[0][0] + sum(a * b for a, b in sizes), shape.queries * sizes[-1][1]
+    elif op == "train":
+        inputs, output = sum(parameters(shape, case)), shape.queries
     given, made = (float(shape.itemsize * count) for count in (inputs, output))
     given += state_bytes(shape, case) + (4.0 * shape.queries * shape.H if case.get("per_token") is True else 0.0)
     least = {"inputs": given, "output": made, "gradients": given, "saved": 0.0}

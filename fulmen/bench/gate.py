@@ -48,6 +48,7 @@ class Problem:
     constants  the other tensors in it
     expected   what must come out, by name: outputs, and "d" + a leaf's name for its gradient
     pick       the part of a result that `expected` describes: at the timed sizes, a few heads
+    after      what the pass `total` does with the gradients: an optimiser's step, that leaves the arguments as they are
     """
 
     x: Any
@@ -56,6 +57,7 @@ class Problem:
     expected: Callable[[], dict[str, Expected]]
     constants: dict[str, Tensor] = field(default_factory=dict)
     pick: Callable[[str, Tensor], Tensor] = whole
+    after: Callable[[Sequence[Tensor | None]], Any] | None = None
 
     def __post_init__(self) -> None:
         self.expected = functools.lru_cache(maxsize=1)(self.expected)

@@ -139,7 +139,10 @@ class Task:
         def total() -> Any:
             given = attend(problem.x)
             outs = given[: len(douts)] if isinstance(given, list | tuple) else (given,)
-            return outs, torch.autograd.grad(outs, leaves, douts, allow_unused=True)
+            grads = torch.autograd.grad(outs, leaves, douts, allow_unused=True)
+            if problem.after is not None:
+                problem.after(grads)
+            return outs, grads
 
         if self.cell.pass_ == "total":
             return total
@@ -183,7 +186,7 @@ class Group:
         self.passed = {} if passed is None else passed
         self.grad = line.case.get("grad", True) is not False
         self.cells = [cell for _, cells in entries for cell in cells]
-        self.problems: dict[str, list[Problem]] = {}  # by operation: two sets of arguments of the timed shape
+        self.problems: dict[Any, list[Problem]] = {}  # by what is computed: two sets of arguments of the timed shape
         self.tasks: list[Task] = []
         self.round, self.check_until, self.exchange_at = 0, 0, self.rng.choice((1, 2))
         self.closed = False
@@ -242,9 +245,10 @@ class Group:
     def _prepare(self, competitor: Competitor, cells: list[schema.Cell]) -> None:
         self.say(f"{competitor.name}: gate")
         found = self._small_gate(competitor)
-        if competitor.op not in self.problems:  # shared by all who compute the same operation
-            self.problems[competitor.op] = [competitor.problem(self._seed()) for _ in range(2)]
-        problems = self.problems[competitor.op]
+        what = (competitor.op, competitor.function)
+        if what not in self.problems:  # shared by all who compute the same
+            self.problems[what] = [competitor.problem(self._seed()) for _ in range(2)]
+        problems = self.problems[what]
         for problem in problems:
             problem.expected()
         for name, row in gate(problems[:1], competitor.attend, self.grad).items():
@@ -361,7 +365,8 @@ class Group:
         if timer.cuda and min(cell.samples_ms) < REPLAYED_MS:
             cell.device_ms = timing.graph_ms(timer, fresh, cold=cold)
         if timer.cuda and settings.kernels:
-            cell.kernels, cell.kernels_ms = timing.kernels_of(timer, fresh(), cold=cold)
+            ran = timing.profiled(timer, fresh(), cold)
+            (cell.kernels, cell.kernels_ms), cell.kinds = timing.between_spacers(ran), timing.by_kind(ran)
         if settings.loop:
             cell.stats["loop"] = timing.loop_ms(timer, fresh(), settings.loop)
         if settings.first_call and task.competitor.ours:

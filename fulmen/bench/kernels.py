@@ -78,7 +78,7 @@ def launches(
     op: str, case: dict[str, Any], hw: hardware.Hardware, backend: str, pass_: str, fully: bool = False
 ) -> list[Any]:
     """The launches of our kernels in a pass, in order; [] for a backend that has none or does not serve the case."""
-    kernel = dispatch.kernels(adapters.backends_of(op)).get(backend.partition(" ")[0])  # of "cuda (sm90 ...)"
+    kernel = dispatch.kernels(adapters.backends_of(op, case)).get(backend.partition(" ")[0])  # of "cuda (sm90 ...)"
     if kernel is None or not kernel.name.startswith(("triton", "cuda")):
         return []
     spec, x, given = adapters.of(op).without_data(case, fully)
@@ -129,7 +129,7 @@ def jobs_of(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hardware) 
     """
     alike: dict[str, dict[str, Job]] = {}
     for line, backends in plans:
-        op, small = adapters.backends_of(line.op), adapters.of(line.op).small_case(line.case)
+        op, small = adapters.backends_of(line.op, line.case), adapters.of(line.op).small_case(line.case)
         for name in backends:
             if name == "auto":
                 spec = adapters.of(line.op).spec(line.case, torch.device("cuda"))

@@ -122,6 +122,7 @@ class Cell:
     # flops, bytes (floors), floor_ms, efficiency, arithmetic (words), flags: [{"flag": ..., "why": ...}]
     resources: list[dict[str, Any]] = field(default_factory=list)  # kernel, registers, shared, stack, occupancy
     kernels: list[str] = field(default_factory=list)  # what the device ran, by name, in order; empty where unknown
+    kinds: dict[str, float] = field(default_factory=dict)  # ms of these: products, attention, glue, optimiser
     seed: int = 0
     command: str = ""  # repeats this cell alone
     kind: str = "cell"
@@ -140,6 +141,7 @@ class Cell:
     def drop_times(self) -> None:
         self.samples_ms, self.clocks_mhz, self.stats = [], [], {}
         self.device_ms = self.kernels_ms = self.host_ms = None
+        self.kinds = {}
 
     def flags(self) -> list[str]:
         return [str(f.get("flag")) for f in self.audit.get("flags", [])]

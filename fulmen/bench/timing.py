@@ -264,13 +264,26 @@ def _abandon(device: torch.device, pool: Any) -> None:
 Ran = tuple[list[str], float | None]  # kernels by name, in order, and how long they took without the gaps between them
 
 
+KINDS = {  # of kernels, by their names; the first that fits
+    "glue": "^triton_(poi|red|per)",  # inductor's, which are named after all that they fuse
+    "optimiser": "adam|multi_tensor_apply",
+    "attention": "sdpa|flash|fmha|attention|lightning|chunk_",
+    "products": "gemm|nvjet|cutlass|xmma|triton_tem|splitk",
+}
+
+
 def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> Ran:
-    """What the device ran for one call, by torch's profiler; nothing on a CPU or where it cannot say.
+    """What the device ran for one call; nothing on a CPU or where torch's profiler cannot say."""
+    return between_spacers(profiled(timer, work, cold, rounds))
+
+
+def profiled(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> list[tuple[str, float]]:
+    """All that ran on the device in a few calls, by torch's profiler, with its us.
 
     Two spacers stand around each call, so that it can be told from what empties the cache.
     """
     if not timer.cuda:
-        return [], None
+        return []
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -285,12 +298,28 @@ def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) ->
                 del result
         events = [e for e in seen.events() or [] if e.device_type.name == "CUDA"]
     except RuntimeError:  # another profiler holds the counters
-        return [], None
+        return []
     events.sort(key=lambda e: e.time_range.start)
-    return between_spacers([(e.name, e.time_range.elapsed_us()) for e in events])
+    return [(e.name, e.time_range.elapsed_us()) for e in events]
 
 
 def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
+    """The kernels of a call, and the median of the calls' times in ms."""
+    calls = calls_of(kernels)
+    times = [sum(us for _, us in call) / 1e3 for call in calls]
+    return ([name for name, _ in calls[-1]], median(times[1:] or times)) if calls else ([], None)
+
+
+def by_kind(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """The ms of a call's products, attention, optimiser, and of all the rest."""
+    found: dict[str, float] = {}
+    for name, us in (calls_of(kernels) or [[]])[-1]:
+        kind = next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), "glue")
+        found[kind] = found.get(kind, 0.0) + us / 1e3
+    return found
+
+
+def calls_of(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
     """Of all that ran, with its us: what stands after every first of two spacers. The first call is warm-up."""
     calls: list[list[tuple[str, float]]] = []
     spacers = 0
@@ -300,10 +329,7 @@ def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
             calls += [[]] if spacers % 2 else []
         elif spacers % 2:
             calls[-1].append((name, us))
-    if spacers % 2 or not calls or not all(calls):  # it lost some: of such a profile nothing is certain
-        return [], None
-    times = [sum(us for _, us in call) / 1e3 for call in calls]
-    return [name for name, _ in calls[-1]], median(times[1:] or times)
+    return [] if spacers % 2 or not all(calls) else calls  # it lost some: of such a profile nothing is certain
 
 
 # ---------------------------------------------------------------------------------------- statistics

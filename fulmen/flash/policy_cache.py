@@ -1,7 +1,7 @@
 """What softmax attention over a cache runs: the backend, triton's tiles, and how often keys are split.
 
 Chosen by the capacity or its bound, never by lengths, which are on the device. Tiles of backend cuda are those of
-policy.py. Nothing here was measured yet but what policy.py says of decoding.
+policy.py. Triton's are not tuned.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def length_of(lengths_ptr, b, N_KV):
 
 @triton.jit
 def keys_of_split(length, split, splits, BLOCK_N: tl.constexpr):
-    """First and last key but one of a split."""
+    """The first key of a split, and the one after its last."""
     each = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
     return split * each, tl.minimum(length, (split + 1) * each)
 

@@ -379,17 +379,20 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     def _queries(self, first: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The queries before RoPE, the latent, and the weight of the norm it still lacks, or None.
 
-        Of one row both norms are part of the kernels that read their x.
+        The kernel that writes the latent norms it. Of one row the norm of c_q is part of the product that reads it.
         """
-        q_norm, kv_norm = self.q_a_layernorm, self.kv_a_layernorm
-        if are_few(down, 1) and _is_plain_norm(kv_norm, down):
-            if self.q_b_proj is None or q_norm is None:
+        q_norm, kv_norm, q_up = self.q_a_layernorm, self.kv_a_layernorm, self.q_b_proj
+        if on_gpu(down) and _is_plain_norm(kv_norm, down) and (q_norm is None or _is_plain_norm(q_norm, first)):
+            if q_norm is None or q_up is None:
                 return first, down, kv_norm.weight
-            if _is_plain_norm(q_norm, first):
-                facts = Facts(None, q_norm.eps or 0.0, early=True)
-                found = few_rows(first, self.q_b_proj, norm=q_norm.weight, facts=facts)
-                if found is not None:
-                    return found[0], down, kv_norm.weight
+            facts = Facts(None, q_norm.eps or 0.0, early=True)
+            found = few_rows(first, q_up, norm=q_norm.weight, facts=facts)
+            if found is not None:
+                return found[0], down, kv_norm.weight
+            found = fused_call("latent", "norms", (q_norm.eps,), first, q_norm.weight, None, None)
+            if found is not None:
+                (queries,) = project(found[1], q_up, early=True)
+                return queries, down, kv_norm.weight
         queries, latent, _ = self._up(first, down)
         return queries, latent, None
 
@@ -468,21 +471,15 @@ def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
     """For each x (B, N, width) and its norm of R features: the norm of x's first R columns, and the other columns."""
     tensors = [t for x, norm in pairs for t in (x, norm.weight)]
     if all(_is_plain_norm(norm, x) for x, norm in pairs):
-        eps: Any = tuple(norm.eps for _, norm in pairs)
-        if not torch.is_grad_enabled():
-            found = fused_call("latent", "norms", eps, *tensors, *[None] * (4 - len(tensors)))
-            if found is not None:
-                rest = (x[..., norm.weight.shape[0] :] for x, norm in pairs)
-                return tuple(t for pair in zip(found[1:], rest, strict=True) for t in pair)
         kernels = kernels_for("latent", *tensors)
         if kernels is not None:
-            return kernels.Normed.apply(eps, *tensors)
-    plain: list[Tensor] = []
+            return kernels.Normed.apply(tuple(norm.eps for _, norm in pairs), *tensors)
+    found: list[Tensor] = []
     for x, norm in pairs:
         R = norm.weight.shape[0]
-        first, others = x.split([R, x.shape[2] - R], dim=2)
-        plain += [norm(first), others]
-    return tuple(plain)
+        first, rest = x.split([R, x.shape[2] - R], dim=2)
+        found += [norm(first), rest]
+    return tuple(found)
 
 
 def _is_plain_norm(norm: RMSNorm, x: Tensor) -> bool:

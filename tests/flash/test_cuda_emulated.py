@@ -10,6 +10,7 @@ import torch
 import fulmen
 from fulmen import dispatch
 from fulmen.dispatch import Choice
+from fulmen.flash.kernels import combine
 from fulmen.flash.policy import SingleTile, Sm90Tile, SmallTile
 from fulmen.flash.spec import Residuals
 from fulmen.testing import flash as testing
@@ -236,6 +237,14 @@ def test_every_query_sees_all_its_keys(window, packed, causal, swizzle):
     sizes = lengths if packed else {"B": 2, "N_Q": 300, "N_KV": 200}
     x = testing.inputs(H=2, D=64, window=window, causal=causal, dtype=torch.bfloat16, **sizes)
     attend(G(2, 128, 2, swizzle=swizzle), x, ANY, sm_count=3)
+
+
+@pytest.mark.parametrize("case", ["split 64x128", "split D=128 64x80"])
+def test_a_combine_of_many_rows(case, monkeypatch):
+    """Two sides instead of eight."""
+    monkeypatch.setattr(combine, "MANY_BLOCKS", 0)
+    choice, D, options = CASES[case]
+    attend(choice, inputs(D, options, torch.bfloat16), ANY, 1)
 
 
 WRONG = r" error \d|not finite|not zero"

@@ -71,6 +71,7 @@ REFUSED = {
     "needs a positive scale": spec()._replace(scale=-1.0),
     "needs a CUDA GPU": spec()._replace(device=torch.device("cpu")),
     "takes up to 65535 rows and heads": spec(B=70_000),
+    "queries of a row, here B=2, H=70000, N_Q=1, N_KV=8192": spec(B=2, H=70_000),
 }
 
 

@@ -10,7 +10,7 @@
     small_case(case)                   the case of `small`
     spec(case, device)                 what the backends are asked about
     without_data(case, fully)          a `Call` that records the launches of our kernels
-    BACKENDS_OF                        the operation whose backends serve it, where that is another
+    BACKENDS_OF                        the operation whose backends serve it, where that is another; or a case -> it
 
 A new operation is a module here and a suite.
 """
@@ -43,9 +43,10 @@ def ops() -> list[str]:
     return sorted(n.removesuffix(".py") for n in names if n.endswith(".py") and not n.startswith("_"))
 
 
-def backends_of(op: str) -> str:
-    """The operation of the registry whose backends serve `op`."""
-    return getattr(of(op), "BACKENDS_OF", op)
+def backends_of(op: str, case: dict[str, Any]) -> str:
+    """The operation of the registry whose backends serve a case of `op`."""
+    named = getattr(of(op), "BACKENDS_OF", op)
+    return str(named(case) if callable(named) else named)
 
 
 # ------------------------------------------------------------------------------------------------------- cases
@@ -129,16 +130,17 @@ def refuses(op: str, case: dict[str, Any], device: torch.device, backend: str) -
     """None, or why that backend cannot; the others are not asked, since to answer one may have to compile."""
     if backend == "auto":
         return None
-    kernel = dispatch.kernels(backends_of(op)).get(backend)
+    registered = backends_of(op, case)
+    kernel = dispatch.kernels(registered).get(backend)
     if kernel is None:
-        return dispatch._missing[backends_of(op)].get(backend, f"there is no backend {backend!r}")
+        return dispatch._missing[registered].get(backend, f"there is no backend {backend!r}")
     return kernel.supports(of(op).spec(case, device))
 
 
 def chosen(op: str, case: dict[str, Any], device: torch.device, backend: str) -> str:
     """What "auto" takes, with its kernel where the backend has several."""
-    spec = of(op).spec(case, device)
-    choice = dispatch.choose(backends_of(op), spec, dispatch.pick(backends_of(op), spec, backend).name)
+    registered, spec = backends_of(op, case), of(op).spec(case, device)
+    choice = dispatch.choose(registered, spec, dispatch.pick(registered, spec, backend).name)
     return choice.backend if choice.kernel == choice.backend else f"{choice.backend} ({choice})"
 
 

@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fulmen.bench import adapters
-from fulmen.bench.adapters import Call, dtype_of, flash, normal
+from fulmen.bench.adapters import Call, dtype_of, normal
 from fulmen.bench.gate import Formula, Problem
-from fulmen.flash.spec import FlashSpec
 from fulmen.layers import (
     GroupedQueryAttention,
+    LightningAttention,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     MultiHeadSelfAttention,
     MultiQueryAttention,
 )
 
-BACKENDS_OF = "flash"
 KEYS: dict[str, Any] = {
     "layer": "mhsa", "B": 1, "N": 1024, "H": 8, "H_KV": None, "D": 64, "E": None, "hidden": None, "rank": 0,
     "dtype": "auto", "causal": True,
@@ -37,7 +36,10 @@ WORDS = {
     "gqa": "grouped-query attention layer",
     "mqa": "multi-query attention layer",
     "mla": "multi-head latent attention layer",
+    "minimax": "lightning attention layer as in MiniMax-Text-01",
+    "ring": "lightning attention layer as in Ring-linear 2.0",
 }
+LIGHTNING = ("minimax", "ring")
 SMALL_RANK = 64
 
 
@@ -62,7 +64,26 @@ def complete(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def function(case: dict[str, Any]) -> str:
-    return f"{WORDS[case['layer']]}, {flash.function(case)}"
+    return f"{WORDS[case['layer']]}, {within(case).function(within_case(case))}"
+
+
+def backends_of(case: dict[str, Any]) -> str:
+    return "lightning" if case.get("layer") in LIGHTNING else "flash"
+
+
+BACKENDS_OF = backends_of
+
+
+def within(case: dict[str, Any]) -> Any:
+    """The adapter of the attention within."""
+    return adapters.of(backends_of(case))
+
+
+def within_case(case: dict[str, Any]) -> dict[str, Any]:
+    """The call of the attention within."""
+    known = {key: case[key] for key in within(case).KEYS if key in case}
+    whole: dict[str, Any] = within(case).complete(known | {"grad": case.get("grad", True)})
+    return whole
 
 
 class Inputs(NamedTuple):
@@ -73,14 +94,20 @@ class Inputs(NamedTuple):
     def on(self, backend: str) -> nn.Module:
         if backend not in self.twins:
             self.twins[backend] = twin = copy.copy(self.layer)
-            twin.options = self.layer.options._replace(backend=backend)  # type: ignore[operator, union-attr]
+            if isinstance(twin, LightningAttention):
+                twin.backend = backend
+            else:
+                twin.options = self.layer.options._replace(backend=backend)  # type: ignore[operator, union-attr]
         return self.twins[backend]
 
 
 def made(case: dict[str, Any], device: torch.device, dtype: torch.dtype, backend: str) -> nn.Module:
     hidden, H, D, E = (case[key] for key in ("hidden", "H", "D", "E"))
-    options: dict[str, Any] = {"causal": case["causal"], "backend": backend, "device": device, "dtype": dtype}
+    options: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
     kind, rank = case["layer"], case["rank"]
+    if kind in LIGHTNING:
+        return LightningAttention(hidden, H, head_dim=D, preset=kind, num_layers=2, **options)
+    options["causal"] = case["causal"]
     if kind == "mla":
         sizes = {"q_rank": rank, "kv_rank": rank, "nope_dim": E, "rope_dim": D - E, "value_dim": E}
         return MultiHeadLatentAttention(hidden, H, **sizes, **options)
@@ -138,14 +165,10 @@ def attend_fully(backend: str) -> None:
     return None
 
 
-def of_flash(case: dict[str, Any]) -> dict[str, Any]:
-    """The call of `flash_attention` within."""
-    return {key: case[key] for key in flash.KEYS if key in case} | {"grad": case.get("grad", True)}
-
-
-def spec(case: dict[str, Any], device: torch.device) -> FlashSpec:
-    return flash.spec(of_flash(case), device)
+def spec(case: dict[str, Any], device: torch.device) -> Any:
+    return within(case).spec(within_case(case), device)
 
 
 def without_data(case: dict[str, Any], fully: bool) -> Call:
-    return flash.without_data(of_flash(case), fully)
+    call: Call = within(case).without_data(within_case(case), fully)
+    return call

@@ -12,7 +12,7 @@ from fulmen import decay
 from fulmen.bench.adapters import Call, Heads, dtype_of, makers, normal, shapes, small_case
 from fulmen.bench.gate import Problem
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_states, is_per_token
 from fulmen.testing import Expected
 from fulmen.testing import lightning as testing
 
@@ -76,11 +76,17 @@ def drawn(
     initial, dstate = (normal(state, exact, generator) if fully else None for _ in range(2))
     slopes = decay_of(case, generator)
     x = testing.Inputs(q, k, v, slopes, 1.0, initial, None, do, q.new_zeros(0) if dstate is None else dstate)
-    wanted = (*LEAVES, "decay") if case.get("per_token", False) else LEAVES
+    return as_problem(x, fully, one_head)
+
+
+def as_problem(x: testing.Inputs, fully: bool = False, one_head: int | None = None) -> Problem:
+    slopes = x.decay
+    per_token = slopes is not None and is_per_token(slopes, max(x.q.shape[1], x.v.shape[1]))
+    wanted = (*LEAVES, "decay") if per_token else LEAVES
     leaves = {name: t.requires_grad_() for name, t in x._asdict().items() if name in wanted and t is not None}
-    heads = Heads.of(q, k, one_head)
-    if case.get("groups"):
-        heads = Heads.of(v, k, one_head)._replace(shared=("q", "k", "dq", "dk"))
+    heads = Heads.of(x.q, x.k, one_head)
+    if x.q.shape[1] < x.v.shape[1]:  # groups
+        heads = Heads.of(x.v, x.k, one_head)._replace(shared=("q", "k", "dq", "dk"))
 
     def expected() -> dict[str, Expected]:
         if heads.whole:
@@ -88,14 +94,14 @@ def drawn(
         else:
             part: dict[str, Any] = {name: heads.pick(name, getattr(x, name)).detach() for name in ("q", "k", "v", "do")}
             of_heads = slice(heads.head * heads.group, (heads.head + 1) * heads.group)
-            part["decay"] = None if slopes is None or case.get("per_token", False) else slopes[of_heads]
-            if slopes is not None and case.get("per_token", False):
+            part["decay"] = None if slopes is None or per_token else slopes[of_heads]
+            if slopes is not None and per_token:
                 part["decay"] = heads.pick("decay", slopes).detach().requires_grad_()
             found = testing.expected(x._replace(**part), ("o",), rows=ROWS)
         return {"dinitial_state" if name == "dinitial" else name: wanted for name, wanted in found.items()}
 
-    douts = {"o": do} if dstate is None else {"o": do, "state": dstate}
-    constants = {} if slopes is None or case.get("per_token", False) else {"decay": slopes}
+    douts = {"o": x.do, "state": x.dstate} if fully else {"o": x.do}
+    constants = {} if slopes is None or per_token else {"decay": slopes}
     return Problem(x, leaves, douts, expected, constants, heads.pick)
 
 

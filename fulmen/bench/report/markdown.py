@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from fulmen.bench import schema
-from fulmen.bench.audit import grouped
+from fulmen.bench.audit import grouped, number
 from fulmen.bench.report import model, words
 
 MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~])")
@@ -41,7 +41,7 @@ def render(report: model.Report) -> str:
     blocks = [*verdict(report)]
     for name in report.suites:
         blocks += suite(report, name)
-    for part in (scaling, memory, correctness, remarks, environment):
+    for part in (scaling, kinds, memory, correctness, remarks, environment):
         blocks += part(report)
     return "\n\n".join(blocks) + "\n"
 
@@ -110,6 +110,24 @@ def scaling(report: model.Report) -> Iterator[str]:
         yield table(head, (map(safe, curve) for curve in curves))
     if report.relations.crossovers:
         yield "\n".join(f"- {safe(f'{x.cell.pass_}, {x.cell.cache}: {x.words}')}" for x in report.relations.crossovers)
+
+
+def kinds(report: model.Report) -> Iterator[str]:
+    """Of cells whose kernels the profiler saw."""
+    lines = []
+    for row in report.rows:
+        if row.timed and not row.replaced and row.cell.kinds:
+            B, N = (number(row.cell.case.get(name)) for name in "BN")
+            speed = f"{1e3 * B * N / row.median:,.0f}" if row.cell.op == "train" and B and N and row.median else ""
+            share = row.of_audit("efficiency")
+            each = (model.digits(number(row.cell.kinds.get(kind)), 3) for kind in model.KINDS)
+            names = map(safe, (row.cell.competitor, row.label, row.cell.pass_))
+            lines.append([*names, speed, "" if share is None else f"{share:.0%}", *each])
+    if lines:
+        head = ("implementation", "case", "pass", "tokens/s", "share of a product's FLOP/s", *model.KINDS)
+        yield "## Where the time goes"
+        yield "Milliseconds of kernels, without the gaps between them."
+        yield table(head, lines, range(3, len(head)))
 
 
 def memory(report: model.Report) -> Iterator[str]:

@@ -23,6 +23,7 @@ from fulmen.bench.report import words
 from fulmen.bench.schema import text
 
 LENGTHS = ("N", "N_Q", "N_KV")
+KINDS = ("products", "attention", "glue", "optimiser")  # of kernels
 MEMORY_PARTS = ("inputs", "output", "saved", "workspace_forward", "gradients", "workspace_backward", "peak")
 
 
@@ -136,6 +137,7 @@ def judged(cell: schema.Cell, run: schema.Run) -> schema.Cell:
         (objects(cell.memory.values()), "memory must map a part to its bytes and floor"),
         (objects(cell.correctness.values()), "correctness must map a tensor to its errors"),
         (objects(cell.resources), "resources must be a list of objects"),
+        (all(number(x) is not None for x in cell.kinds.values()), "kinds must be finite numbers"),
         (all(number(x) is not None for x in cell.samples_ms), "samples_ms must be finite"),
         (all(number(x) is not None for x in cell.clocks_mhz), "clocks_mhz must be finite numbers"),
     ):

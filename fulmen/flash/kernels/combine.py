@@ -40,8 +40,8 @@ def sides(spec: FlashSpec, splits: int) -> int:
 def variant(spec: FlashSpec, splits: int, sinks: torch.dtype | None = None) -> cuda.Variant:
     most = next(most for most in UP_TO if splits <= most)
     macros = {
-        "VALUE_DIM": spec.E, "SIDES": sides(spec, splits), "MAX_SPLITS": most, "BF16": int(spec.dtype == torch.bfloat16),
-        "SINKS": sinks_kind(spec, sinks),
+        "VALUE_DIM": spec.E, "SIDES": sides(spec, splits), "MAX_SPLITS": most,
+        "BF16": int(spec.dtype == torch.bfloat16), "SINKS": sinks_kind(spec, sinks),
     }  # fmt: skip
     return cuda.Variant("flash/kernels/combine.cu", "flash_combine_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 

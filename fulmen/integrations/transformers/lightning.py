@@ -39,7 +39,7 @@ from fulmen.lightning.spec import MAX_HEAD_DIM
 from fulmen.step.op import lightning_step
 
 PARTS = ("qkv_proj", "out_proj", "output_gate", "norm", "slope_rate", "act_fn", "num_attention_heads", "head_dim")
-ACTIVATIONS = {nn.SiLU: "silu", nn.ReLU: "relu"}  # what the fused kernel knows, by module
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu"}  # what the fused kernel knows, by class
 MAX_STEP = 8  # tokens that `lightning_step` takes
 
 
@@ -108,7 +108,7 @@ class Lightning:
         """q, k, v (B, H, N, D) of the projection's output."""
         layer = self.module
         H, D = qkv.shape[2] // (3 * layer.head_dim), layer.head_dim  # of a tensor-parallel rank: its own heads
-        activation = ACTIVATIONS.get(type(layer.act_fn))
+        activation = ACTIVATIONS.get(type(layer.act_fn).__name__)
         kernels = kernels_for("lightning", qkv) if activation is not None and qkv.is_contiguous() else None
         if kernels is not None:
             facts = kernels.Heads(H, H, D, D, activation, None, 0.0, False)

@@ -42,7 +42,8 @@ def unsupported_reason(spec: LatentSpec) -> str | None:
     if spec.page is not None and spec.page % CUDA_KEYS and CUDA_KEYS % spec.page:
         return f"takes pages that divide {CUDA_KEYS} or are a multiple of it, and a page has {spec.page} keys"
     if max(spec.B, spec.H) > MAX_GRID or spec.N_KV > sm90.MAX_TOKENS or spec.rows > sm90.MAX_TOKENS:
-        return f"takes up to {MAX_GRID} rows and heads and {sm90.MAX_TOKENS} keys and queries of a row, here {spec}"
+        here = f"B={spec.B}, H={spec.H}, N_Q={spec.N_Q}, N_KV={spec.N_KV}"
+        return f"takes up to {MAX_GRID} rows and heads and {sm90.MAX_TOKENS} keys and queries of a row, here {here}"
     return None
 
 

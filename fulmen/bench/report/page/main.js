@@ -1,6 +1,6 @@
 // Draws the page, and draws again when a control, the width or the theme changes.
 
-const drawCharts = () => [drawSpeed, drawScaling, drawRoofline, drawMemory].forEach((draw) => draw());
+const drawCharts = () => [drawSpeed, drawScaling, drawRoofline, drawKinds, drawMemory].forEach((draw) => draw());
 function redraw() {
   const { id, name } = document.activeElement || {};
   hideTip();

@@ -196,6 +196,27 @@ function drawRoofline() {
   drawCards("roofline-charts", cards);
 }
 
+// --------------------------------------------------------------------------------------------- kinds
+
+const KINDS = ["products", "attention", "glue", "optimiser"];
+
+function drawKinds() {
+  const rows = visible().filter((row) => row.timed && Object.keys(row.kinds || {}).length);
+  put("kinds-legend", KINDS.map((kind) =>
+    key(s("rect", { class: "part " + kind, x: -12, y: -6, width: 24, height: 12 }), kind)));
+  drawCards("kinds-charts", groups(rows, (row) => row.where).map(([where, some]) => [where, (width) => {
+    const lines = some.map((row) => {
+      const { B, N } = row.case, speed = row.op === "train" && `${commas(Math.round(1e3 * B * N / row.median))} tokens/s`;
+      let end = 0;
+      const parts = KINDS.map((kind) => ["part " + kind, end, end += row.kinds[kind] || 0]);
+      return { name: row.competitor, row, parts, ticks: [], end, value: [speed || ms(end), percent(row.efficiency)].join(" · "),
+        lines: [...tipLines(row), ...KINDS.map((kind) => `${kind}: ${ms(row.kinds[kind] || 0)}`)] };
+    });
+    const range = [0, Math.max(...lines.map((line) => line.end))];
+    return [bars({ width, lines, range, numbers: 190, label: `Time of kernels by kind, ${where}` })];
+  }]));
+}
+
 // -------------------------------------------------------------------------------------------- memory
 
 const PARTS = { inputs: "inputs", output: "output", gradients: "gradients", saved: "saved for backward",

@@ -1,0 +1,183 @@
+"""A training step of a stack of layers for the benchmark; the package describes the names.
+
+The stack is that of examples/hybrid_lm.py: an embedding, blocks of attention and a gated MLP, each behind an RMSNorm,
+and the product that makes logits. `pattern` says which attention the blocks have, in turn: L lightning, G grouped-query
+softmax. The call returns the loss of every token. In the pass `total` AdamW follows the backward, with a learning rate
+of 0, so that a step leaves its arguments as they were.
+
+At the gate's small shape every parameter's gradient is compared with fp64, at the timed shape the losses are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fulmen.bench import adapters
+from fulmen.bench.adapters import Call, dtype_of, layer, lightning
+from fulmen.bench.gate import Formula, Problem
+from fulmen.layers import GroupedQueryAttention, LightningAttention
+from fulmen.testing import Expected
+
+BACKENDS_OF = "lightning"
+KEYS: dict[str, Any] = {
+    "B": 64, "N": 8192, "H": 16, "H_KV": None, "D": 128, "layers": 8, "pattern": "LLLLLLLG", "vocab": 32000,
+    "compiled": False, "dtype": "auto",
+}  # fmt: skip
+EPS = 1e-6  # of norms; torch's own default depends on the dtype
+Attend = Callable[[Any, Tensor], Tensor]  # an attention layer, x -> y
+
+
+def complete(case: dict[str, Any]) -> dict[str, Any]:
+    done = KEYS | case
+    if not done["pattern"] or set(done["pattern"]) - set("LG"):
+        raise ValueError(f"pattern={done['pattern']}: must be made of L (lightning) and G (grouped-query)")
+    return done | {"H_KV": done["H_KV"] or max(done["H"] // 2, 1)}
+
+
+def function(case: dict[str, Any]) -> str:
+    kinds = {"L": "linear", "G": "softmax"}
+    return f"a training step, {' and '.join(kinds[kind] for kind in kinds if kind in case['pattern'])} attention"
+
+
+def small_case(case: dict[str, Any]) -> dict[str, Any]:
+    """A block of each kind, and few letters."""
+    kinds = "".join(dict.fromkeys(case["pattern"]))
+    return adapters.small_case(case) | {
+        "D": 32,
+        "layers": len(kinds),
+        "pattern": kinds,
+        "vocab": min(case["vocab"], 50),
+    }
+
+
+# ------------------------------------------------------------------------------------------------- the stack
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, attention: nn.Module, dim: int, kind: dict[str, Any]) -> None:
+        super().__init__()
+        hidden = -(-8 * dim // 3 // 32) * 32
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(dim, EPS, **kind) for _ in range(2))
+        self.attention = attention
+        self.gate, self.up = (nn.Linear(dim, hidden, bias=False, **kind) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False, **kind)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        x = x + attend(self.attention, self.attention_norm(x))
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Stack(nn.Module):
+    """Tokens and the next ones, (B, N) each, to the loss of each token."""
+
+    def __init__(self, case: dict[str, Any], device: torch.device, dtype: torch.dtype, backend: str) -> None:
+        super().__init__()
+        H, D, H_KV, layers, vocab = (case[key] for key in ("H", "D", "H_KV", "layers", "vocab"))
+        dim = H * D
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def attention(i: int) -> nn.Module:
+            if case["pattern"][i % len(case["pattern"])] == "L":
+                return LightningAttention(dim, H, layer=i, num_layers=layers, backend=backend, **kind)
+            options: dict[str, Any] = {"causal": True, "qk_norm": "before", "rope": {}, "backend": backend}
+            return GroupedQueryAttention(dim, H, H_KV, **options, **kind)
+
+        self.embed = nn.Embedding(vocab, dim, **kind)
+        self.blocks = nn.ModuleList(Block(attention(i), dim, kind) for i in range(layers))
+        self.norm, self.head = nn.RMSNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
+
+    def forward(self, ids: Tensor, targets: Tensor, attend: Attend) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, attend)
+        logits = self.head(self.norm(x))
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+class Inputs(NamedTuple):
+    stack: Callable[..., Tensor]  # compiled, if the case says so
+    ids: Tensor
+    targets: Tensor
+
+
+def our_layer(own: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = own(x)
+    return y
+
+
+# -------------------------------------------------------------------------------------------------- problems
+
+
+def drawn(
+    case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
+) -> Problem:
+    generator = torch.Generator(device).manual_seed(seed)
+    text = torch.randint(case["vocab"], (case["B"], case["N"] + 1), generator=generator, device=device)
+    stack = layer.filled(Stack(case, device, dtype_of(case), "auto"), generator)
+    parameters, ids, targets = dict(stack.named_parameters()), text[:, :-1].clone(), text[:, 1:].clone()
+
+    def formula(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
+        values = dict(zip(parameters, weights, strict=True))
+        plain = Stack(case, device, weights[0].dtype, "eager")
+        losses: Tensor = functional_call(plain, values, (ids, targets, our_layer))
+        return losses
+
+    run = torch.compile(stack, fullgraph=True, dynamic=False) if case["compiled"] else stack
+    arguments, names = (ids, targets, *parameters.values()), ["ids", "targets", *parameters]
+    made = Formula(formula).problem(Inputs(run, ids, targets), arguments, names, seed)
+    made.after = adamw(list(parameters.values()))
+    return made if one_head is None else replace(made, expected=lambda: losses_alone(formula, arguments))
+
+
+def losses_alone(formula: Callable[..., Tensor], arguments: Sequence[Tensor]) -> dict[str, Expected]:
+    """Without gradients, whose fp64 would not fit a GPU."""
+    with torch.no_grad():
+        low = formula(*arguments)
+        return {"o": Expected(low, formula(*(a.double() if a.is_floating_point() else a for a in arguments)))}
+
+
+def adamw(parameters: list[Tensor]) -> Callable[[Sequence[Tensor | None]], None]:
+    """A step of it, from gradients."""
+    adam = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step(grads: Sequence[Tensor | None]) -> None:
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+
+    return step
+
+
+problem, small = adapters.makers(drawn, small_case)
+
+
+def attend(backend: str) -> Callable[[Inputs], Tensor]:
+    return lambda p: p.stack(p.ids, p.targets, our_layer)
+
+
+def attend_fully(backend: str) -> None:
+    return None
+
+
+def of_lightning(case: dict[str, Any]) -> dict[str, Any]:
+    return lightning.complete({key: case[key] for key in ("B", "H", "N", "D", "dtype")})
+
+
+def spec(case: dict[str, Any], device: torch.device) -> Any:
+    return lightning.spec(of_lightning(case), device)
+
+
+def without_data(case: dict[str, Any], fully: bool) -> Call:
+    return lightning.without_data(of_lightning(case), fully)
