@@ -142,8 +142,8 @@ def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
     if backend != "auto":
         if backend not in why:
             raise unknown(op, backend)
-        raise NotImplementedError(f"backend={backend!r} cannot serve this call: {why[backend]}\n{table(why)}")
-    raise NotImplementedError(f"no {op} backend can serve this call:\n{table(why)}")
+        raise NotImplementedError(f"backend={backend!r} cannot serve this call: {why[backend]}\n{table(op, spec, why)}")
+    raise NotImplementedError(f"no {op} backend can serve this call:\n{table(op, spec, why)}")
 
 
 def unknown(op: str, backend: Any) -> ValueError:
@@ -163,17 +163,20 @@ def differentiable_as_it_is(op: str, backend: str) -> bool:
     return kernel is not None and kernel.backward is None
 
 
-def table(why: dict[str, str | None], choices: dict[str, Choice] | None = None) -> str:
-    """Candidates in the order `auto` would take them, one a line."""
+def table(op: str, spec: Any, why: dict[str, str | None]) -> str:
+    """The `reasons`, one backend a line; one that serves the call has its kernel and tile instead."""
     width = max(map(len, why))
-    chosen = {name: f"ok ({words})" for name, choice in (choices or {}).items() if (words := str(choice))}
-    return "\n".join(f"  {name:<{width}}  {reason or chosen.get(name, 'ok')}" for name, reason in why.items())
+    lines = []
+    for name, reason in why.items():
+        words = str(choose(op, spec, name)) if reason is None else ""
+        lines.append(f"  {name:<{width}}  {reason or (f'ok ({words})' if words else 'ok')}")
+    return "\n".join(lines)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:
-    """The candidates for a call of `op` with these arguments, and which one serves it.
+    """The backends for a call of `op` with these arguments, and which one serves it.
 
-    Beside a backend that could serve the call stand its kernel, tile, splits and whose backward follows.
+    A backend that can serve the call is listed with its kernel, tile, splits and backward; another with the reason.
 
     >>> print(fulmen.explain("lightning", q, k, v, decay))
     """
@@ -187,9 +190,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
         chosen = pick(op, spec, backend).name
     except NotImplementedError:
         chosen = "none"
-    why = reasons(op, spec)
-    choices = {name: choose(op, spec, name) for name, reason in why.items() if reason is None}
-    return f"{spec}\n{table(why, choices)}\n{backend}: {chosen}"
+    heading = 'backends, in the order backend="auto" tries them:'
+    return f"{spec}\n{heading}\n{table(op, spec, reasons(op, spec))}\n{backend}: {chosen}"
 
 
 def report(op: str, device: torch.device) -> list[tuple[str, str | None]]:

@@ -33,7 +33,7 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
         return None if arch >= 80 else f"needs compute capability 8.0 or later, this GPU has {arch / 10}"
     if device.type == "cpu" and runtime.interpret:
         return "Triton's interpreter has no bf16 products" if dtype == torch.bfloat16 else None
-    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and q is on {device}"
+    return f"needs a CUDA GPU (or, to test, Triton's interpreter), and the device is {device}"
 
 
 def starts_early(device: torch.device) -> bool:

@@ -33,7 +33,11 @@ def toy(monkeypatch):
     monkeypatch.setitem(dispatch._missing, "toy", {"gone": "cannot be imported: No module named 'cuda'"})
     monkeypatch.setattr(dispatch, "_load", lambda op: None)
 
-    monkeypatch.setattr(dispatch, "policy", lambda op: SimpleNamespace(order=lambda spec, hw: ("small", "any")))
+    policy = SimpleNamespace(
+        order=lambda spec, hw: ("small", "any"),
+        choose=lambda spec, hw, name: dispatch.Choice(name, name, None, 1, name),
+    )
+    monkeypatch.setattr(dispatch, "policy", lambda op: policy)
     monkeypatch.setattr(hardware, "of", lambda device: None)
 
     def add(name: str, limit: int) -> None:
@@ -232,6 +236,7 @@ def test_explain_prints_the_choice(monkeypatch):
     dispatch.pick.cache_clear()
     assert "cuda        ok (sm90, 64 queries x 80 keys, pack GQA, 15 splits)" in text
     assert "sdpa        ok (flash)" in text
+    assert 'backends, in the order backend="auto" tries them:\n  cuda' in text
     assert "triton      ok (forward 64 x 64, 4 warps, 3 stages; dq 128 x 64, 8 warps, 3 stages; dkdv" in text
     assert text.endswith("auto: cuda")
 

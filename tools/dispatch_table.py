@@ -39,10 +39,11 @@ columns of a program, warps, pipeline stages.
 LIGHTNING_CUDA = """
 ## Lightning attention, backend `cuda`
 
-Compute capability 9.0, bf16, D = E of 64 or 128, H_KV = H: there `auto` takes it. Chunks have {chunk} rows. Stages are
-the chunks in flight in shared memory. Beside the warpgroups for outputs, one keeps the state and one loads. Saved
-states are {rows} rows apart, in bf16. Where sequences are split, a launch gathers the states of segments first; at
-D = 128 these are kept for the backward, in fp32.
+Compute capability 9.0, bf16, the sizes below, H_KV = H or fewer heads of q and k: there `auto` takes it. Chunks have
+{chunk} rows. Stages are the chunks in flight in shared memory. Beside the warpgroups for outputs, one keeps the state
+and one loads. Saved states are {rows} rows apart, in bf16; with a decay for each token all sizes write them. Where
+sequences are split, a launch gathers the states of segments first; at D = 128 and a constant decay these are kept for
+the backward, in fp32.
 
 | D, E | pass | stages | warpgroups for outputs | threads | shared memory | saved states |
 |---|---|---|---|---|---|---|
@@ -60,7 +61,7 @@ AUTO = """
 
 On compute capability 9.0 the first row that fits; "full" is from 1024 queries a head and {full:,} in all on. If the
 backend cannot serve the call, the next of sdpa, triton, eager follows. On other GPUs torch's kernels come first, as
-nothing was measured there.
+nothing was measured there, and on CPUs, where they are fused; eager, plain PyTorch, serves the options they lack.
 
 | call | first |
 |---|---|
@@ -150,16 +151,21 @@ def lightning_cuda_lines() -> list[str]:
         "forward": "forward",
         "training": "forward with gradients",
         "backward": "backward",
+        "backward_of_e": "backward",
         "state": "states of segments",
     }
-    for D in (64, 128):
-        spec = LightningSpec(4, 32, 32, 8192, D, D, torch.bfloat16, torch.device("cuda"))
+    for D, E in lightning.SWEEP_TILES:
+        spec = LightningSpec(4, 32, 32, 8192, D, E, torch.bfloat16, torch.device("cuda"))
         tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
         for name, words in passes.items():
-            tile = getattr(tiles, name)
-            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile):,} B"
+            tile, gradients = getattr(tiles, name), ("o",)
+            if tile is None:
+                continue
+            if E != D and name.startswith("backward"):
+                words, gradients = ("dv", ("dv",)) if name == "backward" else ("dk, dq", ("dk", "dq"))
+            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile, gradients):,} B"
             saved = ("none", "written", "read")[tile.save]
-            lines.append(f"| {D} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
+            lines.append(f"| {D}, {E} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
     return lines
 
 

@@ -38,7 +38,7 @@ KERNELS: dict[str, Any] = {"sm90": sm90, "small": small, "single_tile": single_t
 
 def supports(spec: FlashSpec) -> str | None:
     if spec.device.type != "cuda":
-        return f"needs a CUDA GPU, and q is on {spec.device}"
+        return f"needs a CUDA GPU, and the device is {spec.device}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 and fp16, and q is {spec.dtype}"
     hw = hardware.of(spec.device)

@@ -24,7 +24,7 @@ for name in ("_flash_attn_forward", "_flash_attn_backward"):
 
 def supports(spec: FlashSpec) -> str | None:
     if spec.device.type != "cuda":
-        return f"flash-attn needs a CUDA GPU, and q is on {spec.device.type}"
+        return f"flash-attn needs a CUDA GPU, and the device is {spec.device.type}"
     arch = hardware.of(spec.device).arch
     if arch < 80:
         return f"flash-attn needs compute capability 8.0 or later, this GPU has {arch / 10}"

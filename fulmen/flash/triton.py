@@ -56,13 +56,15 @@ MAX_ROW_STRIDE = 1 << 23  # up to here a tile's offsets fit 32 bits
 
 
 def supports(spec: FlashSpec) -> str | None:
+    if (why := unsupported_device(spec.device, spec.dtype)) is not None:
+        return why
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 and fp16, and q is {spec.dtype}"
     if spec.D % 8 or spec.E % 8 or min(spec.D, spec.E) < 16:
         return f"head dims must be multiples of 8, 16 at least; D={spec.D}, E={spec.E}"
     if spec.scale < 0:
         return f"needs a positive scale, and it is {spec.scale}"
-    return unsupported_device(spec.device, spec.dtype)
+    return None
 
 
 # ---------------------------------------------------------------------------------------------- forward

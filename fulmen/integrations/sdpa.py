@@ -222,7 +222,8 @@ def _kernel(spec: FlashSpec, backend: str) -> dispatch.Kernel:
         if kernel.name != "sdpa" and kernel.backward is not None and kernel.supports(spec) is None:
             return kernel
     why = dispatch.reasons("flash", spec) | {"sdpa": "is what fulmen replaces here"}
-    raise NotImplementedError(f"fulmen serves torch SDPA and has no backend for this call:\n{dispatch.table(why)}")
+    found = dispatch.table("flash", spec, why)
+    raise NotImplementedError(f"fulmen serves torch SDPA and has no backend for this call:\n{found}")
 
 
 @outside_autocast

@@ -22,7 +22,7 @@ from fulmen.plans import allocator
 
 def supports(spec: LatentSpec) -> str | None:
     if spec.device.type != "cuda":
-        return f"needs a CUDA GPU, and q is on {spec.device}"
+        return f"needs a CUDA GPU, and the device is {spec.device}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 and fp16, and q is {spec.dtype}"
     hw = hardware.of(spec.device)

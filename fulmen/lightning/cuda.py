@@ -61,7 +61,7 @@ triton_backward = functools.partial(fused.run_backward, "triton", fused.backward
 
 def supports(spec: LightningSpec) -> str | None:
     if spec.device.type != "cuda":
-        return f"needs a CUDA GPU, and q is on {spec.device}"
+        return f"needs a CUDA GPU, and the device is {spec.device}"
     if spec.dtype != torch.bfloat16:
         return f"multiplies bf16, and q is {spec.dtype}"
     hw = hardware.of(spec.device)

@@ -281,7 +281,7 @@ SENTENCES = [
     ("triton", spec(dtype=torch.bfloat16), {"triton.knobs.runtime.interpret": True},
      "Triton's interpreter has no bf16 products"),
     ("triton", spec(), {"triton.knobs.runtime.interpret": False},
-     "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on cpu"),
+     "needs a CUDA GPU (or, to test, Triton's interpreter), and the device is cpu"),
 ]  # fmt: skip
 
 # The sentences of one implementation, where another serves the call.

@@ -128,7 +128,7 @@ def spec(**changes) -> FlashSpec:
 
 
 SENTENCES = [
-    (spec(device=torch.device("cpu")), 90, "flash-attn needs a CUDA GPU, and q is on cpu"),
+    (spec(device=torch.device("cpu")), 90, "flash-attn needs a CUDA GPU, and the device is cpu"),
     (spec(), 75, "flash-attn needs compute capability 8.0 or later, this GPU has 7.5"),
     (spec(dtype=torch.float32), 90, "flash-attn computes in bf16 and fp16, and q is float32"),
     (spec(E=24), 90, "flash-attn needs E = D, here D=16, E=24"),

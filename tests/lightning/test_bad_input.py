@@ -196,11 +196,11 @@ SENTENCES = [
     ("triton", spec(dtype=torch.bfloat16), {"triton.knobs.runtime.interpret": True},
      "Triton's interpreter has no bf16 products"),
     ("triton", spec(), {"triton.knobs.runtime.interpret": False},
-     "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on cpu"),
+     "needs a CUDA GPU (or, to test, Triton's interpreter), and the device is cpu"),
     ("triton", spec(device=META), {},
-     "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on meta"),
+     "needs a CUDA GPU (or, to test, Triton's interpreter), and the device is meta"),
     ("triton_split", spec(dtype=torch.float64), {}, "computes in fp32 at most, and q is float64"),
-    ("cuda", spec(), {}, "needs a CUDA GPU, and q is on cpu"),  # its others: test_cuda.py
+    ("cuda", spec(), {}, "needs a CUDA GPU, and the device is cpu"),  # its others: test_cuda.py
 ]  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def test_blocks_of_a_head_share_without_a_fence_of_the_whole_gpu(made):
     [
         (spec(dtype=torch.float16), 90, "multiplies bf16, and q is torch.float16"),
         (spec(dtype=torch.float32), 90, "multiplies bf16, and q is torch.float32"),
-        (spec(device=torch.device("cpu")), 90, "needs a CUDA GPU, and q is on cpu"),
+        (spec(device=torch.device("cpu")), 90, "needs a CUDA GPU, and the device is cpu"),
         (spec(), 80, "needs compute capability 9.0, this GPU has 8.0"),
         (spec(), 100, "needs compute capability 9.0, this GPU has 10.0"),
         (spec(D=96), 90, "needs D = E of 64 or 128, here D=96, E=96"),

@@ -151,7 +151,7 @@ SENTENCES = [
      "needs compute capability 8.0 or later, this GPU has 7.5"),
     (spec(dtype=torch.bfloat16), {"triton.knobs.runtime.interpret": True}, "Triton's interpreter has no bf16 products"),
     (spec(), {"triton.knobs.runtime.interpret": False},
-     "needs a CUDA GPU (or, to test, Triton's interpreter), and q is on cpu"),
+     "needs a CUDA GPU (or, to test, Triton's interpreter), and the device is cpu"),
 ]  # fmt: skip
 
 
