@@ -91,9 +91,16 @@ def flash_attn_package(case: Case, device: torch.device) -> str | None:
 
 
 def equal_heads(module: str, package: str, case: Case, device: torch.device) -> str | None:
-    if case["H"] != case["H_KV"]:
-        return f"needs as many heads of k and v as of q, here H={case['H']}, H_KV={case['H_KV']}"
+    if case["H"] != case["H_KV"] or case.get("groups"):
+        heads = f"groups={case['groups']}" if case.get("groups") else f"H_KV={case['H_KV']}"
+        return f"needs as many heads of k and v as of q, here H={case['H']}, {heads}"
     return no_gpu(device) or absent(module, package)
+
+
+def constant_decay(case: Case, device: torch.device) -> str | None:
+    if case.get("per_token"):
+        return "has a constant decay, and the case one for each token"
+    return equal_heads("lightning_attn", "lightning-attention", case, device)
 
 
 def fp32_states(case: Case, device: torch.device) -> str | None:
@@ -121,7 +128,10 @@ def fla(name: str, x: Any) -> Tensor:
     from fla.ops import simple_gla  # type: ignore[import-not-found, unused-ignore]
 
     q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
-    o, _ = getattr(simple_gla, name)(q, k, v, g_gamma=None if x.decay is None else -x.decay, scale=x.scale)
+    options = {} if x.decay is None else {"g_gamma": -x.decay}
+    if x.decay is not None and x.decay.ndim == 3:
+        options = {"g": -x.decay.transpose(1, 2)}
+    o, _ = getattr(simple_gla, name)(q, k, v, scale=x.scale, **options)
     return o.transpose(1, 2)
 
 
@@ -212,7 +222,6 @@ def pinned_cudnn() -> AbstractContextManager[Any]:
 fa2, cudnn = (functools.partial(sdpa_backend, name) for name in ("flash", "cudnn"))
 pinned_fa2 = functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
 needs_fla = functools.partial(equal_heads, "fla", "flash-linear-attention")
-needs_la2 = functools.partial(equal_heads, "lightning_attn", "lightning-attention")
 FLA = ("flash-linear-attention", "fla-core")
 
 BASELINES = {
@@ -235,6 +244,6 @@ BASELINES = {
     "fla-fused-chunk": Baseline("lightning", functools.partial(fla, "fused_chunk_simple_gla"), needs_fla, FLA),
     "fla-recurrent": Baseline("step", fla_step, fp32_states, FLA),
     "lightning-attention-2": Baseline(
-        "lightning", lightning_attention_2, needs_la2, ("lightning-attn", "lightning_attn")
+        "lightning", lightning_attention_2, constant_decay, ("lightning-attn", "lightning_attn")
     ),
 }

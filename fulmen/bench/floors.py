@@ -226,7 +226,11 @@ def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> W
     size = float(shape.itemsize)
     q, o = (size * shape.queries * H * width for width in (D, E))
     kv, kv_read = (size * n * shape.H_KV * shape.kv for n in (keys, read))
-    given, grads = q + kv_read, q + kv
+    if groups := _int(case, "groups"):  # heads of q and k, where v has H
+        q, kv = (size * shape.queries * elements for elements in (groups * D, groups * D + H * E))
+        kv_read = kv
+    decays = 4.0 * shape.queries * H if case.get("per_token") is True else 0.0
+    given, grads = q + kv_read + decays, q + kv + decays
     reads, writes, usual = {
         "forward": (given, o, given + o),
         "backward": (given + o, grads, given + o + grads),  # reads dO, as large as o
@@ -299,13 +303,15 @@ def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, 
     if shape is None or not (op.startswith("layer") or op == "train" or family(op)):
         return None
     inputs = shape.queries * shape.H * shape.D + shape.keys * shape.H_KV * shape.kv
+    if groups := _int(case, "groups"):
+        inputs = shape.queries * (2 * groups * shape.D + shape.H * shape.E)
     output = shape.queries * shape.H * shape.E
     if op.startswith("layer") and (sizes := projections_of(case)):
         inputs, output = shape.queries * sizes[0][0] + sum(a * b for a, b in sizes), shape.queries * sizes[-1][1]
     elif op == "train":
         inputs, output = sum(parameters(shape, case)), shape.queries
     given, made = (float(shape.itemsize * count) for count in (inputs, output))
-    given += state_bytes(shape, case)
+    given += state_bytes(shape, case) + (4.0 * shape.queries * shape.H if case.get("per_token") is True else 0.0)
     least = {"inputs": given, "output": made, "gradients": given, "saved": 0.0}
     return least | {"peak": given + made + (given if pass_ != "forward" else 0.0)}
 

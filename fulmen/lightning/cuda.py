@@ -1,7 +1,7 @@
 """Lightning attention in CUDA C++ for Hopper: kernels/sweep.cu, the sweep of triton.py with warp specialisation.
 
-bf16, D = E of 64 or 128, or D 128 and E 64, Mamba-2's; as many heads of k and v as of q, or q and k with fewer than v.
-Backward, in u (the bytes of q):
+bf16, D = E of 64 or 128, with a decay for each token D 128 and E 64, too, as Mamba-2 has; k and v have as many heads as
+q, or q and k fewer than v. Backward, in u (the bytes of q):
 
     D = 64    the forward saves the state every SAVED_ROWS rows in bf16, 0.125u; from these one launch makes dq, dk and
               dv, which so read the same rows at about the same time: 4u from memory instead of 7u
@@ -67,8 +67,9 @@ def supports(spec: LightningSpec) -> str | None:
     hw = hardware.of(spec.device)
     if hw.arch != 90:
         return f"needs compute capability 9.0, this GPU has {hw.arch / 10}"
-    if (spec.D, spec.E) not in SWEEP_TILES:
-        return f"needs D = E of 64 or 128, or D 128 and E 64, here D={spec.D}, E={spec.E}"
+    if (spec.D, spec.E) not in SWEEP_TILES or (spec.D != spec.E and not spec.per_token):
+        more = ", or D 128 and E 64" if spec.per_token else ""
+        return f"needs D = E of 64 or 128{more}, here D={spec.D}, E={spec.E}"
     if spec.H != spec.H_KV:
         return f"needs as many heads of k and v as of q, here H={spec.H}, H_KV={spec.H_KV}"
     if not 0 < spec.N <= MAX_ROWS or not spec.B * spec.H:

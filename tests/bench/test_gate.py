@@ -154,13 +154,13 @@ def test_every_op_has_an_adapter() -> None:
     for op in adapters.ops():
         adapter = adapters.of(op)
         case = adapter.complete({})
-        implied = {"N_Q"} if adapter.KEYS.get("N_Q") is None else set()  # said where it is not N
+        implied = {name for name in ("N_Q", "per_token", "groups") if not adapter.KEYS.get(name)}  # said where they differ
         assert set(case) == set(adapter.KEYS) - implied
         assert None not in case.values()
         assert dataclasses.is_dataclass(gate.Problem)
         least = floors.memory(op, case | {"dtype": "float32"})
         assert least is not None
-        assert least["output"] == 4 * 8 * 1024 * 64
+        assert least["output"] == 4 * (4096 if op.startswith("layer_step") else 8 * 1024 * 64)
 
 
 @pytest.mark.parametrize("causal", [False, True])

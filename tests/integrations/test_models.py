@@ -224,21 +224,24 @@ def test_minimax_takes_transformers_offsets():
 # ------------------------------------------------------------------------------------------- static caches
 
 
-@pytest.mark.parametrize("family", ["llama", "minimax"])
-def test_compiled_steps_in_a_static_cache(family):
-    model, accelerated = served(family)
-    ids = ids_of()
+@pytest.mark.parametrize("family", ["minimax", "granitemoehybrid"])
+def test_mixers_compile_whole_and_once(family):
+    """Steps in a static cache, each mixer one graph; test_transformers.py has a whole model."""
+    model = copy.deepcopy(own(family))
+    cache, ids = ours.accelerate(model, verbose=False).new_cache(16), ids_of()
     torch._dynamo.reset()
-    step = torch.compile(model.forward, backend="eager", dynamic=False)
-    cache = accelerated.new_cache(16)
+    for layer in model.model.layers:
+        mixer = layer.mamba if getattr(layer, "mamba", None) is not None else layer.self_attn
+        mixer.compile(backend="eager", fullgraph=True, dynamic=False)
     with torch.no_grad():
-        logits = [model(ids[:, :6], past_key_values=cache).logits]
+        with torch.compiler.set_stance("force_eager"):
+            logits = [model(ids[:, :6], past_key_values=cache).logits]
         for i in range(6, N):
             made = masking_utils.create_masks_for_generate(
                 config=model.config, inputs_embeds=torch.empty(3, 1, 0), attention_mask=None, past_key_values=cache
             )
             with torch.compiler.set_stance("default" if i < 8 else "fail_on_recompile"):
-                logits.append(step(ids[:, i : i + 1], attention_mask=made, past_key_values=cache).logits)
+                logits.append(model(ids[:, i : i + 1], attention_mask=made, past_key_values=cache).logits)
     torch._dynamo.reset()
     assert_close(torch.cat(logits, 1), logits_of(family), family)
 

@@ -123,6 +123,13 @@ def adapted(module: nn.Linear) -> nn.Linear:
     return other.to(module.weight.device)
 
 
+def without_parameters(module: nn.Linear) -> nn.Linear:
+    weight = module.weight.detach()
+    del module.weight, module.bias
+    module.weight, module.bias = weight, torch.ones(weight.shape[0], device=weight.device)
+    return module
+
+
 def sliced(module: nn.Linear) -> nn.Linear:
     module.weight = nn.Parameter(torch.cat([module.weight.detach(), module.weight.detach() + 1], 1)[:, :64])
     return module
@@ -133,7 +140,9 @@ def transposed(module: nn.Linear) -> nn.Linear:
     return module
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_before, wrapped, parametrised, adapted, transposed, sliced])
+@pytest.mark.parametrize(
+    "change", [hooked, hooked_before, wrapped, parametrised, adapted, transposed, sliced, without_parameters]
+)
 @torch.no_grad()
 def test_other_modules_are_called(change, ran) -> None:
     plain, x = linears(64, (24, 8), torch.float32), drawn(2, 1, 64, dtype=torch.float32)

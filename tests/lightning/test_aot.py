@@ -51,8 +51,9 @@ def test_fits_and_does_not_spill(case, compiler):
         assert usage.stack == 0, usage
 
 
-# On wgmma, D = 128 with decay uses all 255 registers; the addresses of states, or of rows whose strides differ, cost
-# it a few more. fp32 multiplies on the CUDA cores, with whole rows in registers: at D = 256 that spills, and is slow.
+# On wgmma, D = 128 with decay uses all 255 registers; the addresses of states, or of rows whose strides differ, and the
+# factors of a decay for each token cost it a few more. fp32 multiplies on the CUDA cores, with whole rows in registers:
+# at D = 256 that spills, and is slow.
 @pytest.mark.parametrize("case", VARIED, ids=str)
 def test_variants_fit_and_spill_at_most_a_few_registers(case, compiler):
     launches = compiler(case)
@@ -62,4 +63,5 @@ def test_variants_fit_and_spill_at_most_a_few_registers(case, compiler):
         if case.dtype == "float32" and case.D >= 128:
             assert usage.stack <= (64 if case.D == 128 else 2048), usage
         else:
-            assert usage.stack <= (16 if (case.arch, case.D) == (90, 128) else 0), usage
+            few = 32 if case.per_token else 16
+            assert usage.stack <= (few if (case.arch, case.D) == (90, 128) else 0), usage

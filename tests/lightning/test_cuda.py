@@ -121,9 +121,10 @@ def test_blocks_of_a_head_share_without_a_fence_of_the_whole_gpu(made):
         (spec(device=torch.device("cpu")), 90, "needs a CUDA GPU, and the device is cpu"),
         (spec(), 80, "needs compute capability 9.0, this GPU has 8.0"),
         (spec(), 100, "needs compute capability 9.0, this GPU has 10.0"),
-        (spec(D=96), 90, "needs D = E of 64 or 128, or D 128 and E 64, here D=96, E=96"),
-        (spec(E=128), 90, "needs D = E of 64 or 128, or D 128 and E 64, here D=64, E=128"),
-        (spec(D=256), 90, "needs D = E of 64 or 128, or D 128 and E 64, here D=256, E=256"),
+        (spec(D=96), 90, "needs D = E of 64 or 128, here D=96, E=96"),
+        (spec(E=128), 90, "needs D = E of 64 or 128, here D=64, E=128"),
+        (spec(D=256), 90, "needs D = E of 64 or 128, here D=256, E=256"),
+        (spec(D=64, E=128, per_token=True), 90, "needs D = E of 64 or 128, or D 128 and E 64, here D=64, E=128"),
         (spec(H=4, H_KV=2), 90, "needs as many heads of k and v as of q, here H=4, H_KV=2"),
         (spec(N=2**30 + 1), 90, "takes 1 to 1073741824 rows of at least one head, here B=1, H=1, N=1073741825"),
     ],
@@ -237,7 +238,9 @@ def launched(h200, monkeypatch):
     """What a call would launch, in order; nothing is."""
     found: list[object] = []
 
-    def run(spec, tile, names, x, tensors, states, cut, first=None, only_cut=False, not_last=False, kept=None):
+    def run(
+        spec, tile, names, x, tensors, states, cut, first=None, only_cut=False, not_last=False, kept=None, tokens=()
+    ):
         for name in names:
             one = sweep.SWEEPS[name]
             needed = [one.a, one.b, one.c] + ([one.out] if tile.outs else [])

@@ -24,7 +24,6 @@ CASES = {
     "D=128 decay": {"N": 333, "D": 128, "decay": "mixed", "initial_state": True},
     "D=128 one": {"H": 1, "N": 1, "D": 128, "decay": "mixed"},
     "D=128 packed": {"H": 1, "D": 128, "lengths": [100, 0, 65], "decay": "mixed"},
-    "D=128 E=64": {"N": 150, "D": 128, "E": 64, "decay": "mixed", "initial_state": True},
     "D=64 token": {"N": 333, "D": 64, "decay": "token", "initial_state": True},
     "D=64 extreme": {"B": 2, "N": 130, "D": 64, "decay": "extreme", "layout": "bnhd"},
     "D=64 token, packed": {"D": 64, "lengths": [0, 1, 70, 0, 129], "decay": "token"},

@@ -30,6 +30,8 @@ CASES = {
     "packed": case(H=2, D=16, lengths=[0, 1, 64, 0, 65, 0], initial_state=True),
     "packed, groups": case(H=4, groups=2, D=16, E=32, lengths=[33, 1, 40], layout="fused", scale=0.5),
     "packed, all empty": case(H=2, D=16, lengths=[0, 0], initial_state=True),
+    "two spans": case(H=1, N=530, D=16, initial_state=True),  # of 512 rows, at which the gradient's sum begins anew
+    "packed, two spans": case(H=1, D=16, E=24, lengths=[40, 0, 515], initial_state=True),
 }  # fmt: skip
 
 
@@ -45,6 +47,33 @@ def drawn(kind: str = "token", **options) -> testing.Inputs:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_against_fp64(backend, dtype, case, kind, segments):  # noqa: F811
     check(backend, drawn(kind, **CASES[case], dtype=DTYPES[dtype]), segments)
+
+
+# Compiled kernels at real tile sizes: chunks, saved states, segments, tiles of D, shared heads.
+GPU_CASES = {
+    "D=64": case(B=2, H=5, N=1000, D=64, initial_state=True, scale=-2.0),
+    "D=64 long": case(B=1, H=3, N=8200, D=64),
+    "D=64 many heads": case(B=2, H=70, N=700, D=64, layout="bnhd"),
+    "D=128": case(B=1, H=4, N=4099, D=128, layout="fused", initial_state=True),
+    "D=128 many heads": case(B=2, H=70, N=700, D=128),
+    "D=128 E=64": case(B=2, H=6, groups=2, N=1100, D=128, E=64, layout="bnhd", initial_state=True),
+    "D=128 E=64 many heads": case(B=3, H=64, groups=1, N=600, D=128, E=64, layout="fused"),
+    "D=80 E=48": case(B=1, H=4, H_KV=2, N=1100, D=80, E=48),
+    "N=1": case(B=2, H=2, N=1, D=64, initial_state=True),
+    "packed D=64": case(H=4, D=64, lengths=[0, 1, 999, 0, 65, 1, 2000, 0], initial_state=True),
+    "packed D=128": case(H=70, D=128, lengths=[1, 0, 63, 64, 65, 300, 0, 511, 513, 1], initial_state=True),
+}  # fmt: skip
+GPU_RUNS = [("bf16", name) for name in GPU_CASES] + [
+    (dtype, name) for dtype in ("fp16", "fp32") for name in ("D=64", "D=128 E=64", "D=80 E=48", "packed D=64")
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", testing.TOKEN_DECAYS)
+@pytest.mark.parametrize(("dtype", "case"), GPU_RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_gpu(backend, dtype, case, kind, segments):  # noqa: F811
+    check(backend, drawn(kind, **GPU_CASES[case], dtype=DTYPES[dtype], device="cuda"), segments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -160,6 +160,7 @@ class Heads(NamedTuple):
     group: int
     whole: bool
     last: int | None = None  # queries
+    shared: tuple[str, ...] = ("k", "v", "dk", "dv")
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, seed: int | None) -> Heads:
@@ -170,6 +171,6 @@ class Heads(NamedTuple):
     def pick(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.whole:
             return x
-        each = 1 if name in ("k", "v", "dk", "dv") else self.group
+        each = 1 if name in self.shared else self.group
         part = x[self.batch : self.batch + 1, self.head * each : (self.head + 1) * each]
         return part[:, :, -self.last :] if self.last and name in ("q", "o", "do") else part

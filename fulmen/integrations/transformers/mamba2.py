@@ -58,7 +58,9 @@ def replace(module: Any, backend: str) -> Callable[[], None]:
         "mamba2_split_conv1d_scan_combined": no_fused,
         "causal_conv1d_fn": functools.partial(conv, own=own.__globals__["causal_conv1d_fn"]),
     }
-    forward = types.FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__)
+    names = {**own.__globals__, **functions}
+    del names["__name__"]  # by which torch.compile would look these names up in transformers' module
+    forward = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__)
     forward.__kwdefaults__ = own.__kwdefaults__
     if own is not type(module).forward:  # transformers' decorator, which loads offloaded weights of the convolution
         hooks = importlib.import_module("transformers.integrations.accelerate")

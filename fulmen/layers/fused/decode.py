@@ -52,9 +52,13 @@ def absorb(
     w = tl.load(w_ptr + h * sw_h + d[:, None] * R + r[None, :], (d < NOPE)[:, None] & (r < R)[None, :], 0.0)
     if EARLY:
         gdc_wait()
-    rows = q_ptr + (t.to(tl.int64)[:, None] * H + h) * D
-    q = tl.load(rows + d[None, :], (t < T)[:, None] & (d < NOPE)[None, :], 0.0)
-    acc = tl.dot(q, w, input_precision="ieee")
+    if ROWS == 1:  # products in registers: a tensor core would multiply zeros
+        q = tl.load(q_ptr + h * D + d, d < NOPE, 0.0).to(tl.float32)
+        acc = tl.sum(w.to(tl.float32) * q[:, None], axis=0)[None, :]
+    else:
+        rows = q_ptr + (t.to(tl.int64)[:, None] * H + h) * D
+        q = tl.load(rows + d[None, :], (t < T)[:, None] & (d < NOPE)[None, :], 0.0)
+        acc = tl.dot(q, w, input_precision="ieee")
     at = out_ptr + h * so_h + t.to(tl.int64)[:, None] * so_t + r[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), (t < T)[:, None] & (r < R)[None, :])
 
@@ -124,9 +128,13 @@ def latent_value_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    tokens = ((t // N).to(tl.int64) * so_b + (t % N) * so_n)[None, :]
-    o = tl.load(o_ptr + h * so_h + tokens + r[:, None], (r < R)[:, None] & (t < T)[None, :], 0.0)
-    acc = tl.dot(w, o, input_precision="ieee")
+    if ROWS == 1:
+        o = tl.load(o_ptr + h * so_h + r, r < R, 0.0).to(tl.float32)
+        acc = tl.sum(w.to(tl.float32) * o[None, :], axis=1)[:, None]
+    else:
+        tokens = ((t // N).to(tl.int64) * so_b + (t % N) * so_n)[None, :]
+        o = tl.load(o_ptr + h * so_h + tokens + r[:, None], (r < R)[:, None] & (t < T)[None, :], 0.0)
+        acc = tl.dot(w, o, input_precision="ieee")
     at = y_ptr + (t.to(tl.int64)[None, :] * H + h) * E + e[:, None]
     tl.store(at, acc.to(y_ptr.dtype.element_ty), (e < E)[:, None] & (t < T)[None, :])
 
@@ -153,7 +161,8 @@ def latent_step(
     strides = (latent.stride(1), down.stride(1), *kv.stride()[:2], out.stride(0), out.stride(2))
     sizes = (B * N, N, H, kv.shape[1], kv.shape[0], 1 if table is None else table.shape[1], cos.shape[0])
     early = starts_early(queries.device)
-    constants = (nope, R, p2(R), half, p2(half), interleaved, early, HEADS, COLUMNS, MAX_ROWS)
+    rows = 1 if B * N == 1 else MAX_ROWS
+    constants = (nope, R, p2(R), half, p2(half), interleaved, early, HEADS, COLUMNS, rows)
     tensors = (queries, latent, down, norm, cos, sin, begin, table, kv, up, out)
     grid = B * N * triton.cdiv(H, HEADS) + (0 if up is None else H * triton.cdiv(R, COLUMNS))
     rest = ((*strides, 0 if up is None else up.stride(0)), sizes, eps, *constants)
@@ -166,6 +175,7 @@ def latent_value(nope: int, o: Tensor, up: Tensor) -> tuple[tuple[Tensor], Launc
     (B, H, N, R), E = o.shape, up.shape[1] - nope
     y = torch.empty(B, N, H * E, dtype=o.dtype, device=o.device)
     early = starts_early(o.device)
-    rest = (*o.stride()[:3], up.stride(0), B * N, N, H, nope, E, R, early, ROWS_OF_V, MAX_ROWS)
+    rows = 1 if B * N == 1 else MAX_ROWS
+    rest = (*o.stride()[:3], up.stride(0), B * N, N, H, nope, E, R, early, ROWS_OF_V, rows)
     options = {"num_warps": 4} | starting(early)
     return (y,), Launch(latent_value_kernel, H * triton.cdiv(E, ROWS_OF_V), (o, up, y), rest, options)

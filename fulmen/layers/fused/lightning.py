@@ -301,6 +301,11 @@ def at_a_time(facts: Heads) -> int:
     return min(p2(facts.H), max(1, TILE // p2(max(facts.D, facts.E))))
 
 
+def heads_warps(facts: Heads) -> dict[str, int]:
+    """More elements a thread where a weight, cos and sin serve all of a program's heads."""
+    return warps(at_a_time(facts) * p2(max(facts.D, facts.E)), 8 if facts.norm is None else 16)
+
+
 def constants(facts: Heads, cos: Tensor) -> tuple[Any, ...]:
     half = cos.shape[-1]
     modes = (ACTIVATIONS[facts.activation], NORMS[facts.norm], facts.interleaved and half > 0)
@@ -316,7 +321,7 @@ def heads_launch(
     heads = at_a_time(facts)
     blocks = triton.cdiv(facts.H, heads) + triton.cdiv(facts.H_KV, heads) * (2 if facts.activation else 1)
     sizes = (per_row(cos), N, facts.eps, B * N)
-    tensors, options = (x, q, k, v, q_weight, k_weight, cos, sin), warps(heads * p2(max(facts.D, facts.E)), 16)
+    tensors, options = (x, q, k, v, q_weight, k_weight, cos, sin), heads_warps(facts)
     grid = triton.cdiv(B * N, TOKENS) * blocks
     return Launch(heads_kernel, grid, tensors, (*sizes, *constants(facts, cos), TOKENS), options)
 
@@ -330,8 +335,8 @@ def heads_backward_launch(
     programs = sums.shape[0] if facts.norm else B * N
     sizes = (per_row(cos), N, facts.eps, B * N)
     tensors = (x, dq, dk, dv, dx, q_weight, k_weight, cos, sin, sums)
-    options = warps(at_a_time(facts) * p2(max(facts.D, facts.E)), 16)
-    return Launch(heads_backward_kernel, 3 * programs, tensors, (*sizes, *constants(facts, cos), programs), options)
+    rest = (*sizes, *constants(facts, cos), programs)
+    return Launch(heads_backward_kernel, 3 * programs, tensors, rest, heads_warps(facts))
 
 
 class Prepared(torch.autograd.Function):

@@ -87,8 +87,10 @@ def few_rows(
         or torch._C._is_any_autocast_enabled()
     ):
         return None
+    if not all({"weight", "bias"} <= m._parameters.keys() for m in linears):  # somebody put other tensors there
+        return None
     weights, biases = [m._parameters["weight"] for m in linears], [m._parameters["bias"] for m in linears]
-    if not all(w.is_contiguous() for w in weights):  # type: ignore[union-attr]  # a Linear has one
+    if not all(w is not None and w.is_contiguous() for w in weights):
         return None
     missing = [None] * (MAX_WEIGHTS - len(linears))
     return fused_call("linear", "linears", facts, x, norm, *weights, *missing, *biases, *missing)
