@@ -39,11 +39,11 @@ columns of a program, warps, pipeline stages.
 LIGHTNING_CUDA = """
 ## Lightning attention, backend `cuda`
 
-Compute capability 9.0, bf16, the sizes below, H_KV = H or fewer heads of q and k: there `auto` takes it. Chunks have
-{chunk} rows. Stages are the chunks in flight in shared memory. Beside the warpgroups for outputs, one keeps the state
-and one loads. Saved states are {rows} rows apart, in bf16; with a decay for each token all sizes write them. Where
-sequences are split, a launch gathers the states of segments first; at D = 128 and a constant decay these are kept for
-the backward, in fp32.
+Compute capability 9.0, bf16, the sizes below, H_KV = H or fewer heads of q and k: there `auto` takes it. D 128 and E 64
+are served with a decay for each token only. Chunks have {chunk} rows. Stages are the chunks in flight in shared memory.
+Beside the warpgroups for outputs, one keeps the state and one loads. Saved states are {rows} rows apart, in bf16; with
+a decay for each token all sizes write them. Where sequences are split, a launch gathers the states of segments first; at
+D = 128 and a constant decay these are kept for the backward, in fp32.
 
 | D, E | pass | stages | warpgroups for outputs | threads | shared memory | saved states |
 |---|---|---|---|---|---|---|
@@ -155,7 +155,7 @@ def lightning_cuda_lines() -> list[str]:
         "state": "states of segments",
     }
     for D, E in lightning.SWEEP_TILES:
-        spec = LightningSpec(4, 32, 32, 8192, D, E, torch.bfloat16, torch.device("cuda"))
+        spec = LightningSpec(4, 32, 32, 8192, D, E, torch.bfloat16, torch.device("cuda"), per_token=E != D)
         tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
         for name, words in passes.items():
             tile, gradients = getattr(tiles, name), ("o",)
