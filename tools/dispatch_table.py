@@ -42,8 +42,8 @@ LIGHTNING_CUDA = """
 Compute capability 9.0, bf16, the sizes below, H_KV = H or fewer heads of q and k: there `auto` takes it. D 128 and E 64
 are served with a decay for each token only. Chunks have {chunk} rows. Stages are the chunks in flight in shared memory.
 Beside the warpgroups for outputs, one keeps the state and one loads. Saved states are {rows} rows apart, in bf16; with
-a decay for each token all sizes write them. Where sequences are split, a launch gathers the states of segments first; at
-D = 128 and a constant decay these are kept for the backward, in fp32.
+a decay for each token all sizes write them. Where sequences are split, a launch gathers the states of segments first;
+at D = 128 and a constant decay these are kept for the backward, in fp32.
 
 | D, E | pass | stages | warpgroups for outputs | threads | shared memory | saved states |
 |---|---|---|---|---|---|---|
@@ -158,7 +158,8 @@ def lightning_cuda_lines() -> list[str]:
         spec = LightningSpec(4, 32, 32, 8192, D, E, torch.bfloat16, torch.device("cuda"), per_token=E != D)
         tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
         for name, words in passes.items():
-            tile, gradients = getattr(tiles, name), ("o",)
+            tile = getattr(tiles, name)
+            gradients: tuple[str, ...] = ("o",)
             if tile is None:
                 continue
             if E != D and name.startswith("backward"):
