@@ -204,11 +204,6 @@ def readable(x: Tensor) -> Tensor:
     return x if aligned(x) else empty_rows(x, x.shape[1], x.shape[3]).copy_(x)
 
 
-def address(x: Tensor | None) -> int:
-    """As kernels take a tensor that may be missing."""
-    return 0 if x is None else x.data_ptr()
-
-
 def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Dtypes were settled in the op's checks; inside, autocast must not touch what a backend computes in fp32."""
 

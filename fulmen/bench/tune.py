@@ -125,9 +125,10 @@ def bind(job: Job, device: torch.device) -> Bound:
         x = LightningResiduals(q, k, v, slopes, None, None)
         if job.pass_ == "forward":
             return Bound(lambda config: module.forward_launches(spec, job.tile(config), x, o, None), [o])
-        grads = module.Gradients.empty(spec, x)
+        grads = module.Gradients.empty(spec, x, None)
         return Bound(
-            lambda config: module.backward_launches(spec, job.tile(config), x, do, None, grads, None), list(grads)
+            lambda config: module.backward_launches(spec, job.tile(config), x, do, None, grads, None),
+            [t for t in grads if t is not None],
         )
     y, lse = FlashResiduals(q, k, v), torch.empty(q.shape[:3], dtype=torch.float32, device=device)
     dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))

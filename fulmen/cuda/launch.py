@@ -23,6 +23,11 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missin
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
+def address(x: torch.Tensor | None) -> int:
+    """As kernels take a tensor that may be missing."""
+    return 0 if x is None else x.data_ptr()
+
+
 @functools.lru_cache
 def driver() -> Any:
     try:

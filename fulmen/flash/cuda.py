@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import address, empty_rows, rows_aligned
+from fulmen.boundary import empty_rows, rows_aligned
+from fulmen.cuda.launch import address
 from fulmen.dispatch import Choice, register
 from fulmen.flash import sdpa, triton
 from fulmen.flash.kernels import backward as backward_kernel

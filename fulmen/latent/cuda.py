@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import address, empty_rows, no_gradient, rows_aligned
+from fulmen.boundary import empty_rows, no_gradient, rows_aligned
+from fulmen.cuda.launch import address
 from fulmen.dispatch import Choice, register
 from fulmen.flash.kernels import combine
 from fulmen.latent.kernels import latent

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.boundary import address, readable
+from fulmen.boundary import readable
+from fulmen.cuda.launch import address
 from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split

@@ -287,6 +287,7 @@ def test_on_a_gpu_and_in_a_graph(kind, B) -> None:
     x, held = drawn(B, 1, 32, dtype=torch.bfloat16, seed=2), [t.clone() for t in pool.memory]
 
     def step(few: bool = True) -> torch.Tensor:
+        sequences.steps += 1  # the same tokens again, of the same states
         for t, kept in zip(pool.memory, held, strict=True):
             t.copy_(kept)
         with pytest.MonkeyPatch.context() as patch:

@@ -85,16 +85,17 @@ def cache_append_kernel(
     if pid % (parts * tokens) == 0:
         tl.store(new_lengths_ptr + b, length + N_NEW)
 
-    if part < of_q:
-        h = part * HEADS + tl.arange(0, HEADS)
-        angle = tl.minimum(position if EACH_QUERY else length.to(tl.int64), last - 1)
-        source = q_ptr + b * strides[0][0] + n * strides[0][1]
-        to = q_out_ptr + b * strides[3][0] + n * strides[3][1]
-        copy_heads(
-            source, to, strides[0][2], strides[3][2], h, H, cos_ptr, sin_ptr, angle, n < N_Q,
-            D, D_P2, HALF, HALF_P2, TURN, INTERLEAVED, HEADS,
-        )  # fmt: skip
-    else:
+    if TURN:  # q_out_ptr is None otherwise
+        if part < of_q:
+            h = part * HEADS + tl.arange(0, HEADS)
+            angle = tl.minimum(position if EACH_QUERY else length.to(tl.int64), last - 1)
+            source = q_ptr + b * strides[0][0] + n * strides[0][1]
+            to = q_out_ptr + b * strides[3][0] + n * strides[3][1]
+            copy_heads(
+                source, to, strides[0][2], strides[3][2], h, H, cos_ptr, sin_ptr, angle, n < N_Q,
+                D, D_P2, HALF, HALF_P2, TURN, INTERLEAVED, HEADS,
+            )  # fmt: skip
+    if part >= of_q:
         entry, row, there = place_of(table_ptr, b, position, page, pages, width)
         there = there & (n < N_NEW)
         h = (part - of_q) % blocks * HEADS + tl.arange(0, HEADS)

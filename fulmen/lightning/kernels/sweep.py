@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda
-from fulmen.boundary import address
+from fulmen.cuda.launch import address
 from fulmen.lightning.policy import SAVED_ROWS, SweepTile
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
