@@ -34,9 +34,17 @@ def pytest_collection_finish() -> None:
 
 # Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, which sm_86
 # and sm_89 have, too; all modes of the emulator but ANY; fp16 in Triton's interpreter, where fp32 is interpreted, too;
-# and of the cases that the interpreter and the emulator run all but one in INTERPRETED or EMULATED, drawn by name.
+# and where a case takes long, all but one in so many cases, drawn by name.
 ARCHITECTURES, MODE = (90, 120), 2
 INTERPRETED, EMULATED = 3, 2
+LONG = {
+    "flash/test_backward_cuda.py": 2, "flash/test_cuda.py": 2, "integrations/test_models.py": 3,
+    "integrations/test_transformers.py": 3, "latent/test_cuda.py": 2, "layers/test_compile.py": 2,
+    "layers/test_fused.py": 2, "layers/test_fused_lightning.py": 2, "layers/test_linear.py": 2,
+    "layers/test_pool.py": 2,
+    "lightning/test_integration.py": 2, "parallel/test_layers.py": 2, "parallel/test_lightning.py": 2,
+    "parallel/test_plans.py": 2,
+}  # fmt: skip
 
 
 def is_nightly(item: pytest.Item) -> bool:
@@ -47,6 +55,8 @@ def is_nightly(item: pytest.Item) -> bool:
         return again or draw % INTERPRETED != 0
     if item.path.name.endswith("_emulated.py"):
         return given.get("mode", MODE) != MODE or draw % EMULATED != 0
+    if given and draw % LONG.get(f"{item.path.parent.name}/{item.path.name}", 1):
+        return True
     compiles = "compiler" in getattr(item, "fixturenames", ()) or "_fits_" in item.name
     arch = given.get("arch", getattr(given.get("case"), "arch", None))
     return compiles and arch not in (None, *ARCHITECTURES)
