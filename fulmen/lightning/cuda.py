@@ -52,7 +52,7 @@ from fulmen.lightning.kernels.sweep import (
 )
 from fulmen.lightning.plan import RESIDUALS
 from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, slots_of
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
+from fulmen.lightning.spec import LightningSpec, Residuals, empty_output
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
 
@@ -170,7 +170,8 @@ def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, 
 def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None) -> tuple[Tensor, Tensor | None]:
     launches = {} if launches is None else launches
     o = empty_output(spec, x)
-    final = empty_states(spec) if spec.with_final_state else None
+    states = (spec.states, spec.H, spec.D, spec.E)
+    final = x.q.new_empty(states, dtype=torch.float32) if spec.with_final_state else None
     slots, entering = kinds(spec, x.saved)
     tensors, tiles = forward_tensors(x, o, slots), tiles_of(spec)
     cut = segments(spec, tiles.forward_split, x)

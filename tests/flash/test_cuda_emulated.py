@@ -294,10 +294,6 @@ MISTAKES = {
     "sums of a split without keys": (
         "cache 64x128 grouped", "if (weight == 0.0f) continue;", "", EARLY, WRONG,
     ),
-    "an entry too many": (
-        "cache pages of 48", "min(key / PAGE, a.row_pages - 1)", "key / PAGE", EARLY,
-        "no tensor's",
-    ),
     "the page of the block before": (
         "cache pages of 64", "here = next;", "", EARLY, WRONG,
     ),

@@ -43,7 +43,7 @@ def registered():
     torch.manual_seed(0)
     ours.register()
     yield
-    if ours._registered:
+    if "fulmen" in ours._registered:
         ours.unregister()
 
 

@@ -64,4 +64,5 @@ def test_variants_fit_and_spill_at_most_a_few_registers(case, compiler):
             assert usage.stack <= (64 if case.D == 128 else 2048), usage
         else:
             few = 32 if case.per_token else 16
-            assert usage.stack <= (few if (case.arch, case.D) == (90, 128) else 0), usage
+            least = 8 if case.per_token and case.dtype == "float32" else 0
+            assert usage.stack <= (few if (case.arch, case.D) == (90, 128) else least), usage

@@ -381,6 +381,13 @@ class SweepArgs(ctypes.Structure):
     ]  # fmt: skip
 
 
+class ProductArgs(ctypes.Structure):
+    _fields_ = [
+        ("out", u64), ("rows", u64), ("rows_b", u64), ("rows_h", u64), ("rows_n", u64), ("anchors", u64),
+        ("group", i32), ("pad", ctypes.c_char * 12),
+    ]  # fmt: skip
+
+
 class Args(ctypes.Structure):
     """struct Args, which the compiler pads to a multiple of the 64 bytes tensor maps begin at."""
 
@@ -389,6 +396,8 @@ class Args(ctypes.Structure):
         ("segment_offsets", u64),
         ("h", i32), ("n", i32), ("segment", i32), ("segments", i32), ("sweeps", i32), ("scale", f32),
         ("not_last", i32), ("zero", i32), ("whole", i32), ("start", i32),
+        ("group", i32 * 8), ("decay_b", u64), ("decay_h", u64), ("decay_n", u64), ("keeps", u64), ("saved", u64),
+        ("slots", i32), ("pad", i32), ("product", ProductArgs * 3),
     ]  # fmt: skip
 
 
@@ -397,7 +406,7 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     assert ctypes.sizeof(SweepArgs) == sweep.SWEEP.size == 112
     front = sweep.ARGUMENTS.packer()
     assert front.size == ctypes.sizeof(Args)
-    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1472
+    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1728
     packed: list[bytes] = []
     pack = SimpleNamespace(at=lambda addresses, values: packed.append(front.pack(*values(addresses))))
     monkeypatch.setattr(sweep, "launch_of", lambda *args: pack)
