@@ -170,8 +170,8 @@ def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, 
 def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None) -> tuple[Tensor, Tensor | None]:
     launches = {} if launches is None else launches
     o = empty_output(spec, x)
-    states = (spec.states, spec.H, spec.D, spec.E)
-    final = x.q.new_empty(states, dtype=torch.float32) if spec.with_final_state else None
+    shape = (spec.states, spec.H, spec.D, spec.E)
+    final = x.q.new_empty(shape, dtype=torch.float32) if spec.with_final_state else None
     slots, entering = kinds(spec, x.saved)
     tensors, tiles = forward_tensors(x, o, slots), tiles_of(spec)
     cut = segments(spec, tiles.forward_split, x)
