@@ -21,7 +21,7 @@ from fulmen.layers.fused import kernels_for
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 
 RESET = 128.0  # a decay of exp(-128) leaves nothing in fp32, and a running sum that takes it in stays exact to 1e-5
-MAX_FUSED_WIDTH = 16384  # features of a token that one program holds
+MAX_NORM = 8192  # features normed together, which one program holds
 MAX_FUSED_TAPS = 4
 
 
@@ -52,7 +52,7 @@ def scan(
     B, C     (B, N, groups, state size)      A       fp32 (H,)
     D        (H,) or (H, P), or None         seq     int (B, N): the state starts again where it changes
     """
-    kernels = _kernels(x, D, z)
+    kernels = _kernels(x, D, z, norm)
     if kernels is not None:
         seq = None if seq is None else seq.to(torch.int32).contiguous()
         v, decay, skip = kernels.Values.apply(steps, x, dt, A.contiguous(), dt_bias, D, seq)
@@ -76,13 +76,16 @@ def scan(
     return y.view(x.shape), state
 
 
-def _kernels(x: Tensor, D: Tensor | None, z: Tensor | None) -> Any:
+def _kernels(x: Tensor, D: Tensor | None, z: Tensor | None, norm: Norm | None) -> Any:
     """The kernels around the scan if they take these tensors, else None."""
     given = [x] if z is None else [x, z]
-    heads = x.shape[2] * x.shape[3]
-    if heads > MAX_FUSED_WIDTH or (D is not None and D.ndim != 1) or not all(_in_rows(t) for t in given):
+    if (D is not None and D.ndim != 1) or not all(_in_rows(t) for t in given) or not _fits(norm):
         return None
     return kernels_for("mamba", *given)
+
+
+def _fits(norm: Norm | None) -> bool:
+    return norm is None or (norm.weight.shape[0] <= MAX_NORM * norm.groups and norm.weight.is_contiguous())
 
 
 def _in_rows(x: Tensor) -> bool:
@@ -95,15 +98,16 @@ def _values(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, steps: Steps, seq: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """v, as x, and decay (B, H, N)."""
-    dt = dt.float() if bias is None else dt.float() + bias.float()
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
     dt = F.softplus(dt) if steps.softplus else dt
     if not steps.softplus or steps[1:] != (0.0, torch.inf):
         dt = dt.clamp(*steps[1:])
-    decay = -A.float() * dt
+    decay = -A * dt
     if seq is not None:
         changes = torch.cat([seq[:, :1] != 0, seq[:, 1:] != seq[:, :-1]], 1)
         decay = decay + RESET * changes[..., None]
-    return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2)
+    return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).float()
 
 
 def _outputs(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, norm: Norm | None) -> Tensor:
@@ -123,8 +127,7 @@ def _normed(g: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
 def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
     """norm(o silu(z)), (B, N, width)."""
     rows = [t[:, :, None] for t in (o, z)]
-    fits = o.shape[2] <= MAX_FUSED_WIDTH and all(map(_in_rows, rows)) and norm.weight.is_contiguous()
-    kernels = kernels_for("mamba", o, z) if fits else None
+    kernels = kernels_for("mamba", o, z) if all(map(_in_rows, rows)) and _fits(norm) else None
     if kernels is not None:
         return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
     return _normed(o * F.silu(z.float()), norm, o.dtype)

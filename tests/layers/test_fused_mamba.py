@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from fulmen.boundary import is_plain_eager
+from fulmen.hardware import TARGETS
 from fulmen.layers import scan as mamba
-from fulmen.layers.fused import conv, mamba as kernels
+from fulmen.layers.fused import conv
+from fulmen.layers.fused import mamba as kernels
+from tests.aot import ScanCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
 MODULES = {"conv": conv, "mamba": kernels}
@@ -140,3 +143,11 @@ def test_outputs_and_all_gradients(name, dtype, fused) -> None:
 
     mine = [t for use, t in zip(used, leaves, strict=True) if use]
     compare(chosen(fast), chosen(lambda *given: plainly(of, *given)), mine, (B, N, H, P))
+
+
+@pytest.mark.parametrize("arch", sorted(TARGETS))
+@pytest.mark.parametrize("sizes", [(64, 64, 1), (128, 64, 1), (80, 128, 8)], ids=str)
+def test_compiles_without_spills(compiler, arch, sizes) -> None:
+    for usage in compiler(ScanCase(arch, *sizes)):
+        assert usage.stack == 0, usage
+        assert usage.shared <= TARGETS[arch].smem_bytes

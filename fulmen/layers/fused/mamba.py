@@ -8,7 +8,7 @@ A program has TOKENS tokens of a few heads. The backward computes dt anew and ta
 
     ddt = x . dv - A ddecay;   dx = dt dv + D dskip;   dA = -sum dt ddecay;   dD = sum x . dskip
 
-After. A program has all features of a token, in groups that are normed apart:
+After. A program has a group of a token's features, which are normed together:
 
     u = o + D x;   g = u silu(z);   y = g / sqrt(mean(g^2) + eps) * weight        each part may be missing
 
@@ -20,6 +20,7 @@ Traffic in u, the bytes of x, forward and backward: before 2 + 4, after with D 3
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from fulmen.layers.scan import Steps
 
 TOKENS = 32  # of a program before the scan
 TILE = 4096  # elements of x that it has
+PART = 2048  # at most so many features of a token has a program after the scan that norms nothing
 RESET = tl.constexpr(RESET_DECAY)
 
 
@@ -48,8 +50,7 @@ def softplus(x):
     """log(1 + exp(x)), to the last digits where exp(x) is small."""
     e = tl.exp(-tl.abs(x))
     u = 1.0 + e
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(x, 0.0) + log1p
+    return tl.maximum(x, 0.0) + (tl.log(u) + (e - (u - 1.0)) / u)
 
 
 @triton.jit
@@ -96,6 +97,12 @@ def values_kernel(
 
 
 @triton.jit
+def over_tokens(x, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """The sums of a tile's heads, in fp64: the terms cancel."""
+    return tl.sum(tl.reshape(x.to(tl.float64), (TOKENS, HEADS)), axis=0)
+
+
+@triton.jit
 def values_backward_kernel(
     x_ptr, dt_ptr, A_ptr, bias_ptr, D_ptr, dv_ptr, ddecay_ptr, dskip_ptr, dx_ptr, ddt_ptr, sums_ptr,
     x_b, x_n, x_h, dt_b, dt_n, dt_h, dv_b, dv_n, dv_h, ds_b, ds_n, ds_h, N, H, low, high,
@@ -122,10 +129,10 @@ def values_backward_kernel(
 
     head = tl.program_id(0) % tl.cdiv(H, HEADS) * HEADS + tl.arange(0, HEADS)
     to = sums_ptr + (tl.program_id(0) // tl.cdiv(H, HEADS)).to(tl.int64) * 3 * H + head
-    tl.store(to, tl.sum(tl.reshape(tl.where(mask, -dt * ddecay, 0.0), (TOKENS, HEADS)), axis=0), head < H)
-    tl.store(to + H, tl.sum(tl.reshape(tl.where(mask, draw, 0.0), (TOKENS, HEADS)), axis=0), head < H)
+    tl.store(to, over_tokens(tl.where(mask, -dt, 0.0) * ddecay, TOKENS, HEADS), head < H)
+    tl.store(to + H, over_tokens(tl.where(mask, draw, 0.0), TOKENS, HEADS), head < H)
     if D_ptr is not None:
-        tl.store(to + 2 * H, tl.sum(tl.reshape(tl.sum(x * dskip, axis=1), (TOKENS, HEADS)), axis=0), head < H)
+        tl.store(to + 2 * H, over_tokens(tl.sum(x * dskip, axis=1), TOKENS, HEADS), head < H)
 
 
 def values_tile(x: Tensor) -> tuple[int, dict[str, int], int, tuple[int, int, int]]:
@@ -184,59 +191,57 @@ class Values(torch.autograd.Function):
         dskip = None if D is None else dskip.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ddt = torch.empty(dt.shape, dtype=dt.dtype, device=x.device)
-        sums = torch.empty(values_tile(x)[2], 3, x.shape[2], dtype=torch.float32, device=x.device)
+        sums = torch.empty(values_tile(x)[2], 3, x.shape[2], dtype=torch.float64, device=x.device)
         run(values_backward_launch, (x, dt, A, bias, D, dv, ddecay, dskip, dx, ddt, sums), ctx.steps)
-        dA, dbias, dD = sums.sum(0)
-        dbias, dD = (None if of is None else d.to(of.dtype) for d, of in ((dbias, bias), (dD, D)))
-        return None, dx, ddt, dA, dbias, dD, None
+        given = zip(sums.sum(0), (A, bias, D), strict=True)
+        return None, dx, ddt, *(None if of is None else d.to(of.dtype) for d, of in given), None
 
 
 # ----------------------------------------------------------------------------------------- after the scan
 
 
 @triton.jit
-def load_output(o_ptr, x_ptr, D_ptr, o_row, x_row, at, there, P: tl.constexpr):
+def load_output(o_ptr, x_ptr, D_ptr, o_row, x_row, at, there):
     """u = o + D x of a token."""
     u = tl.load(o_ptr + o_row + at, there, 0.0).to(tl.float32)
     if D_ptr is not None:
         x = tl.load(x_ptr + x_row + at, there, 0.0).to(tl.float32)
-        u += x * tl.load(D_ptr + at // P, there, 0.0).to(tl.float32)
+        u += x * tl.load(D_ptr + at, there, 0.0).to(tl.float32)
     return u
 
 
 @triton.jit
 def outputs_kernel(
-    o_ptr, x_ptr, D_ptr, z_ptr, weight_ptr, y_ptr, o_n, x_n, z_n, eps,
-    P: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """A program has one token; o_n, x_n and z_n are the elements from one token to the next."""
-    token = tl.program_id(0).to(tl.int64)
-    g, i = tl.arange(0, width_of(GROUPS))[:, None], tl.arange(0, width_of(SIZE))[None, :]
-    there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
-    y = load_output(o_ptr, x_ptr, D_ptr, token * o_n, token * x_n, at, there, P)
+    o_ptr, x_ptr, D_ptr, z_ptr, weight_ptr, y_ptr, o_n, x_n, z_n, eps, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Programs are (token, group); o_n, x_n and z_n are the elements from one token to the next."""
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    i = tl.arange(0, width_of(SIZE))
+    there, at = i < SIZE, tl.program_id(0) % GROUPS * SIZE + i
+    y = load_output(o_ptr, x_ptr, D_ptr, token * o_n, token * x_n, at, there)
     if z_ptr is not None:
         z = tl.load(z_ptr + token * z_n + at, there, 0.0).to(tl.float32)
         y *= z * tl.sigmoid(z)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + at, there, 0.0).to(tl.float32)
-        y *= tl.rsqrt(tl.sum(y * y, axis=1) / SIZE + eps)[:, None] * weight
+        y *= tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + eps) * weight
     tl.store(y_ptr + token * GROUPS * SIZE + at, y.to(y_ptr.dtype.element_ty), there)
 
 
 @triton.jit
 def outputs_backward_kernel(
     o_ptr, x_ptr, D_ptr, z_ptr, weight_ptr, dy_ptr, do_ptr, dz_ptr, sums_ptr, o_n, x_n, z_n, eps, tokens,
-    P: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every PROGRAMS-th token; sums (PROGRAMS, features) are its parts of the weight's gradient."""
-    g, i = tl.arange(0, width_of(GROUPS))[:, None], tl.arange(0, width_of(SIZE))[None, :]
-    there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
-    total = tl.zeros([width_of(GROUPS), width_of(SIZE)], tl.float32)
-    for number in range(tl.program_id(0), tokens, PROGRAMS):
+    """A program takes a group of every PROGRAMS-th token; sums (PROGRAMS, features): parts of the weight's gradient."""
+    i = tl.arange(0, width_of(SIZE))
+    there, at = i < SIZE, tl.program_id(0) % GROUPS * SIZE + i
+    total = tl.zeros([width_of(SIZE)], tl.float32)
+    for number in range(tl.program_id(0) // GROUPS, tokens, PROGRAMS):
         token = tl.full([], number, tl.int64)
         row = token * GROUPS * SIZE
         d = tl.load(dy_ptr + row + at, there, 0.0).to(tl.float32)
-        u = load_output(o_ptr, x_ptr, D_ptr, token * o_n, token * x_n, at, there, P)
+        u = load_output(o_ptr, x_ptr, D_ptr, token * o_n, token * x_n, at, there)
         if z_ptr is not None:
             z = tl.load(z_ptr + token * z_n + at, there, 0.0).to(tl.float32)
             opened = tl.sigmoid(z)
@@ -244,22 +249,22 @@ def outputs_backward_kernel(
             unit = u
             if z_ptr is not None:
                 unit = u * z * opened
-            rstd = tl.rsqrt(tl.sum(unit * unit, axis=1) / SIZE + eps)[:, None]
+            rstd = tl.rsqrt(tl.sum(unit * unit, axis=0) / SIZE + eps)
             unit *= rstd
             total += d * unit
             d *= tl.load(weight_ptr + at, there, 0.0).to(tl.float32)
-            d = rstd * (d - unit * (tl.sum(d * unit, axis=1) / SIZE)[:, None])
+            d = rstd * (d - unit * (tl.sum(d * unit, axis=0) / SIZE))
         if z_ptr is not None:
             dz = d * u * opened * (1.0 + z * (1.0 - opened))
             tl.store(dz_ptr + row + at, dz.to(dz_ptr.dtype.element_ty), there)
             d *= z * opened
         tl.store(do_ptr + row + at, d.to(do_ptr.dtype.element_ty), there)
     if weight_ptr is not None:
-        tl.store(sums_ptr + tl.program_id(0) * GROUPS * SIZE + at, total, there)
+        tl.store(sums_ptr + tl.program_id(0) // GROUPS * GROUPS * SIZE + at, total, there)
 
 
-def between_tokens(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(1)
+def between_tokens(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if x is None else x.stride(1) for x in tensors)
 
 
 def outputs_launch(
@@ -267,10 +272,8 @@ def outputs_launch(
     groups: int, eps: float,
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
-    P = width if D is None else width // D.shape[0]
-    rest = (between_tokens(o), between_tokens(x), between_tokens(z), eps, P, groups, width // groups)
-    options = warps(p2(groups) * p2(width // groups), 8)
-    return Launch(outputs_kernel, B * N, (o, x, D, z, weight, y), rest, options)
+    rest = (*between_tokens(o, x, z), eps, groups, width // groups)
+    return Launch(outputs_kernel, B * N * groups, (o, x, D, z, weight, y), rest, warps(p2(width // groups), 8))
 
 
 def outputs_backward_launch(
@@ -278,17 +281,17 @@ def outputs_backward_launch(
     dz: Tensor | None, sums: Tensor | None, groups: int, eps: float,
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
-    P = width if D is None else width // D.shape[0]
     programs = B * N if sums is None else sums.shape[0]
-    rest = (between_tokens(o), between_tokens(x), between_tokens(z), eps, B * N, P, groups, width // groups, programs)
-    options = warps(p2(groups) * p2(width // groups), 8)
-    return Launch(outputs_backward_kernel, programs, (o, x, D, z, weight, dy, do, dz, sums), rest, options)
+    rest = (*between_tokens(o, x, z), eps, B * N, groups, width // groups, programs)
+    tensors, options = (o, x, D, z, weight, dy, do, dz, sums), warps(p2(width // groups), 8)
+    return Launch(outputs_backward_kernel, programs * groups, tensors, rest, options)
 
 
 class Outputs(torch.autograd.Function):
     """groups, eps, o (B, N, width), skip x, D (heads,), z, weight (width,) -> y (B, N, width); see the top of the file.
 
-    All but o may be None, x and D together. Rows of o, x and z lie at equal distances. D's gradient is left to `Values`.
+    All but o may be None, x and D together. Without a weight nothing is normed, and the kernels choose the groups. Rows
+    of o, x and z lie at equal distances. D's gradient is left to `Values`.
     """
 
     @staticmethod
@@ -296,6 +299,9 @@ class Outputs(torch.autograd.Function):
         ctx: Any, groups: int, eps: float, o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None,
         weight: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        width = o.shape[2]
+        groups = groups if weight is not None else width // math.gcd(width, PART)
+        D = None if D is None else D.repeat_interleave(width // D.shape[0])
         y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
         run(outputs_launch, (o, x, D, z, weight, y), groups, eps)
         ctx.options = groups, eps
@@ -315,7 +321,7 @@ class Outputs(torch.autograd.Function):
         dz = None if z is None else torch.empty_like(do)
         sums, dweight = None, None
         if weight is not None:
-            programs = min(GATE_PROGRAMS, o.shape[0] * o.shape[1])
+            programs = min(triton.cdiv(GATE_PROGRAMS, ctx.options[0]), o.shape[0] * o.shape[1])
             sums = torch.empty(programs, o.shape[2], dtype=torch.float32, device=o.device)
         run(outputs_backward_launch, (o, x, D, z, weight, dy, do, dz, sums), *ctx.options)
         if sums is not None:
