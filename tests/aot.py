@@ -403,8 +403,7 @@ def scan_launches(case: ScanCase) -> list[Any]:
 
     import torch
 
-    from fulmen.integrations import mamba_step
-    from fulmen.layers.fused import conv
+    from fulmen.layers.fused import conv, state_update
     from fulmen.layers.fused import mamba as module
     from fulmen.layers.scan import Steps
 
@@ -423,7 +422,7 @@ def scan_launches(case: ScanCase) -> list[Any]:
         conv.conv_launch(mixed, taps, bias, seq, before, mixed, True),
         conv.conv_backward_launch(mixed, taps, bias, seq, before, mixed, mixed, sums, True),
         conv.conv_step_launch(mixed[:, 0], taps, bias, rows(B, channels, 4), mixed[:, 0], True),
-        *(mamba_step.launch(*mamba_tensors(rows, shared), True) for shared in (False, True)),
+        *(state_update.launch(*mamba_tensors(rows, shared), steps) for shared in (False, True)),
     ]
 
 

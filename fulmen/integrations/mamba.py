@@ -16,9 +16,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from fulmen.layers.scan import Steps, scan
+from fulmen.layers.scan import Steps, scan, scan_step
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 
@@ -101,31 +100,8 @@ def selective_state_update(
         )[:, 0]  # fmt: skip
     given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     _check_step(given, state_batch_indices)
-    if x.device.type == "cuda":
-        from fulmen.integrations import mamba_step
-
-        return mamba_step.update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
-    return _update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
-
-
-def _update(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, dt_softplus: bool, slots: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The definition, in PyTorch."""
-    heads = state.shape[1]
-    rows = torch.arange(x.shape[0], device=x.device) if slots is None else slots.long()
-    used = (rows >= 0) & (rows < state.shape[0])
-    rows = torch.where(used, rows, 0)
-    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    dt = (F.softplus(dt) if dt_softplus else dt)[..., None]
-    B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
-    new = state[rows].float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
-    state[rows[used]] = new[used].to(state.dtype)
-    y = (new * C).sum(-1)
-    y = y if D is None else y + x * D
-    y = (y if z is None else y * F.silu(z.float())).to(x.dtype)
-    return y.masked_fill_(~used[:, None, None], 0)
+    steps = Steps(dt_softplus, -math.inf, math.inf)
+    return scan_step(state, x, dt, A, B, C, D, z, dt_bias, steps, state_batch_indices)
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tensor | None, ends: Tensor | None) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulmen.boundary import needs_gradient
+from fulmen.boundary import is_plain_eager, needs_gradient
 from fulmen.layers.fused import kernels_for
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 
@@ -76,6 +76,36 @@ def scan(
     return y.view(x.shape), state
 
 
+def scan_step(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, steps: Steps, slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y (B, H, P) of one token for each row; state is updated in place. No gradients.
+
+    state        (slots, H, P, state size), any strides       x, dt, z     (B, H, P)
+    A            (H, P, state size)                           D, dt_bias   (H, P)
+    B, C         (B, groups, state size)                      slots        int (B,) or None; -1: none, and y is zero
+    """
+    if x.is_cuda and is_plain_eager(state, x):
+        from fulmen.layers.fused import state_update
+
+        return state_update.update(state, x, dt, A, B, C, D, z, dt_bias, steps, slots)
+    heads = state.shape[1]
+    dt = _step_sizes(dt, dt_bias, steps)[..., None]
+    B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
+    rows = None if slots is None else torch.where((slots >= 0) & (slots < state.shape[0]), slots, -1).long()
+    old = state[: x.shape[0]] if rows is None else state[rows]
+    new = old.float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
+    y = (new * C).sum(-1)
+    y = y if D is None else y + x * D
+    y = (y if z is None else y * F.silu(z.float())).to(x.dtype)
+    if rows is None:
+        old.copy_(new)
+        return y
+    state[rows[rows >= 0]] = new[rows >= 0].to(state.dtype)
+    return y.masked_fill_((rows < 0)[:, None, None], 0)
+
+
 def _kernels(x: Tensor, D: Tensor | None, z: Tensor | None, norm: Norm | None) -> Any:
     """The kernels around the scan if they take these tensors, else None."""
     given = [x] if z is None else [x, z]
@@ -98,16 +128,19 @@ def _values(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, steps: Steps, seq: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """v, as x, and decay (B, H, N)."""
-    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    dt = dt if bias is None else dt + bias.to(dt.dtype)
-    dt = F.softplus(dt) if steps.softplus else dt
-    if not steps.softplus or steps[1:] != (0.0, torch.inf):
-        dt = dt.clamp(*steps[1:])
+    dt = _step_sizes(dt, bias, steps)
     decay = -A * dt
     if seq is not None:
         changes = torch.cat([seq[:, :1] != 0, seq[:, 1:] != seq[:, :-1]], 1)
         decay = decay + RESET * changes[..., None]
     return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).float()
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if steps.softplus else dt
+    return dt if steps.softplus and steps[1:] == (0.0, torch.inf) else dt.clamp(*steps[1:])
 
 
 def _outputs(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, norm: Norm | None) -> Tensor:
@@ -153,6 +186,8 @@ def convolve(
             before = None if before is None else before.contiguous()
             return kernels.Convolved.apply(x, weight, bias, seq, before, silu)
     N = x.shape[1]
+    if N == 0:
+        return x
     if seq is None:
         rows = F.pad(x, (0, 0, taps - 1, 0)) if before is None else torch.cat([before.to(x.dtype), x], 1)
         y = F.conv1d(rows.transpose(1, 2), weight[:, None], bias, groups=x.shape[2]).transpose(1, 2)

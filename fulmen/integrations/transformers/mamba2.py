@@ -7,7 +7,7 @@ one mixer a forward of the same code that finds fulmen's functions there; parame
 | name in their module | here |
 |---|---|
 | mamba2_chunk_scan | `fulmen.integrations.mamba.mamba_chunk_scan_combined` |
-| mamba2_selective_state_update | `fulmen.integrations.mamba.selective_state_update` |
+| mamba2_selective_state_update | `scan_step` of `fulmen.layers.scan` |
 | mamba2_split_conv1d_scan_combined | nothing: the mixer calls the others one by one |
 | causal_conv1d_fn, causal_conv1d_update | `convolve`, `convolve_step` of `fulmen.layers.scan` |
 | the forward of `norm` | `gated_norm` of `fulmen.layers.scan`, where the gate comes before the norm |
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fulmen.integrations import mamba
 from fulmen.integrations.transformers import packing
 from fulmen.integrations.transformers.forward import set_forward
-from fulmen.layers.scan import Norm, convolve, convolve_step, gated_norm
+from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan_step
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
 CALLS = {"mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"}
@@ -119,11 +119,7 @@ def state_update(
     dt_limit: tuple[float, float] = (0.0, float("inf")), **others: Any,
 ) -> Tensor:  # fmt: skip
     """y of one token; `state` is updated in place. dt_limit holds as in the scan; transformers' own step forgets it."""
-    if tuple(dt_limit) != (0.0, float("inf")):
-        dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-        dt, dt_bias = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit), None
-        dt_softplus = False
-    return mamba.selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    return scan_step(state, x, dt, A, B, C, D, z, dt_bias, Steps(dt_softplus, *map(float, dt_limit)))
 
 
 def no_fused(*args: Any, **kwargs: Any) -> None:

@@ -54,6 +54,11 @@ def softplus(x):
 
 
 @triton.jit
+def clamped(dt, low, high):
+    return tl.minimum(tl.maximum(dt, low), high)
+
+
+@triton.jit
 def load_steps(dt_ptr, bias_ptr, at, h, mask, low, high, SOFTPLUS: tl.constexpr):
     """The step sizes and their derivatives by dt."""
     raw = tl.load(dt_ptr + at, mask, 0.0).to(tl.float32)
@@ -63,7 +68,7 @@ def load_steps(dt_ptr, bias_ptr, at, h, mask, low, high, SOFTPLUS: tl.constexpr)
         dt, slope = softplus(raw), tl.sigmoid(raw)
     else:
         dt, slope = raw, 1.0
-    return tl.minimum(tl.maximum(dt, low), high), tl.where((dt >= low) & (dt <= high), slope, 0.0)
+    return clamped(dt, low, high), tl.where((dt >= low) & (dt <= high), slope, 0.0)
 
 
 @triton.jit
