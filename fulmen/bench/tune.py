@@ -113,13 +113,9 @@ class Bound(NamedTuple):
 def bind(job: Job, device: torch.device) -> Bound:
     """Random tensors; on the device "meta" shapes only, which is enough to compile."""
     adapter, module = adapters.of(job.op), importlib.import_module(f"fulmen.{job.op}.triton")
-    if device.type == "meta":
-        q, k, v, do = adapters.empty(job.case)
-        slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
-    else:
-        given = adapter.problem(job.case, device, 1).x
-        q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
-        slopes = getattr(given, "decay", None)
+    given = adapter.problem(job.case, device, 1).x
+    q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
+    slopes = getattr(given, "decay", None)
     spec, o = adapter.spec(job.case, device), torch.empty_like(do)
     if job.op == "lightning":
         x = LightningResiduals(q, k, v, slopes, None, None)
