@@ -2,10 +2,10 @@
 
 The meaning of a column is guessed from its name, or given in a small TOML file beside the table:
 
-    [options]  time_unit = "ms", memory_unit = "MB", baseline = "SDPA", against = ["other.md"], skip = ["Plots*"]
+    [options]  time_unit = "ms", memory_unit = "MB", baseline = "SDPA", against = ["other.md"]
     [facts]    gpu = "A100-SXM4-40GB", B = 4, H = 32, D = 64, dtype = "bf16", causal = true   what holds for all rows
     [columns]  "SeqLen" = "N", "Fwd (ms)" = "forward", "Ours" = "total competitor=Ours"       what a column holds
-    [[where]]  heading = "*MQA*", competitor = "LA-*", facts = {...}, columns = {...}         what holds for some rows
+    [[where]]  heading = "*MQA*", facts = {...}, columns = {...}                              what holds under a heading
 
 A meaning is one of ROLES, followed by facts that hold for the column's numbers. On a Markdown page facts also come from
 tables of two columns ("GPU | L4"), from "- **GPU**: L4", from lines and headings ("Batch=2, SeqLen=2048"). A heading
@@ -34,7 +34,7 @@ MEMORY = ("memory", "memory_forward", "memory_backward", "memory_saved", "memory
 NUMBERS = (*TIMES, *MEMORY, "speedup", "per_second", "tflops", "any")
 FACTS = (*SIZES, "competitor", "gpu", "dtype", "causal", "pass", "op", "layer", "label")
 ROLES = (*NUMBERS, *FACTS, "facts", "ignore")
-OPTIONS = ("time_unit", "memory_unit", "baseline", "against", "skip")
+OPTIONS = ("time_unit", "memory_unit", "baseline", "against")
 SECTIONS: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
 
 # "MB" is taken for MiB: the larger of what people mean by it, so that nothing is called too small by mistake.
@@ -175,14 +175,10 @@ class Map(NamedTuple):
                 if not isinstance(role, str) or role.split(" ")[0] not in ROLES:
                     yield f"column {column!r} is {role!r}, must be one of {', '.join(ROLES)}"
 
-    def under(self, heading: str, what: str, competitor: str = "") -> dict[str, Any]:
-        """`what`, "facts" or "columns", of all rules for a heading; one that names a competitor holds for it alone."""
-        found: dict[str, Any] = {}
-        for rule in self.where:
-            named = "competitor" not in rule or fnmatchcase(competitor.lower(), rule["competitor"].lower())
-            if named and fnmatchcase(heading, rule.get("heading", "*")):
-                found |= rule.get(what, {})
-        return found
+    def under(self, heading: str, what: str) -> dict[str, Any]:
+        """`what`, "facts" or "columns", of all rules for a heading."""
+        rules = [rule for rule in self.where if fnmatchcase(heading, rule.get("heading", "*"))]
+        return {name: value for rule in rules for name, value in rule.get(what, {}).items()}
 
 
 # --------------------------------------------------------------------------------------------- words and cells
@@ -359,8 +355,7 @@ def read(path: Path, map_path: Path | None = None) -> Published:
         tables = csv_table(path, text)
     found = Published(path, page | mapping.facts, mapping.options)
     for table in tables:
-        if not any(fnmatchcase(table.heading, pattern) for pattern in found.options.get("skip", [])):
-            read_table(found, table, mapping)
+        read_table(found, table, mapping)
     if not found.rows:
         raise BadResults(f"{path}: no times or bytes found; say in a TOML map which column is what")
     return found
@@ -396,9 +391,7 @@ def read_table(found: Published, table: Table, mapping: Map) -> None:
             if (parsed := parse_number(cell)) is None:
                 found.blank += [where] if role in TIMES else []
                 continue
-            competitor = str((of_line | facts).get("competitor") or "")
-            of_cell = of_line | mapping.under(table.heading, "facts", competitor) | facts
-            row = Row(where, table.name, number, role, parsed[0], of_cell)
+            row = Row(where, table.name, number, role, parsed[0], of_line | facts)
             in_units(found, row, header, parsed[1], context)
             found.rows.append(row)
     if len(found.rows) == before and table.lines:
