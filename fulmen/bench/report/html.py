@@ -15,6 +15,7 @@ import re
 import zlib
 from html import escape
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from fulmen.bench import comparing, schema
@@ -75,9 +76,9 @@ def payload(report: model.Report) -> dict[str, Any]:
         "words": [(kind, list(known.items())) for kind, known in kinds.items()],  # lists keep their order
         "counts": list(model.counts(report.rows).items()),
         "rule": {
-            "p": comparing.P_VALUE, "change": comparing.CHANGE, "equal": comparing.EQUAL, "room": comparing.ROOM,
-            "clock": comparing.CLOCK_MOVED, "few": comparing.MIN_SAMPLES, "most": comparing.MAX_SAMPLES,
-            "shortest": SHORTEST_MS,
+            "sigmas": NormalDist().inv_cdf(1 - comparing.P_VALUE / 2), "change": comparing.CHANGE,
+            "equal": comparing.EQUAL, "room": comparing.ROOM, "clock": comparing.CLOCK_MOVED,
+            "few": comparing.MIN_SAMPLES, "most": comparing.MAX_SAMPLES, "shortest": SHORTEST_MS,
         },
     }  # fmt: skip
 

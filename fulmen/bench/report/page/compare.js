@@ -47,11 +47,6 @@ function readRecord(value, where, runs, cells) {
 
 // ---------------------------------------------------------------------------------------- statistics
 
-function normalTail(z) { // of both sides; Abramowitz and Stegun 7.1.26 is good to 1e-7
-  const x = z / Math.SQRT2, t = 1 / (1 + 0.3275911 * x);
-  const factors = [1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592];
-  return factors.reduce((total, factor) => t * (total + factor), 0) * Math.exp(-x * x);
-}
 function medianInterval(values) {
   const ordered = ascending(values), n = ordered.length, reach = 0.98 * Math.sqrt(n), middle = (n - 1) / 2;
   return [ordered[Math.max(0, Math.floor(middle - reach))], ordered[Math.min(n - 1, Math.ceil(middle + reach))]];
@@ -68,8 +63,8 @@ function effect(...both) {
   const ties = groups([...a, ...b], (x) => x).reduce((total, [, same]) => total + same.length ** 3 - same.length, 0);
   const greater = quotients.reduce((total, q) => total + (q > 0 ? 1 : q === 0 ? 0.5 : 0), 0);
   const sigma = Math.sqrt(size / 12 * (n + 1 - ties / (n * (n - 1))));
-  const p = sigma ? normalTail(Math.max(0, Math.abs(greater - size / 2) - 0.5) / sigma) : 1;
-  const changed = p < RULE.p && Math.abs(ratio - 1) >= RULE.change && (aHigh < bLow || bHigh < aLow);
+  const certain = Math.abs(greater - size / 2) - 0.5 > RULE.sigmas * sigma; // Mann and Whitney
+  const changed = certain && Math.abs(ratio - 1) >= RULE.change && (aHigh < bLow || bHigh < aLow);
   const same = Math.abs(ratio - 1) < RULE.equal && low > 1 - RULE.room && high < 1 + RULE.room;
   const signed = (x) => (x >= 1 ? "+" : "−") + Math.abs(100 * (x - 1)).toFixed(1) + " %";
   return { verdict: changed ? (ratio < 1 ? "FASTER" : "SLOWER") : same ? "SAME" : "INCONCLUSIVE",

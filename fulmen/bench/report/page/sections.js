@@ -109,24 +109,13 @@ function heatCell(row) {
 
 // ------------------------------------------------------------------------------------------- scaling
 
-// From or up to which N the rows are faster than the baseline's.
-function crossover(rows) {
-  if (rows[0].competitor === baseline(state.suite)) return h("span", { class: "soft" }, "baseline");
-  const gaps = rows.filter(speedup).sort((a, b) => a.n - b.n).map((row) => [row.n, Math.log(speedup(row).value)]);
-  const faster = gaps.at(-1)?.[1] > 0;
-  if (!gaps.length) return h("span", { class: "soft" }, "no baseline");
-  const i = gaps.findLastIndex(([, gap]) => gap > 0 !== faster);
-  if (i < 0) return faster ? "always" : "never";
-  const [[a, ga], [b, gb]] = gaps.slice(i, i + 2), n = Math.exp(Math.log(a) + Math.log(b / a) * ga / (ga - gb));
-  return `${faster ? "from" : "up to"} N ≈ ${commas(Number(n.toPrecision(2)))}`;
-}
-
 function drawScaling() {
   const keys = ["family", "competitor", "pass", "cache"];
   const fitOf = (row) => DATA.fits.find((fit) => keys.every((name) => fit[name] === row[name]));
   const exponent = (fit) => (fit ? `${fit[0].toFixed(2)} (${fit[1].toFixed(2)}–${fit[2].toFixed(2)})` : "–");
   const slope = (a, b) => (Math.log(b.y / a.y) / Math.log(b.n / a.n)).toFixed(2);
   const since = (p, last) => last && `exponent since N ${commas(last.n)}: ${slope(last, p)}`;
+  const longest = (line) => line.reduce((a, b) => (b.n > a.n ? b : a));
   const timed = visible().filter((row) => row.timed && row.n);
   const families = groups(timed, (row) => row.family).map(([, rows]) => rows).filter(severalNs);
   drawCards("scaling-charts", families.map((rows) => [rows[0].label, (width) => {
@@ -143,7 +132,7 @@ function drawScaling() {
       ["b, time", ({ fit }) => exponent(fit.time), "number"],
       ["b, memory", ({ fit }) => (fit.memory ? fit.memory[0].toFixed(2) : "–"), "number"],
       ["growth", ({ fit }) => h("span", { title: fit.verdict, class: fit.growth === "open" && "soft" }, fit.growth)],
-      [`faster than ${baseline(state.suite)}?`, ({ line }) => crossover(line)]], lines, "Growth with N")];
+      ["at the longest N", ({ line }) => speedupWords(longest(line)) || "baseline"]], lines, "Growth with N")];
   }]));
 }
 
