@@ -151,7 +151,6 @@ def lightning_cuda_lines() -> list[str]:
         "forward": "forward",
         "training": "forward with gradients",
         "backward": "backward",
-        "backward_of_e": "backward",
         "state": "states of segments",
     }
     for D, E in lightning.SWEEP_TILES:

@@ -44,7 +44,7 @@ from fulmen import dispatch
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.launch import unsupported_device
-from fulmen.lightning.policy import SAVED_ROWS, TritonTile, slots_of
+from fulmen.lightning.policy import TOKEN_ROWS, TritonTile, slots_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.sweeps import Rows, States, Tensors, Tokens, lightning_sweep_kernel
 from fulmen.lightning.tokens import lightning_token_gradient_kernel
@@ -167,16 +167,20 @@ class Gradients(NamedTuple):
         tile: int | None,
         shared: torch.dtype = torch.float32,
         spans: bool = True,
+        apart: bool = False,
     ) -> Gradients:
-        """tile: columns of D in a program, if products are wanted; shared: dtype of heads that are summed."""
+        """tile: columns of D in a program, if products are wanted; shared: dtype of heads that are summed; apart: as
+        they are made, so that dq and dk have as many heads as q and k."""
 
         def rows(t: Tensor) -> Tensor:
+            if apart:
+                return empty_rows(t, t.shape[1], t.shape[3])
             return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
 
         more = []
         if tile is not None:
-            width, slots = min(tile, block(spec.D)), slots_of(spec)
-            tiles, heads = triton.cdiv(spec.D, width), spec.B * spec.H
+            width, slots = min(tile, block(spec.D)), slots_of(spec, TOKEN_ROWS)
+            tiles, heads = 1 if apart else triton.cdiv(spec.D, width), spec.B * spec.H
             shapes: list[tuple[int, ...]] = [(heads, tiles, spec.N)] * 2
             if spans:
                 shapes += [(heads, slots, tiles * width, block(spec.E)), (heads, slots, tiles)]
@@ -185,7 +189,7 @@ class Gradients(NamedTuple):
 
     def of_stored_heads(self, spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor, Tensor]:
         def stored(t: Tensor, each: Tensor) -> Tensor:
-            if t.shape[1] == spec.H:
+            if t.shape[1] == each.shape[1]:
                 return each
             total = each.unflatten(1, (t.shape[1], -1)).sum(2, dtype=torch.float32)
             return empty_rows(t, t.shape[1], t.shape[3]).copy_(total)
@@ -226,14 +230,17 @@ def backward_launches(
     ]
 
 
-def token_gradient(spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: Tensor) -> Launch:
+def token_gradient(
+    spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: Tensor, is_open: bool, span: int = TOKEN_ROWS
+) -> Launch:
+    """is_open: the final states have gradients; span: rows from one of the anchors to the next."""
     assert x.decay is not None
     assert grads.qdq is not None
     assert grads.anchors is not None
     heads, slots, parts = grads.anchors.shape
     args = (
         *(ddecay, x.decay, grads.qdq, grads.kdk, grads.anchors, x.cu_seqlens, ddecay.stride(), x.decay.stride()),
-        *(spec.H, spec.N, spec.states, slots, grads.qdq.shape[1], parts, SAVED_ROWS),
+        *(spec.H, spec.N, spec.states, slots, grads.qdq.shape[1], parts, span, is_open),
     )
     return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, args, {"num_warps": 4})
 
@@ -262,7 +269,7 @@ def run_backward(
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     todo = launches(spec, tile, x, do, dstate, grads, dinitial)
     if ddecay is not None:
-        todo.append(token_gradient(spec, x, grads, ddecay))
+        todo.append(token_gradient(spec, x, grads, ddecay, dstate is not None))
     run(todo, spec.device)
     return *grads.of_stored_heads(spec, x), dinitial
 

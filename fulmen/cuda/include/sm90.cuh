@@ -251,6 +251,14 @@ __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row,
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
 
+// Units j and j + 1 of a warp's 16 rows, two columns in a register: as accumulators 4 j to 4 j + 7 lie, see store_rows.
+__device__ __forceinline__ void load_rows_of(u32 (&x)[4], u32 panel, int j, int warp) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    u32 from = swizzled(panel, 16 * warp + matrix % 2 * 8 + lane % 8, j + matrix / 2);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
 // Four lanes hold a word each of units 0 to 3; afterwards lane t holds the four words of unit t.
 __device__ __forceinline__ void transpose(u32 (&x)[4]) {
     const int t = threadIdx.x % 4;
