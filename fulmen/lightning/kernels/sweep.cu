@@ -27,9 +27,9 @@
 //
 // A decay for each token (TOKENS): warps beside the producer sum s over the rows of a chunk and leave the factors in the
 // chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
-// has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products: TMA
-// loads the rows of q or k into the buffer that will hold the chunk's output. And every EVERY chunks it writes the product
-// of the state's gradient (of dv's sweep) and the state saved, at which that sum begins anew.
+// has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, with
+// rows of q or k that TMA loads into the buffer of the chunk's output, and every EVERY chunks the product of the state's
+// gradient (of dv's sweep) and the state saved, at which that sum begins anew.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
 // (heads share rows of a tensor), PACKED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
@@ -101,9 +101,8 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
 }
 
 // The decay of each row of a chunk, summed: three warps take chunks in turn, so that three loads are under way. A stage is
-// always the same warp's: another might mistake the phase of its barrier for the one before last, as arrivals from
-// other blocks come in any order. A lane has two rows; no row takes more than 64 bits, which leaves differences of the
-// sums exact enough and 2^-64 of what came before.
+// always one warp's: others could mistake its barrier's phase, as arrivals from other blocks come in any order. A lane has
+// two rows; no row takes more than 64 bits, which leaves differences of sums exact enough.
 __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, const Walk &w, int turn) {
     constexpr int WARPS = 3;
     const int lane = threadIdx.x % 32;
@@ -148,10 +147,9 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
 // A warp has no more use for a stage, into which every block of the cluster loads for all of them.
 __device__ __forceinline__ void release(u32 barrier) {
     const int lane = threadIdx.x % 32;
-    if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
-        if (CLUSTER == 1) mbarrier_arrive(barrier);
-        else mbarrier_arrive_at(barrier, lane);
-    }
+    if (lane >= CLUSTER) return;
+    if (CLUSTER == 1) mbarrier_arrive(barrier);
+    else mbarrier_arrive_at(barrier, lane);
 }
 
 // Rows of b and c that belong to another sequence: every warpgroup zeroes them for itself, before it uses any.
@@ -232,11 +230,10 @@ struct State {
         }
     }
 
-    // What the forward saved of the state before a chunk, in the order of `state`; and its product with that, summed.
+    // What the forward saved before a chunk, in the order of `state`; and its product with that, summed.
     __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int n) {
         const int lane = threadIdx.x % 32;
-        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
-        const char *from = x.met + ((slot * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
+        const char *from = x.met + ((slot(x, w, n) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
 #pragma unroll
         for (int i = 0; i < D / 4; i++)
             saved[DOTS ? i : 0] = *reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2);
@@ -251,8 +248,11 @@ struct State {
         }
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
-        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(slot * TILES + w.tile) * 4 + warp] = sum * times;
+        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(slot(x, w, n) * TILES + w.tile) * 4 + warp] = sum * times;
+    }
+
+    static __device__ __forceinline__ long long slot(const Args &x, const Walk &w, int n) {
+        return (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
     }
 
     // Without decay c goes into the product as it lies in shared memory.
@@ -358,8 +358,7 @@ constexpr bool APART = DECAY && OUTS == 1;
 // What a warpgroup that makes outputs holds.
 struct Outputs {
     u32 seen;                       // without decay: which of its 32 pairs of rows have the earlier one first
-    float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) of these pairs, 0 of the others. Pairs
-                                    // as far apart share one: it is constant along diagonals
+    float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) or 0; one for each diagonal
     float since[2];                 // scale * lambda^(rows since the state)
     float p[32], out[32], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
@@ -414,6 +413,8 @@ struct Outputs {
         }
     }
 
+    __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
+
     // Has the rows come whose products with the chunk's output are written, into the buffer of that output.
     __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int n) {
         const Product &y = x.product[w.which];
@@ -443,13 +444,10 @@ struct Outputs {
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-            sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+            for (int bit = 1; bit <= 2; bit++) sum[r] += __shfl_xor_sync(~0u, sum[r], bit);
             if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum[r];
         }
     }
-
-    __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
 
     // Starts p = a b^T.
     __device__ __forceinline__ void start_p(const Shared &at, const Walk &w, int n) {
@@ -468,10 +466,8 @@ struct Outputs {
 
     // Waits for p, and starts the other products of the chunk.
     __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n) {
-        if (TOKENS) {
 #pragma unroll
-            for (int r = 0; r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
-        }
+        for (int r = 0; TOKENS && r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
         if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
@@ -511,8 +507,7 @@ struct Outputs {
             else if (!DECAY) out[i] *= since[0];
         if (DOTS) write_products(x, at, w, n);
         const u32 from = output(at);
-        buffer ^= 1;
-        if (DOTS) parity ^= !buffer;
+        buffer ^= 1, parity ^= DOTS && !buffer;
         if (leads) tma_store_wait_read<1>();
         named_barrier_sync<128>(2 + who);
         store_rows(out, from, warp);
