@@ -95,6 +95,7 @@ def lightning_token_gradient_kernel(
     PARTS: tl.constexpr,
     SPAN: tl.constexpr,
     OPEN: tl.constexpr,  # the final states have gradients
+    SUM: tl.constexpr,  # the dtype to add up in
 ):
     """ds of SPAN rows from row r on: ds_t = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>.
 
@@ -114,8 +115,8 @@ def lightning_token_gradient_kernel(
     mask = begin + offs < end
     length = tl.minimum(end - begin, SPAN)
     follows = begin + SPAN < end  # another span of this sequence
-    x = tl.zeros([SPAN], tl.float64)
-    after = tl.zeros([1], tl.float64)  # the sum after the last row, then what it misses by
+    x = tl.zeros([SPAN], SUM)
+    after = tl.zeros([1], SUM)  # the sum after the last row, then what it misses by
     dots = unit.to(tl.int64) * TILES * N + begin - 1
     before = mask & (offs > 0)
     one = tl.arange(0, 1)
@@ -131,9 +132,8 @@ def lightning_token_gradient_kernel(
     after += tl.sum(x, axis=0)
     s = tl.load(at_head(decay_ptr, from_strides, b, h, begin) + offs * from_strides[2], mask=mask, other=0.0)
     forgets = s * LOG2E > 0.5 * FORGOTTEN
-    arrives = (tl.max(forgets.to(tl.int32), axis=0) == 0) & (
-        tl.abs(after) < float("inf")
-    )  # NaN changes no row before it
+    arrives = tl.abs(after) < float("inf")  # NaN changes no row before it
+    arrives = arrives & (tl.max(forgets.to(tl.int32), axis=0) == 0)
     if OPEN:
         arrives = arrives & follows
     x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), forgets), 0, after_row)

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from fulmen import dispatch
@@ -238,9 +239,10 @@ def token_gradient(
     assert grads.qdq is not None
     assert grads.anchors is not None
     heads, slots, parts = grads.anchors.shape
+    dtype = tl.float64 if spec.dtype == torch.float32 else tl.float32
     args = (
         *(ddecay, x.decay, grads.qdq, grads.kdk, grads.anchors, x.cu_seqlens, ddecay.stride(), x.decay.stride()),
-        *(spec.H, spec.N, spec.states, slots, grads.qdq.shape[1], parts, span, is_open),
+        *(spec.H, spec.N, spec.states, slots, grads.qdq.shape[1], parts, span, is_open, dtype),
     )
     return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, args, {"num_warps": 4})
 

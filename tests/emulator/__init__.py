@@ -416,7 +416,7 @@ def scan(
 
 def token_gradient(ddecay: Any, decay: Any, qdq: Any, kdk: Any, anchors: Any, cu: Any, *sizes: Any) -> None:
     B, H, N = decay.shape
-    span, is_open = sizes[-2:]
+    span, is_open = sizes[-3:-1]
     ends = [0, N] if cu is None else cu.tolist()
     added = (qdq - kdk).double().sum(1).view(B, H, N)
     products = anchors.double().sum(2).view(B, H, -1)
