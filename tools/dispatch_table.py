@@ -42,9 +42,8 @@ LIGHTNING_CUDA = """
 Compute capability 9.0, bf16, the sizes below, H_KV = H or fewer heads of q and k: there `auto` takes it. D 128 and E 64
 are served with a decay for each token only. Chunks have {chunk} rows. Stages are the chunks in flight in shared memory.
 Beside the warpgroups for outputs, one keeps the state and one loads. Saved states are {rows} rows apart, in bf16; with
-a decay for each token all sizes write them, every {tokens} rows, or every {groups} where E is not D. There the sweep of dv
-writes their gradients, too, and a Triton kernel makes dq and dk from both. Where sequences are split, a launch gathers
-the states of segments first; at D = 128 and a constant decay these are kept for the backward, in fp32.
+a decay for each token all sizes write them, every {tokens} rows. Where sequences are split, a launch gathers the states
+of segments first; at D = 128 and a constant decay these are kept for the backward, in fp32.
 
 | D, E | pass | stages | warpgroups for outputs | threads | shared memory | saved states |
 |---|---|---|---|---|---|---|
@@ -147,12 +146,13 @@ def flash_lines() -> list[str]:
 
 
 def lightning_cuda_lines() -> list[str]:
-    rows = {"rows": lightning.SAVED_ROWS, "tokens": lightning.TOKEN_ROWS, "groups": lightning.GROUP_ROWS}
+    rows = {"rows": lightning.SAVED_ROWS, "tokens": lightning.TOKEN_ROWS}
     lines = [LIGHTNING_CUDA.format(chunk=sweep.CHUNK, **rows)]
     passes = {
         "forward": "forward",
         "training": "forward with gradients",
         "backward": "backward",
+        "backward_of_e": "backward",
         "state": "states of segments",
     }
     for D, E in lightning.SWEEP_TILES:
@@ -160,8 +160,12 @@ def lightning_cuda_lines() -> list[str]:
         tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
         for name, words in passes.items():
             tile = getattr(tiles, name)
-            words = "dv" if E != D and name == "backward" else words
-            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile):,} B"
+            gradients: tuple[str, ...] = ("o",)
+            if tile is None:
+                continue
+            if E != D and name.startswith("backward"):
+                words, gradients = ("dv", ("dv",)) if name == "backward" else ("dk, dq", ("dk", "dq"))
+            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile, gradients):,} B"
             saved = ("none", "written", "read")[tile.save]
             lines.append(f"| {D}, {E} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
     return lines

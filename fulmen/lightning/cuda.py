@@ -6,8 +6,8 @@ q, or q and k fewer than v. Backward, in u (the bytes of q):
     D = 64    the forward saves the state every SAVED_ROWS rows in bf16, 0.125u; from these one launch makes dq, dk and
               dv, which so read the same rows at about the same time: 4u from memory instead of 7u
     D = 128   two launches, dv and dk, then dq: in one the blocks of a head do not fit the GPU side by side; if E is 64
-              dv, whose sweep saves the state's gradient, and from these states dq and dk (groups.py). If E is D, heads
-              that share q and k have dq and dk of their own in bf16, which are summed in fp32
+              dv, then dk and dq, whose products are over E. Heads that share q and k have dq and dk of their own in
+              bf16, which are summed in fp32
 
 Few heads and long sequences are split over blocks as in triton_split.py: a launch gathers the states of segments, a
 scan carries them on, the sweeps start from them. The last segment's state is computed only if the final state is
@@ -31,7 +31,6 @@ from fulmen import cuda, dispatch, hardware
 from fulmen.boundary import readable
 from fulmen.cuda.launch import address
 from fulmen.dispatch import register
-from fulmen.lightning import groups
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.kernels.sweep import (
@@ -52,7 +51,7 @@ from fulmen.lightning.kernels.sweep import (
     variant,
 )
 from fulmen.lightning.plan import RESIDUALS
-from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, saved_rows, slots_of
+from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, slots_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
@@ -80,7 +79,7 @@ def supports(spec: LightningSpec) -> str | None:
         return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     tiles = tiles_of(spec)
     todo: list[tuple[SweepTile, tuple[str, ...]]] = [(tiles.forward, ("o",)), (tiles.training, ("o",))]
-    todo += [(tiles.backward, names) for names in backward_sweeps(spec, spec.D == 64)]
+    todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, spec.D == 64)]
     todo += [(tiles.state, ("state",))] if tiles.forward_split.number > 1 else []
     for tile, names in todo:
         made = variant(spec, tile, names)
@@ -104,7 +103,7 @@ def saves(spec: LightningSpec) -> tuple[int, ...] | None:
     if spec.D == 128 and not spec.per_token:
         cut = tiles_of(spec).forward_split
         return None if cut.number == 1 else ((spec.B * spec.H - cut.whole) * cut.number, spec.D, 2 * spec.E)
-    return spec.B * spec.H, slots_of(spec, saved_rows(spec)), spec.E, spec.D
+    return spec.B * spec.H, slots_of(spec), spec.E, spec.D
 
 
 Launches = dict[tuple[str, ...], SweepLaunch]  # by the names of their sweeps: what calls with the same strides share
@@ -124,11 +123,11 @@ def run(
     not_last: bool = False,
     tokens: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk, anchors and the states saved."""
+    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk and anchors."""
     if names not in launches:
-        decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:4])
+        decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:])
         launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
-    tokens = tokens or (None,) * 5
+    tokens = tokens or (None,) * 4
     launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets, tokens))
 
 
@@ -148,7 +147,7 @@ def gather(
     into = States(final=states) if name == "state" else States(dinitial=states)
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
     tile, not_last, keeps = tiles_of(spec).state, leaves is None, split.segment_keeps(spec, states)
-    tokens = (keeps, None, None, None, None)
+    tokens = (keeps, None, None, None)
     run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=tokens)
     fused.run([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
     return states
@@ -209,26 +208,22 @@ def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Te
         saved = None if new_saved is None else new_saved()
         launch((
             q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, address(saved), address(initial),
-            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0, 0, 0,
+            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0, 0,
         ))  # fmt: skip
         return o, final, saved
 
     return whole
 
 
-def empty_dstates(saved: Tensor) -> Tensor:
-    """For the state's gradient after the rows whose state was saved before."""
-    return torch.empty_like(saved)
-
-
 def backward_sweeps(spec: LightningSpec, saved: bool) -> list[tuple[str, ...]]:
-    """Which gradients share a launch: those of one width, and dq only if it can begin from saved states.
-
-    Where E is not D groups.py makes dq and dk.
-    """
+    """Which gradients share a launch: those of one width, and dq only if it can begin from saved states."""
     if spec.D != spec.E:
-        return [("dv",)]
+        return [("dv",), ("dk", "dq")]
     return [("dv", "dk", "dq")] if saved else [("dv", "dk"), ("dq",)]
+
+
+def backward_tile(tiles: SweepTiles, names: tuple[str, ...]) -> SweepTile:
+    return tiles.backward if "dv" in names or tiles.backward_of_e is None else tiles.backward_of_e
 
 
 def backward(
@@ -239,11 +234,10 @@ def backward(
     ddecay: Tensor | None = None,
     launches: Launches | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    apart = spec.D != spec.E  # dq and dk are not swept
-    if x.saved is None and (apart or ddecay is not None):  # they begin from saved states, as does the decay's gradient
+    if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
         return triton_backward(spec, x, do, dstate, ddecay)
     launches = {} if launches is None else launches
-    grads = fused.Gradients.empty(spec, x, None if ddecay is None else 64, spec.dtype, spans=False, apart=apart)
+    grads = fused.Gradients.empty(spec, x, None if ddecay is None else 64, spec.dtype, spans=False)
     dq, dk, dv = grads[:3]
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: dq, DK: dk, DV: dv}
@@ -253,23 +247,19 @@ def backward(
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
         fused.run(split.find_segment_offsets(spec, x, cut), spec.device)
-        if entering is None and not apart and (slots is None or spec.D != 64):
+        if entering is None and (slots is None or spec.D != 64):
             entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, launches)
         leaving = gather(spec, "dstate", x, tensors, cut, dstate, dinitial, launches)
         states = States(initial=entering, dfinal=leaving)
     if slots is not None:
-        tensors[SAVED] = empty_dstates(slots) if apart else slots
+        tensors[SAVED] = slots
     if ddecay is not None and slots is not None:
         grads = grads._replace(anchors=x.q.new_empty(*slots.shape[:2], spec.E // 64 * 4, dtype=torch.float32))
     for names in backward_sweeps(spec, slots is not None and spec.D == 64):
-        tokens = (None, grads.qdq, grads.kdk, grads.anchors, slots)
-        run(spec, tiles.backward, names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
-    after = []
-    if apart and slots is not None:
-        after = [groups.group_gradients(spec, x, tensors[DO], slots, tensors[SAVED], grads)]
+        tokens = (None, grads.qdq, grads.kdk, grads.anchors)
+        run(spec, backward_tile(tiles, names), names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
     if ddecay is not None:
-        after.append(fused.token_gradient(spec, x, grads, ddecay, dstate is not None, saved_rows(spec)))
-    fused.run(after, spec.device)
+        fused.run([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
     return *grads.of_stored_heads(spec, x), dinitial
 
 
@@ -281,8 +271,7 @@ def prepare_backward(
         return None
     launches: Launches = {}
     *grads, dinitial = backward(spec, x, do, dstate, ddecay, launches)
-    swept = spec.groups is None and spec.D == spec.E
-    if tiles_of(spec).backward_split.number > 1 or ddecay is not None or not swept:
+    if tiles_of(spec).backward_split.number > 1 or ddecay is not None or spec.groups is not None:
 
         def cut(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
             do, dstate, *ddecay = tensors[RESIDUALS:]
@@ -303,7 +292,7 @@ def prepare_backward(
         at = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
             address(saved), address(initial), 0, address(dstate), address(dinitial), 0, 0, 0, 0, address(decay),
-            address(cu_seqlens), 0, 0, 0, 0, 0, 0,
+            address(cu_seqlens), 0, 0, 0, 0, 0,
         )  # fmt: skip
         for launch in in_order:
             launch(at)

@@ -75,6 +75,7 @@ class SweepTiles(NamedTuple):
     state: SweepTile  # states of segments
     forward_split: Split
     backward_split: Split
+    backward_of_e: SweepTile | None = None  # of dk and dq, where E is not D
 
     def __str__(self) -> str:
         return str(self.forward)
@@ -109,9 +110,12 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
     large = hw.smem_bytes > 200_000
     hopper = hw.arch // 10 == 9 and large
     if spec.dtype == torch.float32:  # on the CUDA cores
-        return TritonTile(16, 64 if hopper and not wide else 32, 4, 2)  # D64: 6 % and 3 %
+        block_v, warps = (64, 8 if spec.per_token else 4) if hopper and not wide else (32, 4)
+        return TritonTile(16, block_v, warps, 2)  # D64: 6 % and 3 %
     if wide:
         return TritonTile(32, 64, 4, 3) if hopper and spec.D == spec.E else TritonTile(32, 64, 8, 2)  # D256: 17, 10 %
+    if hopper and spec.per_token and max(spec.D, spec.E) > 64:  # the factors of a chunk spill with 4 warps
+        return TritonTile(64, 64, 8, 3)
     if hopper:  # wgmma: one warpgroup multiplies 64 rows at a time
         return TritonTile(64, 64, 4, 4)  # D64: 90 % and 63 %; D128: 83 % and 52 %, with decay 74 % and 45 %
     if hw.arch // 10 == 10 and large:  # tcgen05, accumulators in tensor memory
@@ -119,14 +123,14 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
     return TritonTile(32, 64, 4, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
 
 
-# Of backend cuda: (D, E), then forward, training, backward, state. The share of the
+# Of backend cuda: (D, E), then forward, training, backward, state; of dk and dq, if they have another. The share of the
 # copy bandwidth, with decay and without: D64 forward 93, 94 %, backward 80, 81 %; D128 forward 93, 92 %, backward 61,
 # 61 %. With a decay for each token, forward, then backward without its gradient and with it: D64 94 %, 75, 43 %; D128
 # 89 %, 53, 31 %; D128 E64 with 8 groups 56 %, 16, 13 %.
 SWEEP_TILES = {
     (64, 64): (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
     (128, 128): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),
-    (128, 64): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, save=1), SweepTile(6, 0)),
+    (128, 64): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1), SweepTile(6, 0), SweepTile(5, 2)),
 }
 
 
@@ -136,7 +140,6 @@ PROGRAMS_PER_SM = 2
 MIN_SEGMENT = 256  # rows, in triton_split; shorter ones spend their time on states
 SAVED_ROWS = 512  # cuda saves a state so often, and segments are multiples of it
 TOKEN_ROWS = 256  # the same with a decay for each token: roundings add up in its gradient from one state to the next
-GROUP_ROWS = 128  # the same where E is not D: a chunk of groups.py is at most one chunk away from a saved state
 PACKED_WAVES = 8  # times as many segments of packed sequences, so that what is left over at their ends is small
 # (pass, D): cuda splits what is left over after whole waves of blocks only into at least so many segments. us, whole
 # and split: D64, B3 H50 N5000 in 5 118, 112, backward 225, 218; B4 H40 N8192 in 4 203, 186, backward 357, 367;
@@ -159,12 +162,13 @@ def most_segments(spec: LightningSpec, rows: int) -> int:
 
 
 def saved_rows(spec: LightningSpec) -> int:
-    """Rows from one state that backend `cuda` saves to the next."""
-    return GROUP_ROWS if spec.D != spec.E else TOKEN_ROWS if spec.per_token else SAVED_ROWS
+    """Rows from one state that is saved to the next."""
+    return TOKEN_ROWS if spec.per_token else SAVED_ROWS
 
 
-def slots_of(spec: LightningSpec, rows: int) -> int:
-    """States of a head, one for every so many rows begun; of packed sequences room for any lengths."""
+def slots_of(spec: LightningSpec) -> int:
+    """Saved states of a head, one for every `saved_rows` rows begun; of packed sequences room for any lengths."""
+    rows = saved_rows(spec)
     return cdiv(spec.N, rows) if spec.sequences is None else spec.N // rows + spec.sequences
 
 
@@ -219,9 +223,9 @@ def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
         return Choice(backend, backend, SplitTile(tile, split), split.number, backend)
     if backend == "cuda" and (spec.D, spec.E) in SWEEP_TILES:
         forward, back = (cuda_split(spec, hw, pass_) for pass_ in ("forward", "backward"))
-        ahead, training, backward, state = SWEEP_TILES[spec.D, spec.E]
+        ahead, training, backward, state, *of_e = SWEEP_TILES[spec.D, spec.E]
         if spec.per_token:  # whose gradient begins anew at every saved state
             training = training._replace(save=1)
-        found = SweepTiles(ahead, training, backward, state, forward, back)
+        found = SweepTiles(ahead, training, backward, state, forward, back, *of_e)
         return Choice(backend, backend, found, forward.number, backend)
     return Choice(backend, backend, None, 1, backend)

@@ -47,7 +47,7 @@ from fulmen.dispatch import register
 from fulmen.launch import unsupported_device
 from fulmen.lightning.policy import TOKEN_ROWS, TritonTile, slots_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
-from fulmen.lightning.sweeps import Rows, States, Tensors, Tokens, lightning_sweep_kernel
+from fulmen.lightning.sweeps import Rows, States, Tensors, Tokens, lightning_sum_heads_kernel, lightning_sweep_kernel
 from fulmen.lightning.tokens import lightning_token_gradient_kernel
 
 MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strides are 64-bit run-time values
@@ -146,6 +146,16 @@ def forward_launches(
     return [sweep(spec, tile, ("o",), x, forward_tensors(spec, x, o), states)]
 
 
+SUM_ROWS = 16  # of a program that sums heads
+
+
+def sum_heads(each: Tensor, stored: Tensor) -> Launch:
+    B, heads, N, size = stored.shape
+    group = each.shape[1] // max(heads, 1)
+    args = each, stored, each.stride()[:3], stored.stride()[:3], heads, group, N, size, SUM_ROWS, block(size)
+    return Launch(lightning_sum_heads_kernel, B * heads * triton.cdiv(N, SUM_ROWS), args, {"num_warps": 4})
+
+
 class Gradients(NamedTuple):
     """dq, dk and dv with H heads each: in fp32 where several share one stored head.
 
@@ -168,20 +178,16 @@ class Gradients(NamedTuple):
         tile: int | None,
         shared: torch.dtype = torch.float32,
         spans: bool = True,
-        apart: bool = False,
     ) -> Gradients:
-        """tile: columns of D in a program, if products are wanted; shared: dtype of heads that are summed; apart: as
-        they are made, so that dq and dk have as many heads as q and k."""
+        """tile: columns of D in a program, if products are wanted; shared: dtype of heads that are summed."""
 
         def rows(t: Tensor) -> Tensor:
-            if apart:
-                return empty_rows(t, t.shape[1], t.shape[3])
             return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
 
         more = []
         if tile is not None:
-            width, slots = min(tile, block(spec.D)), slots_of(spec, TOKEN_ROWS)
-            tiles, heads = 1 if apart else triton.cdiv(spec.D, width), spec.B * spec.H
+            width, slots = min(tile, block(spec.D)), slots_of(spec)
+            tiles, heads = triton.cdiv(spec.D, width), spec.B * spec.H
             shapes: list[tuple[int, ...]] = [(heads, tiles, spec.N)] * 2
             if spans:
                 shapes += [(heads, slots, tiles * width, block(spec.E)), (heads, slots, tiles)]
@@ -189,13 +195,15 @@ class Gradients(NamedTuple):
         return cls(rows(x.q), rows(x.k), rows(x.v), *more)
 
     def of_stored_heads(self, spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor, Tensor]:
-        def stored(t: Tensor, each: Tensor) -> Tensor:
-            if t.shape[1] == each.shape[1]:
-                return each
-            total = each.unflatten(1, (t.shape[1], -1)).sum(2, dtype=torch.float32)
-            return empty_rows(t, t.shape[1], t.shape[3]).copy_(total)
-
-        return stored(x.q, self.dq), stored(x.k, self.dk), stored(x.v, self.dv)
+        """dq, dk and dv with as many heads as q, k and v."""
+        found, sums = [], []
+        for t, each in zip((x.q, x.k, x.v), self[:3], strict=True):
+            stored = each if t.shape[1] == spec.H else empty_rows(t, t.shape[1], t.shape[3])
+            sums += [] if stored is each else [sum_heads(each, stored)]
+            found.append(stored)
+        run(sums, spec.device)
+        dq, dk, dv = found
+        return dq, dk, dv
 
     def products(self, sweeps: tuple[str, ...]) -> tuple[Tensor | None, ...]:
         """What a launch of `sweeps` leaves of them."""
@@ -231,10 +239,8 @@ def backward_launches(
     ]
 
 
-def token_gradient(
-    spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: Tensor, is_open: bool, span: int = TOKEN_ROWS
-) -> Launch:
-    """is_open: the final states have gradients; span: rows from one of the anchors to the next."""
+def token_gradient(spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: Tensor, is_open: bool) -> Launch:
+    """is_open: the final states have gradients."""
     assert x.decay is not None
     assert grads.qdq is not None
     assert grads.anchors is not None
@@ -242,7 +248,7 @@ def token_gradient(
     dtype = tl.float64 if spec.dtype == torch.float32 else tl.float32
     args = (
         *(ddecay, x.decay, grads.qdq, grads.kdk, grads.anchors, x.cu_seqlens, ddecay.stride(), x.decay.stride()),
-        *(spec.H, spec.N, spec.states, slots, grads.qdq.shape[1], parts, span, is_open, dtype),
+        *(spec.H, spec.N, spec.states, slots, grads.qdq.shape[1], parts, TOKEN_ROWS, is_open, dtype),
     )
     return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, args, {"num_warps": 4})
 

@@ -31,7 +31,7 @@ from fulmen.flash import spec as flash_spec
 from fulmen.flash.kernels import backward, sm90
 from fulmen.latent import cuda as latent_cuda
 from fulmen.lightning import cuda as lightning_cuda
-from fulmen.lightning import groups, tokens
+from fulmen.lightning import sweeps, tokens
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
 from tests import builds
@@ -102,6 +102,7 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
      "emulator::tma_load({7}, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[",
      "emulator::tma_load(0, {0}, {1}, {2}, {{{from3}}})"),
+    (r"cp\.async\.bulk\.prefetch\.tensor", "(void)0"),
     (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.bulk_group", "emulator::tma_store({0}, {1}, {{{from2}}})"),
     (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[", "emulator::bulk_load({all})"),
     (r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "emulator::bulk_store({all}, true)"),
@@ -357,7 +358,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
     for module in (home, flash_spec, lightning_triton):
-        for name in ("empty_rows", "empty_lse", "empty_states", "empty_output", "empty_dstates"):
+        for name in ("empty_rows", "empty_lse", "empty_states", "empty_output"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, functools.partial(emulator.empty, like=getattr(module, name)))
     own = emulator.on_own_memory
@@ -377,7 +378,7 @@ def run_launches(launches: Any, device: Any) -> None:
             split.lightning_scan_kernel: scan,
             split.lightning_segment_offsets_kernel: find_segment_offsets,
             tokens.lightning_token_gradient_kernel: token_gradient,
-            groups.lightning_group_kernel: group_gradients,
+            sweeps.lightning_sum_heads_kernel: sum_heads,
         }[launch.kernel](*launch.args)
 
 
@@ -436,30 +437,5 @@ def token_gradient(ddecay: Any, decay: Any, qdq: Any, kdk: Any, anchors: Any, cu
             ddecay[:, :, begin:end] -= torch.where(arrives, total, 0.0)[..., None] * parts
 
 
-def group_gradients(
-    q: Any, k: Any, v: Any, do: Any, decay: Any, states: Any, dstates: Any, dq: Any, dk: Any, qdq: Any, kdk: Any,
-    cu: Any, *sizes: Any,
-) -> None:  # fmt: skip
-    """Spans of 2 C rows at once, from the state before and the gradient after them."""
-    B, G, N, _ = q.shape
-    H, scale, span = v.shape[1], sizes[-4], 2 * sizes[-1]
-    ends = [0, N] if cu is None else cu.tolist()
-    states, dstates = (x.float().unflatten(0, (B, H)).mT for x in (states, dstates))  # (B, H, slots, D, E)
-    for i, (first, last) in enumerate(itertools.pairwise(ends)):
-        for begin in range(first, last, span):
-            rows, slot = slice(begin, min(begin + span, last)), first // span + i + (begin - first) // span
-            u, c = (x[:, :, rows].float().repeat_interleave(H // G, 1) for x in (q, k))
-            y, z = do[:, :, rows].float(), v[:, :, rows].float()
-            a = decay[:, :, rows].double().clamp(max=44.0).cumsum(2)
-            since, until = torch.exp(-a).float()[..., None], torch.exp(a - a[:, :, -1:]).float()[..., None]
-            apart = torch.exp((a[..., None, :] - a[..., None]).clamp(max=0.0)).float()
-            w = (y @ z.mT * apart).tril()
-            of_q, of_k = since * (y @ states[:, :, slot].mT), until * (z @ dstates[:, :, slot].mT)
-            pairs = w * (u @ c.mT)
-            if qdq is not None:
-                qdq.view(B, H, N)[:, :, rows] = scale * ((of_q * u).sum(3) + pairs.sum(3))
-                kdk.view(B, H, N)[:, :, rows] = scale * ((of_k * c).sum(3) + pairs.sum(2))
-            shared = w.unflatten(1, (G, -1)).sum(2).to(q.dtype).float()
-            of_q, of_k = (x.unflatten(1, (G, -1)).sum(2) for x in (of_q, of_k))
-            dq[:, :, rows] = (scale * (of_q + shared @ k[:, :, rows].float())).to(dq.dtype)
-            dk[:, :, rows] = (scale * (of_k + shared.mT @ q[:, :, rows].float())).to(dk.dtype)
+def sum_heads(each: Any, stored: Any, *sizes: Any) -> None:
+    stored.copy_(each.unflatten(1, (stored.shape[1], -1)).sum(2, dtype=torch.float32))

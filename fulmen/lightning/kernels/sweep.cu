@@ -70,6 +70,7 @@ struct Shared {
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
     const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
+    const Product &y = x.product[w.which];
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
             mbarrier_wait(at.saved_empty, group % 2 ^ 1);
@@ -95,6 +96,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
             }
         }
         tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, head_c, w.b);
+        if (DOTS && y.out) tma_prefetch(x.map[y.rows], 64 * w.tile, row, w.head_of(x, y.rows), w.b);  // for load_rows
     }
     if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
@@ -233,7 +235,7 @@ struct State {
     // What the forward saved before a chunk, in the order of `state`; and its product with that, summed.
     __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int n) {
         const int lane = threadIdx.x % 32;
-        const char *from = x.met + ((slot(x, w, n) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
+        const char *from = x.saved + ((w.saved_slot(x, n) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
 #pragma unroll
         for (int i = 0; i < D / 4; i++)
             saved[DOTS ? i : 0] = *reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2);
@@ -248,11 +250,7 @@ struct State {
         }
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(slot(x, w, n) * TILES + w.tile) * 4 + warp] = sum * times;
-    }
-
-    static __device__ __forceinline__ long long slot(const Args &x, const Walk &w, int n) {
-        return (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
+        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(w.saved_slot(x, n) * TILES + w.tile) * 4 + warp] = sum * times;
     }
 
     // Without decay c goes into the product as it lies in shared memory.
@@ -300,7 +298,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         const bool meets = DOTS && x.product[w.which].anchors && w.place(n) % EVERY == 0;
         if (meets) y.load_saved(x, w, n);
         if (OUTS) {
-            if (SAVE == 1 && n >= 2 && w.saves(n - 2)) {  // the store of what this buffer held must have read it
+            if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the store of what this buffer held must have read it
                 if (leads) tma_store_wait_read<0>();
                 named_barrier_sync<128>(1);
             }
@@ -309,12 +307,12 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
             fence_async();
             __syncwarp();
             if (reports) mbarrier_arrive(at.state_full + 8 * turn);
-            if (SAVE == 1 && w.saves(n)) {
+            if (SAVE == 1 && n % EVERY == 0) {
                 named_barrier_sync<128>(1);
                 if (leads) {
 #pragma unroll
                     for (int i = 0; i < PANELS; i++)
-                        tma_store(state + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + w.place(n) / EVERY, w.head);
+                        tma_store(state + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + n / EVERY, w.head);
                     tma_store_commit();
                 }
             }

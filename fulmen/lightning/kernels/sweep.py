@@ -69,7 +69,7 @@ ARGUMENTS = cuda.Struct(
     ("group", "int", 8),  # heads that share one of a map's tensor
     ("decay_b", "long long"), ("decay_h", "long long"), ("decay_n", "long long"),  # strides of a decay for each token
     ("keeps", "float *"),  # what segments leave of the states that enter them
-    ("met", "const char *"), ("slots", "int"),  # the states the forward saved, for `anchors`
+    ("saved", "const char *"), ("slots", "int"),  # the states the forward saved, for `anchors`
     ("product", PRODUCT, 3),
 )  # fmt: skip
 NO_MAP = bytes(128)
@@ -124,12 +124,12 @@ NO_STATES = States()
 
 # What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
 # nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a decay for each token what
-# segments keep, q . dq, k . dk, anchors and the states these are made with. 0 is none.
+# segments keep, q . dq, k . dk and anchors. 0 is none.
 Addresses = tuple[int, ...]
 INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
 NOT_CUT = 4  # from a state to that of what is not cut
 DECAY = 16
-KEEPS, QDQ, KDK, ANCHORS, MET = range(19, 24)
+KEEPS, QDQ, KDK, ANCHORS = range(19, 23)
 PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K)}  # where they go, and with which rows
 AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
     "o": (INITIAL, FINAL),
@@ -212,7 +212,7 @@ class SweepLaunch:
         heads = [spec.H // tensors[i].shape[1] if i in tensors and i != SAVED else 1 for i in range(8)]
         slots = tensors[SAVED].shape[1] if SAVED in tensors else 0
         values: list[float | bytes] = [*heads, *((0, 0, 0) if decay is None else decay.stride()), 0, 0, slots]
-        self.pointers += [(at + 11, KEEPS), (at + 12, MET)] if decay is not None else []
+        self.pointers += [(at + 11, KEEPS), (at + 12, SAVED)] if decay is not None else []
         for name in names:
             own = at + len(values)
             out, rows = PRODUCTS.get(name, (None, 0))

@@ -101,9 +101,9 @@ struct Walk {
     __device__ __forceinline__ bool ends_first() const { return reverse && !TOKENS; }  // rows missing are the first ones
     __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
 
-    // Whether the state before the n-th chunk is saved: before the first of EVERY chunks, right to left after the last.
-    __device__ __forceinline__ bool saves(int n) const {
-        return TOKENS && reverse ? n == 0 || place(n) % EVERY == EVERY - 1 : n % EVERY == 0;
+    // The number of the state that is saved before the n-th chunk.
+    __device__ __forceinline__ long long saved_slot(const Args &x, int n) const {
+        return (long long)head * x.slots + slot + place(n) / EVERY;
     }
 
     // The head of a tensor that has this block's rows.
