@@ -242,7 +242,9 @@ def launches(case: Case) -> list[Any]:
     dstate = x.dstate if case.states else None
     grads = Gradients.empty(spec, saved, getattr(tile, "sweep", tile).block_v if case.per_token else None)
     found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state)
-    return [*found, token_gradient(spec, saved, grads, torch.empty_like(decay))] if case.per_token else found
+    return (
+        [*found, token_gradient(spec, saved, grads, torch.empty_like(decay), case.states)] if case.per_token else found
+    )
 
 
 def flash_launches(case: FlashCase) -> list[Any]:
