@@ -108,7 +108,7 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
     auto bits = [&](int n, int i) {
         const int row = 2 * lane + i;
         if (n >= w.chunks || row >= w.left(n)) return 0.0f;
-        return fminf(1.4426950408889634f * from[(w.row(n) + row) * x.decay_n], 64.0f);
+        return fminf(1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n), 64.0f);
     };
     float next[2] = {bits(turn, 0), bits(turn, 1)};
     for (int n = turn; n < w.chunks; n += WARPS) {
@@ -234,7 +234,7 @@ struct State {
         const char *from = x.saved + ((slot * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
 #pragma unroll
         for (int i = 0; i < D / 4; i++)
-            saved[DOTS ? i : 0] = *reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2);
+            saved[DOTS ? i : 0] = load_coherent(reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2));
     }
 
     __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int n, float times) {
@@ -423,7 +423,7 @@ struct Outputs {
             const bool own = row + 8 * r < left;
 #pragma unroll
             for (int j = 0; j < 8; j++)
-                rows[DOTS ? 2 * j + r : 0] = own ? *reinterpret_cast<const u32 *>(from + j * 16) : 0;
+                rows[DOTS ? 2 * j + r : 0] = own ? load_coherent(reinterpret_cast<const u32 *>(from + j * 16)) : 0;
             from += 8 * y.rows_n;
         }
     }
