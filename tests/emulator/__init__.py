@@ -165,6 +165,8 @@ def translated(variant: cuda.Variant, edit: Edit = None) -> str:
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) char shared\[\];", "char *shared = emulator::shared_memory();", text
     )
+    load = "load_coherent(const T *p) {"
+    text = text.replace(load, f"{load} emulator::check_global(p, sizeof(T));")
     out, at = [], 0
     for m in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
         end = m.end() - 1 + next(i for i, _, depth in outside_strings(text[m.end() - 1 :]) if depth == 0)
