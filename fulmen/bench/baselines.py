@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fulmen import hardware
-from fulmen.bench.adapters import flash, layer, layer_parts
+from fulmen.bench.adapters import flash, layer, layer_parts, train
 from fulmen.flash.sdpa import unsupported_reason
 
 Case = dict[str, Any]
@@ -200,6 +200,21 @@ def softmax_layer(own: Any, x: Tensor) -> Tensor:
     return y
 
 
+def torch_norm(own: Any, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if y is None else x + y
+    return x, F.rms_norm(x, tuple(own.normalized_shape), own.weight, own.eps)
+
+
+def torch_mlp(own: Any, x: Tensor) -> Tensor:
+    y: Tensor = own.down(F.silu(own.gate(x)) * own.up(x))
+    return y
+
+
+def torch_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
+
+
 def fla_layer(own: Any, x: Tensor) -> Tensor:
     """Lightning attention by fla between torch's operations; softmax attention by torch."""
     from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found, unused-ignore]
@@ -232,11 +247,14 @@ BASELINES = {
     "sdpa-layer": Baseline("layer", sdpa_layer, cudnn_within, pinned=pinned_cudnn),
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), lambda case, device: None),
     "sdpa-stack": Baseline(
-        "train", lambda p: p.stack(p.ids, p.targets, softmax_layer), lambda case, device: None, case={"pattern": "G"}
+        "train",
+        lambda p: p.stack(p.ids, p.targets, train.Parts(softmax_layer, torch_norm, torch_mlp, torch_losses)),
+        lambda case, device: None,
+        case={"pattern": "G"},
     ),
     "fla-stack": Baseline(
         "train",
-        lambda p: p.stack(p.ids, p.targets, fla_layer),
+        lambda p: p.stack(p.ids, p.targets, train.Parts(fla_layer, torch_norm, torch_mlp, torch_losses)),
         lambda case, device: no_gpu(device) or absent("fla", "flash-linear-attention"),
         FLA,
     ),

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fulmen.bench import adapters
 from fulmen.bench.adapters import Call, dtype_of, layer, lightning
 from fulmen.bench.gate import Formula, Problem
-from fulmen.layers import GroupedQueryAttention, LightningAttention
+from fulmen.layers import AddNorm, GatedMLP, GroupedQueryAttention, LightningAttention, linear_cross_entropy
 from fulmen.testing import Expected
 
 BACKENDS_OF = "lightning"
@@ -31,7 +30,6 @@ KEYS: dict[str, Any] = {
     "compiled": False, "dtype": "auto",
 }  # fmt: skip
 EPS = 1e-6  # of norms; torch's own default depends on the dtype
-Attend = Callable[[Any, Tensor], Tensor]  # an attention layer, x -> y
 
 
 def complete(case: dict[str, Any]) -> dict[str, Any]:
@@ -60,21 +58,27 @@ def small_case(case: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- the stack
 
 
+class Parts(NamedTuple):
+    """Who computes the parts of a stack, from its modules: ours, or others on the same parameters."""
+
+    attention: Callable[[Any, Tensor], Tensor]
+    norm: Callable[[AddNorm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    mlp: Callable[[GatedMLP, Tensor], Tensor]
+    losses: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); y is what the block before adds to x, and what this one does."""
 
     def __init__(self, attention: nn.Module, dim: int, kind: dict[str, Any]) -> None:
         super().__init__()
-        hidden = -(-8 * dim // 3 // 32) * 32
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(dim, EPS, **kind) for _ in range(2))
-        self.attention = attention
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False, **kind) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False, **kind)
+        self.attention_norm, self.mlp_norm = (AddNorm(dim, EPS, **kind) for _ in range(2))
+        self.attention, self.mlp = attention, GatedMLP(dim, -(-8 * dim // 3 // 32) * 32, **kind)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        x = x + attend(self.attention, self.attention_norm(x))
-        normed = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+    def forward(self, x: Tensor, y: Tensor | None, parts: Parts) -> tuple[Tensor, Tensor]:
+        x, normed = parts.norm(self.attention_norm, x, y)
+        x, normed = parts.norm(self.mlp_norm, x, parts.attention(self.attention, normed))
+        return x, parts.mlp(self.mlp, normed)
 
 
 class Stack(nn.Module):
@@ -94,15 +98,14 @@ class Stack(nn.Module):
 
         self.embed = nn.Embedding(vocab, dim, **kind)
         self.blocks = nn.ModuleList(Block(attention(i), dim, kind) for i in range(layers))
-        self.norm, self.head = nn.RMSNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
+        self.norm, self.head = AddNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
 
-    def forward(self, ids: Tensor, targets: Tensor, attend: Attend) -> Tensor:
-        x = self.embed(ids)
+    def forward(self, ids: Tensor, targets: Tensor, parts: Parts) -> Tensor:
+        x, y = self.embed(ids), None
         for block in self.blocks:
-            x = block(x, attend)
-        logits = self.head(self.norm(x))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            x, y = block(x, y, parts)
+        _, normed = parts.norm(self.norm, x, y)
+        return parts.losses(normed.flatten(0, 1), self.head.weight, targets.flatten())
 
 
 class Inputs(NamedTuple):
@@ -111,9 +114,11 @@ class Inputs(NamedTuple):
     targets: Tensor
 
 
-def our_layer(own: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = own(x)
-    return y
+def our_module(own: Any, *tensors: Any) -> Any:
+    return own(*tensors)
+
+
+OURS = Parts(our_module, our_module, our_module, linear_cross_entropy)
 
 
 # -------------------------------------------------------------------------------------------------- problems
@@ -130,7 +135,7 @@ def drawn(
     def formula(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
         values = dict(zip(parameters, weights, strict=True))
         plain = Stack(case, device, weights[0].dtype, "eager")
-        losses: Tensor = functional_call(plain, values, (ids, targets, our_layer))
+        losses: Tensor = functional_call(plain, values, (ids, targets, OURS))
         return losses
 
     run = torch.compile(stack, fullgraph=True, dynamic=False) if case["compiled"] else stack
@@ -164,7 +169,7 @@ problem, small = adapters.makers(drawn, small_case)
 
 
 def attend(backend: str) -> Callable[[Inputs], Tensor]:
-    return lambda p: p.stack(p.ids, p.targets, our_layer)
+    return lambda p: p.stack(p.ids, p.targets, OURS)
 
 
 def attend_fully(backend: str) -> None:
