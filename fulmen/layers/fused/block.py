@@ -182,17 +182,15 @@ def loss_kernel(logits_ptr, target_ptr, loss_ptr, sums_ptr, V: tl.constexpr, COL
     digits. A target below 0 has no loss."""
     token = tl.program_id(0).to(tl.int64)
     row = logits_ptr + token * V
-    high = tl.full([COLUMNS], float("-inf"), tl.float32)  # of every COLUMNS-th logit, and their sum
-    total = tl.zeros([COLUMNS], tl.float32)
+    most = tl.full([], -3.4028234663852886e38, tl.float32)  # finite: -inf - -inf is NaN
+    total = tl.zeros([COLUMNS], tl.float32)  # over exp(logits - most), of every COLUMNS-th
     for first in range(0, V, COLUMNS):
         j = first + tl.arange(0, COLUMNS)
         x = tl.load(row + j, j < V, float("-inf")).to(tl.float32)
-        higher = tl.maximum(high, x)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(high - base) + tl.exp(x - base)
-        high = higher
-    most = tl.max(high, axis=0)
-    log = tl.log(tl.sum(total * tl.exp(high - most), axis=0))
+        higher = tl.maximum(most, tl.max(x, axis=0))
+        total = total * tl.exp(most - higher) + tl.exp(x - higher)
+        most = higher
+    log = tl.log(tl.sum(total, axis=0))
     target = tl.load(target_ptr + token)
     loss = log - (tl.load(row + tl.maximum(target, 0)).to(tl.float32) - most)
     tl.store(loss_ptr + token, tl.where(target < 0, 0.0, loss))
