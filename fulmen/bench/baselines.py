@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fulmen import hardware
-from fulmen.bench.adapters import flash, layer, layer_parts, train
+from fulmen.bench.adapters.flash import flash
+from fulmen.bench.adapters.layer import WORDS, layer, layer_parts
+from fulmen.bench.adapters.train import PLAIN
 from fulmen.flash.sdpa import unsupported_reason
 
 Case = dict[str, Any]
@@ -75,8 +77,8 @@ def sdpa_backend(name: str, case: Case, device: torch.device) -> str | None:
 
 def cudnn_within(case: Case, device: torch.device) -> str | None:
     """Of a layer on a GPU; on a CPU SDPA takes what it has."""
-    if layer.backends_of(case) != "flash":
-        return f"softmax attention, and the case is a {layer.WORDS[case['layer']]}"
+    if layer.within(case)[0] is not flash:
+        return f"softmax attention, and the case is a {WORDS[case['layer']]}"
     if device.type != "cuda":
         return None
     return unsupported_reason(layer.spec(layer.complete(case), device), hardware.of(device), "cudnn")
@@ -200,21 +202,6 @@ def softmax_layer(own: Any, x: Tensor) -> Tensor:
     return y
 
 
-def torch_norm(own: Any, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = x if y is None else x + y
-    return x, F.rms_norm(x, tuple(own.normalized_shape), own.weight, own.eps)
-
-
-def torch_mlp(own: Any, x: Tensor) -> Tensor:
-    y: Tensor = own.down(F.silu(own.gate(x)) * own.up(x))
-    return y
-
-
-def torch_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logits = F.linear(x, weight)
-    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
-
-
 def fla_layer(own: Any, x: Tensor) -> Tensor:
     """Lightning attention by fla between torch's operations; softmax attention by torch."""
     from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found, unused-ignore]
@@ -248,13 +235,13 @@ BASELINES = {
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), lambda case, device: None),
     "sdpa-stack": Baseline(
         "train",
-        lambda p: p.stack(p.ids, p.targets, train.Parts(softmax_layer, torch_norm, torch_mlp, torch_losses)),
+        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=softmax_layer)),
         lambda case, device: None,
         case={"pattern": "G"},
     ),
     "fla-stack": Baseline(
         "train",
-        lambda p: p.stack(p.ids, p.targets, train.Parts(fla_layer, torch_norm, torch_mlp, torch_losses)),
+        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=fla_layer)),
         lambda case, device: no_gpu(device) or absent("fla", "flash-linear-attention"),
         FLA,
     ),

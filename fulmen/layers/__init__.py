@@ -9,9 +9,10 @@ from fulmen.layers.attention import (
     MultiQueryAttention,
 )
 from fulmen.layers.block import AddNorm, GatedMLP, linear_cross_entropy
-from fulmen.layers.cache import KVCache, LatentCache, StateCache
+from fulmen.layers.cache import KVCache, LatentCache, MambaCache, StateCache
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
+from fulmen.layers.mamba import Mamba2
 from fulmen.layers.pool import KVPool, LatentPool, StatePool
 from fulmen.layers.rotary import Rotary, apply_rotary
 from fulmen.layers.sequences import PoolFull, Sequence, Sequences
@@ -25,6 +26,8 @@ __all__ = [
     "LatentCache",
     "LatentPool",
     "LightningAttention",
+    "Mamba2",
+    "MambaCache",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
