@@ -107,9 +107,18 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x        (tokens, size).
     weight   (V, size), of the product that makes logits; they are rounded to x's dtype and not kept in fp32.
-    targets  int64 (tokens,), below V; -100 for a token without a loss.
+    targets  int64 (tokens,), from 0 to V - 1; -100 for a token without a loss. Not checked on a GPU, where the loss of
+             any other is NaN or, below 0, zero.
     """
     weight = local(weight)
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        shapes = f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        raise ValueError(f"{shapes}, must be (tokens, size) and (V, size)")
+    if targets.shape != x.shape[:1] or targets.dtype != torch.int64 or targets.device != x.device:
+        raise ValueError(
+            f"targets is {targets.dtype} {tuple(targets.shape)} on {targets.device}, must be torch.int64 "
+            f"({x.shape[0]},) on {x.device}"
+        )
     if targets.is_contiguous() and not torch.is_autocast_enabled(x.device.type):
         kernels = block_kernels(x, weight)
         if kernels is not None:

@@ -151,6 +151,26 @@ def test_bad_arguments() -> None:
         GatedMLP(8, 6).check_ranks(4)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"x": torch.zeros(2, 3, 4)}, r"x has shape \(2, 3, 4\) and weight \(5, 4\), must be \(tokens, size\)"),
+        ({"weight": torch.zeros(5, 3)}, r"weight \(5, 3\), must be"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets is torch.int64 \(2,\) on cpu, must be .*\(3,\)"),
+        ({"targets": torch.zeros(3)}, "targets is torch.float32"),
+    ],
+)
+def test_bad_tensors_of_a_loss(changes, says) -> None:
+    given = {"x": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "targets": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=says):
+        linear_cross_entropy(**given | changes)
+
+
+def test_a_target_beyond_the_logits_is_nan(launched) -> None:
+    x, weight, targets = drawn(2, 4), drawn(5, 4), torch.tensor([5, 1], device=DEVICE)
+    assert linear_cross_entropy(x, weight, targets).isnan().tolist() == [True, False]
+
+
 @pytest.mark.parametrize("arch", sorted(TARGETS))
 def test_compiles_without_spills(compiler, arch) -> None:
     for sizes in ((2048, 32000), (8192, 128_256)):

@@ -192,7 +192,8 @@ def loss_kernel(logits_ptr, target_ptr, loss_ptr, sums_ptr, V: tl.constexpr, COL
         most = higher
     log = tl.log(tl.sum(total, axis=0))
     target = tl.load(target_ptr + token)
-    loss = log - (tl.load(row + tl.maximum(target, 0)).to(tl.float32) - most)
+    logit = tl.load(row + target, (target >= 0) & (target < V), float("nan")).to(tl.float32)
+    loss = log - (logit - most)
     tl.store(loss_ptr + token, tl.where(target < 0, 0.0, loss))
     tl.store(sums_ptr + 2 * token, most)
     tl.store(sums_ptr + 2 * token + 1, log)
