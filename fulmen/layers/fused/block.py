@@ -30,7 +30,7 @@ from fulmen.layers.fused.rotary import p2, run
 from fulmen.layers.fused.sums import sum_launch
 
 BLOCK = 4096  # elements of `gate` that a program takes
-COLUMNS = 8192  # logits that a program takes at a time
+COLUMNS = 4096  # logits that a program takes at a time
 PROGRAMS = 528  # of the norm's backward: 4 on each SM of an H200
 
 
