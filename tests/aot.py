@@ -145,6 +145,15 @@ class LayerCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
+class BlockCase(NamedTuple):
+    """What a block has beside its attention."""
+
+    arch: int
+    dim: int = 2048
+    vocab: int = 32000
+    dtype: str = "bfloat16"
+
+
 class ScanCase(NamedTuple):
     """Mamba-2: the convolution, what lies around the scan, and a step."""
 
@@ -451,6 +460,27 @@ def layer_launches(case: LayerCase) -> list[Any]:
     ]
 
 
+def block_launches(case: BlockCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.layers.fused import block as module
+
+    T, dim = 4096, case.dim
+    rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
+    x, weight, gate, logits = rows(T, dim), rows(dim), rows(T, 3 * dim), rows(T, case.vocab)
+    sums, each = rows(module.PROGRAMS, dim).float(), rows(T).float()
+    return [
+        module.add_norm_launch(x, x, weight, x, x, 1e-6),
+        module.add_norm_backward_launch(x, weight, x, x, x, sums, 1e-6, True),
+        module.gated_launch(gate, gate, gate, "silu"),
+        module.gated_backward_launch(gate, gate, gate, gate, gate, "gelu"),
+        module.loss_launch(logits, each.long(), each, each.expand(2, T)),
+        module.loss_backward_launch(logits, each.long(), each.expand(2, T), each, logits),
+    ]
+
+
 def linear_launches(case: LinearCase) -> list[Any]:
     import functools
 
@@ -546,6 +576,7 @@ def serve() -> None:
             "CacheCase": (CacheCase, cache_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
             "LayerCase": (LayerCase, layer_launches),
+            "BlockCase": (BlockCase, block_launches),
             "ScanCase": (ScanCase, scan_launches),
             "LinearCase": (LinearCase, linear_launches),
             "RanksCase": (RanksCase, ranks_launches),
