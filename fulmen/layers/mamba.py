@@ -4,8 +4,8 @@
     o = lightning_attention(q=C, k=B, v=dt x, decay=exp(A_log) dt)
     y = norm((o + D x) silu(z)) W_out
 
-Parameters have Hugging Face's names and layout: `in_proj` holds the rows of z, x, B, C and dt, `conv1d` those of x, B and
-C. Heads of a group share B and C. What lies between the projections is scan.py, which the mixers of transformers share.
+Parameters have Hugging Face's names and layout: `in_proj` holds the rows of z, x, B, C and dt, `conv1d` those of x, B
+and C. Heads of a group share B and C. What lies between the projections is scan.py, as in the mixers of transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
@@ -161,10 +160,8 @@ class Mamba2(weights.AttentionLayer):
         (mixed,) = project(call.x, self.in_proj)
         z, inner, states, _, heads = self._rows(ranks_of(self.mesh))
         z, xBC, dt = mixed.split([z, inner + 2 * states, heads], 2)
-        if self._takes_step(call, mixed):
-            y = self._step(z, xBC[:, 0], dt[:, 0], cache)
-        else:
-            y = self._scan(z, xBC, dt, call)
+        step = self._takes_step(call, mixed)
+        y = self._step(z, xBC[:, 0], dt[:, 0], cache) if step else self._scan(z, xBC, dt, call)
         (y,) = project(y, self.out_proj, early=True)
         return call.back(y)
 
@@ -182,7 +179,8 @@ class Mamba2(weights.AttentionLayer):
         """x (..., H, P), B and C (..., groups, state size), of this rank."""
         _, inner, states, _, _ = self._rows(ranks_of(self.mesh))
         x, B, C = xBC.split([inner, states, states], -1)
-        return tuple(t.unflatten(-1, (-1, n)) for t, n in ((x, self.head_dim), (B, self.state_size), (C, self.state_size)))  # type: ignore[return-value]  # fmt: skip
+        by_state = (-1, self.state_size)
+        return x.unflatten(-1, (-1, self.head_dim)), B.unflatten(-1, by_state), C.unflatten(-1, by_state)
 
     def _norm_here(self, width: int) -> Norm | None:
         """The norm of this rank's features if they are whole groups, else None."""
@@ -209,7 +207,7 @@ class Mamba2(weights.AttentionLayer):
             x, dt, A, B, C, D, gate, dt_bias, self.steps, initial_state=state, cu_seqlens=ends, norm=norm,
             with_state=cache is not None, backend=self.backend,
         )  # fmt: skip
-        y = y.reshape(rows, N, -1)
+        y = y.reshape(z.shape)
         if cache is not None and last is not None:
             last = last if counts is None else last.unflatten(0, (rows, 2))[:, 0].contiguous()
             conv = _last_tokens(before, xBC, self.conv_size - 1, counts)

@@ -424,6 +424,50 @@ def recurrent(q, k, v, g, initial_state=None, output_final_state=False):
     return torch.stack(o, 1), state
 
 
+def chunk_simple_gla(q, k, v, g_gamma, scale, initial_state=None, output_final_state=False):
+    o, state = recurrent(q, k, v, g_gamma.expand(*q.shape[:3]), initial_state)
+    return o * scale * q.shape[3] ** 0.5, state
+
+
+def fused_recurrent_simple_gla(*args, **kwargs):
+    raise AssertionError("fla's own kernel")
+
+
+class SalaAttention(torch.nn.Module):
+    """The parts of MiniCPM-SALA's linear layer that matter: fla's functions, called by name in one of its methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (torch.nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def attn_fn(self, q, k, v, decay, scale, initial_state=None):
+        function = chunk_simple_gla if scale < 1 else fused_recurrent_simple_gla
+        return function(q, k, v, g_gamma=decay, scale=scale, initial_state=initial_state, output_final_state=True)
+
+    def forward(self, x, state=None, scale=0.5):
+        q, k, v = (part(x).unflatten(2, (2, 8)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        o, state = self.attn_fn(q, k, v, torch.tensor([-0.5, -0.1]), scale, state)
+        return self.o_proj(o.flatten(2)), state
+
+
+def test_layers_of_minicpm_sala_are_found_by_what_they_call():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(SalaAttention(), SalaAttention()).double()
+    x, layer = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True), model[0]
+    want = layer(x)
+    want_grad = torch.autograd.grad(want[0].sum(), [x, *layer.parameters()])
+    accelerated = ours.accelerate(model, verbose=False)
+    assert str(accelerated).splitlines()[1] == "{0-1}   SalaAttention  lightning"
+    got = layer(x)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(got[0].sum(), [x, *layer.parameters()]), want_grad)
+    torch.testing.assert_close(layer(x, scale=2.0)[1], want[1], rtol=1e-6, atol=1e-6)  # the other function, too
+    accelerated.undo()
+    assert "attn_fn" not in vars(layer)
+    with pytest.raises(AssertionError, match="fla's own kernel"):
+        layer(x, scale=2.0)
+
+
 def test_ring_layers_are_found_by_their_parts():
     functions = {"chunk": recurrent, "fused_recurrent": recurrent}
     model = torch.nn.Sequential(RingAttention(functions), RingAttention(functions)).double()

@@ -171,8 +171,8 @@ def values_backward_launch(
 class Values(torch.autograd.Function):
     """steps, x (B, N, H, P), dt (B, N, H), A (H,), bias, D (H,), seq (B, N) -> v, as x, decay (B, H, N), skip.
 
-    bias, D and seq may be None. skip is x, for `Outputs` to add D x: the gradient it is given is that of D x, and with it
-    D's is made here. Saved are x and dt.
+    bias, D and seq may be None. skip is x, for `Outputs` to add D x: the gradient it is given is that of D x, from
+    which D's is made here. Saved are x and dt.
     """
 
     @staticmethod
