@@ -160,14 +160,16 @@ class Mamba2(weights.AttentionLayer):
         (mixed,) = project(call.x, self.in_proj)
         z, inner, states, _, heads = self._rows(ranks_of(self.mesh))
         z, xBC, dt = mixed.split([z, inner + 2 * states, heads], 2)
-        step = self._takes_step(call, mixed)
-        y = self._step(z, xBC[:, 0], dt[:, 0], cache) if step else self._scan(z, xBC, dt, call)
+        if cache is not None and self._takes_step(call, cache, mixed):
+            y = self._step(z, xBC[:, 0], dt[:, 0], cache)
+        else:
+            y = self._scan(z, xBC, dt, call, cache)
         (y,) = project(y, self.out_proj, early=True)
         return call.back(y)
 
-    def _takes_step(self, call: Inputs, mixed: Tensor) -> bool:
-        one = isinstance(call.cache, MambaCache) and call.cache.state is not None and call.padding is None
-        return one and mixed.shape[1] == 1 and not needs_gradient((mixed, call.cache.state, self.A_log))
+    def _takes_step(self, call: Inputs, cache: MambaCache, mixed: Tensor) -> bool:
+        one = cache.state is not None and call.padding is None and mixed.shape[1] == 1
+        return one and not needs_gradient((mixed, cache.state, self.A_log))
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         """On this rank: the convolution's weight (channels, taps) and bias, A, D, dt_bias."""
@@ -187,10 +189,10 @@ class Mamba2(weights.AttentionLayer):
         groups = None if self.norm is None else self.norm.groups_in(self.in_proj.weight.new_empty(0, width))
         return None if groups is None else Norm(local(self.norm.weight), groups, self.norm.eps)  # type: ignore[union-attr]
 
-    def _scan(self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs) -> Tensor:
+    def _scan(self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs, cache: MambaCache | None) -> Tensor:
         """(B, N, H * P), normed and gated; the cache takes in the tokens."""
         weight, bias, A, D, dt_bias = self._parameters_here()
-        (rows, N), cache, counts = xBC.shape[:2], call.cache, call.counts
+        (rows, N), counts = xBC.shape[:2], call.counts
         before, state = (None, None) if cache is None else (cache.conv, cache.state)
         seq = None if call.cu_seqlens is None else sequences_of(N, call.cu_seqlens)[None]
         x, B, C = self._split(convolve(xBC, weight, bias, True, seq, before))

@@ -75,29 +75,50 @@ def assert_close(got, want, family):
 # ------------------------------------------------------------------------------------- training, logits
 
 
+def trained(model):
+    """Logits, and gradients of all parameters."""
+    weights = torch.randn(3, N, 61, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    logits = model.train()(ids_of().to(model.device), use_cache=False).logits
+    loss = (logits * weights.to(model.device)).sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    model.eval()
+    return logits.detach().cpu(), [None if g is None else g.cpu() for g in grads]
+
+
+def check_training(family, ours, theirs):
+    """One model against the model's own fp64, by how far off the other is."""
+    exact, exact_grads = trained(own(family))
+    (logits, grads), (rough, rough_grads) = trained(ours), trained(theirs)
+    assert error(logits, exact) <= 2 * error(rough, exact)
+    names = [name for name, _ in own(family).named_parameters()]
+    for name, got, their, want in zip(names, grads, rough_grads, exact_grads, strict=True):
+        assert (got is None) == (want is None), name
+        if want is not None and want.norm() > 0:
+            # a gradient of a few elements can be right by luck: a quarter of the logits' error is allowed, too
+            limit = 3 * error(their, want) + 0.25 * error(rough, exact)
+            assert error(got, want) <= limit, (name, error(got, want), limit)
+
+
 @pytest.mark.parametrize("family", passing("training"))
 def test_logits_and_gradients(family):
-    ids, weights = ids_of(), torch.randn(3, N, 61, dtype=torch.float64)
-
-    def run(model):
-        logits = model.train()(ids, use_cache=False).logits
-        grads = torch.autograd.grad((logits * weights).sum(), list(model.parameters()), allow_unused=True)
-        model.eval()
-        return logits.detach(), grads
-
-    exact, exact_grads = run(own(family))
     for dtype, rough in ((torch.float64, torch.float32), (torch.bfloat16, torch.bfloat16)):
-        logits, grads = run(served(family, dtype)[0])
-        theirs, their_grads = run(own(family, rough))
-        assert error(logits, exact) <= 2 * error(theirs, exact)
-        for (name, _), got, their, want in zip(
-            own(family).named_parameters(), grads, their_grads, exact_grads, strict=True
-        ):
-            assert (got is None) == (want is None), name
-            if want is not None and want.norm() > 0:
-                # a gradient of a few elements can be right by luck: a quarter of the logits' error is allowed, too
-                limit = 3 * error(their, want) + 0.25 * error(theirs, exact)
-                assert error(got, want) <= limit, (name, error(got, want), limit)
+        check_training(family, served(family, dtype)[0], own(family, rough))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "minimax", "granitemoehybrid"])
+def test_on_a_gpu(family):
+    """Logits and gradients in bf16, and the tokens of fp32, also with a static cache."""
+    model = copy.deepcopy(own(family, torch.bfloat16)).cuda()
+    ours.accelerate(model, verbose=False)
+    check_training(family, model, copy.deepcopy(own(family, torch.bfloat16)).cuda())
+    model = copy.deepcopy(own(family, torch.float32)).cuda()
+    accelerated, ids = ours.accelerate(model, verbose=False), ids_of(2)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    want = own(family).generate(ids, use_cache=False, **options)
+    options["attention_mask"] = options["attention_mask"].cuda()
+    for cache in (accelerated.new_cache(), accelerated.new_cache(32)):
+        assert torch.equal(model.generate(ids.cuda(), past_key_values=cache, **options).cpu(), want)
 
 
 def test_gradient_checkpointing_and_packed_sequences():

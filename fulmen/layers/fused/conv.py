@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 from fulmen.launch import Launch
 from fulmen.layers.fused.rotary import p2, run
 
-MAX_WIDTH = 4
 TOKENS, CHANNELS = 32, 128  # of a program of the forward
 BACK_TOKENS, BACK_CHANNELS = 128, 256
 WARPS, BACK_WARPS = {"num_warps": 4}, {"num_warps": 2}

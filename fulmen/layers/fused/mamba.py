@@ -193,11 +193,11 @@ class Values(torch.autograd.Function):
     def backward(ctx: Any, dv: Tensor, ddecay: Tensor, dskip: Tensor) -> tuple[Any, ...]:
         x, dt, A, bias, D = ctx.saved_tensors
         dv = dv if dv.stride(3) == 1 else dv.contiguous()
-        dskip = None if D is None else dskip.contiguous()
+        through = None if D is None else dskip.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ddt = torch.empty(dt.shape, dtype=dt.dtype, device=x.device)
         sums = torch.empty(values_tile(x)[2], 3, x.shape[2], dtype=torch.float64, device=x.device)
-        run(values_backward_launch, (x, dt, A, bias, D, dv, ddecay, dskip, dx, ddt, sums), ctx.steps)
+        run(values_backward_launch, (x, dt, A, bias, D, dv, ddecay, through, dx, ddt, sums), ctx.steps)
         given = zip(sums.sum(0), (A, bias, D), strict=True)
         return None, dx, ddt, *(None if of is None else d.to(of.dtype) for d, of in given), None
 
