@@ -184,10 +184,11 @@ class Mamba2(weights.AttentionLayer):
         by_state = (-1, self.state_size)
         return x.unflatten(-1, (-1, self.head_dim)), B.unflatten(-1, by_state), C.unflatten(-1, by_state)
 
-    def _norm_here(self, width: int) -> Norm | None:
-        """The norm of this rank's features if they are whole groups, else None."""
-        groups = None if self.norm is None else self.norm.groups_in(self.in_proj.weight.new_empty(0, width))
-        return None if groups is None else Norm(local(self.norm.weight), groups, self.norm.eps)  # type: ignore[union-attr]
+    def _norm_of(self, z: Tensor) -> Norm | None:
+        """The norm of this rank's features, as many as z's, if they are whole groups, else None."""
+        if self.norm is None or (groups := self.norm.groups_in(z)) is None:
+            return None
+        return Norm(local(self.norm.weight), groups, self.norm.eps)
 
     def _scan(self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs, cache: MambaCache | None) -> Tensor:
         """(B, N, H * P), normed and gated; the cache takes in the tokens."""
@@ -196,7 +197,7 @@ class Mamba2(weights.AttentionLayer):
         before, state = (None, None) if cache is None else (cache.conv, cache.state)
         seq = None if call.cu_seqlens is None else sequences_of(N, call.cu_seqlens)[None]
         x, B, C = self._split(convolve(xBC, weight, bias, True, seq, before))
-        norm = self._norm_here(z.shape[2])
+        norm = self._norm_of(z)
         given = [x, dt, B, C, z.unflatten(2, x.shape[2:])]
         ends = call.cu_seqlens
         if counts is not None:  # each row is two packed sequences, its tokens and its padding
@@ -223,7 +224,7 @@ class Mamba2(weights.AttentionLayer):
         P, states = self.head_dim, self.state_size
         dt, D, dt_bias = (t[..., None].expand(*t.shape, P) for t in (dt, D, dt_bias))
         A = A[:, None, None].expand(-1, P, states)
-        norm = self._norm_here(z.shape[2])
+        norm = self._norm_of(z)
         gate = None if self.norm is not None else z.view(x.shape)
         y = scan_step(cache.state.mT, x, dt, A, B, C, D, gate, dt_bias, self.steps).view(z.shape)
         cache.count(1, self)
