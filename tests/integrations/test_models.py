@@ -481,7 +481,8 @@ def test_layers_of_minicpm_sala_are_found_by_what_they_call():
     assert str(accelerated).splitlines()[1] == "{0-1}   SalaAttention  lightning"
     got = layer(x)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(got[0].sum(), [x, *layer.parameters()]), want_grad)
+    grads = torch.autograd.grad(got[0].sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(grads, want_grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer(x, scale=2.0)[1], want[1], rtol=1e-6, atol=1e-6)  # the other function, too
     accelerated.undo()
     assert "attn_fn" not in vars(layer)

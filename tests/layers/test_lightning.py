@@ -201,7 +201,11 @@ def test_presets():
     assert (layer.scale, layer.activation, layer.norm.groups, layer.rope) == (1.0, "silu", 1, None)
     assert torch.equal(layer.decay, decay.minimax(4, 1, 4))
     assert torch.equal(made(decay="alibi").decay, decay.alibi(4))
-    assert set(PRESETS) == {"minimax", "ring"}
+    layer = made("sala")
+    assert (layer.scale, layer.activation, layer.norm.groups) == (0.25, None, 1)
+    assert (layer.rope.dim, layer.rope.base, layer.rope.interleaved) == (16, 10_000.0, False)
+    assert torch.equal(layer.decay, decay.alibi(4))
+    assert set(PRESETS) == {"minimax", "ring", "sala"}
 
 
 def test_ring_weights():
