@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fulmen import hardware
-from fulmen.bench.adapters import flash, layer, layer_parts
+from fulmen.bench.adapters.flash import flash
+from fulmen.bench.adapters.layer import WORDS, layer, layer_parts
 from fulmen.flash.sdpa import unsupported_reason
 
 Case = dict[str, Any]
@@ -75,8 +76,8 @@ def sdpa_backend(name: str, case: Case, device: torch.device) -> str | None:
 
 def cudnn_within(case: Case, device: torch.device) -> str | None:
     """Of a layer on a GPU; on a CPU SDPA takes what it has."""
-    if layer.backends_of(case) != "flash":
-        return f"softmax attention, and the case is a {layer.WORDS[case['layer']]}"
+    if layer.within(case)[0] is not flash:
+        return f"softmax attention, and the case is a {WORDS[case['layer']]}"
     if device.type != "cuda":
         return None
     return unsupported_reason(layer.spec(layer.complete(case), device), hardware.of(device), "cudnn")

@@ -1,4 +1,4 @@
-"""A training step of a stack of layers for the benchmark; the package describes the names.
+"""A training step of a stack of layers for the benchmark.
 
 The stack is that of examples/hybrid_lm.py: an embedding, blocks of attention and a gated MLP, each behind an RMSNorm,
 and the product that makes logits. `pattern` says which attention the blocks have, in turn: L lightning, G grouped-query
@@ -12,49 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fulmen.bench import adapters
-from fulmen.bench.adapters import Call, dtype_of, layer, lightning
+from fulmen.bench.adapters import Attend, Case, Operation, Source, dtype_of
+from fulmen.bench.adapters.layer import filled
+from fulmen.bench.adapters.lightning import lightning
 from fulmen.bench.gate import Formula, Problem
 from fulmen.layers import GroupedQueryAttention, LightningAttention
 from fulmen.testing import Expected
 
-BACKENDS_OF = "lightning"
-KEYS: dict[str, Any] = {
-    "B": 64, "N": 8192, "H": 16, "H_KV": None, "D": 128, "layers": 8, "pattern": "LLLLLLLG", "vocab": 32000,
-    "compiled": False, "dtype": "auto",
-}  # fmt: skip
 EPS = 1e-6  # of norms; torch's own default depends on the dtype
-Attend = Callable[[Any, Tensor], Tensor]  # an attention layer, x -> y
-
-
-def complete(case: dict[str, Any]) -> dict[str, Any]:
-    done = KEYS | case
-    if not done["pattern"] or set(done["pattern"]) - set("LG"):
-        raise ValueError(f"pattern={done['pattern']}: must be made of L (lightning) and G (grouped-query)")
-    return done | {"H_KV": done["H_KV"] or max(done["H"] // 2, 1)}
-
-
-def function(case: dict[str, Any]) -> str:
-    kinds = {"L": "linear", "G": "softmax"}
-    return f"a training step, {' and '.join(kinds[kind] for kind in kinds if kind in case['pattern'])} attention"
-
-
-def small_case(case: dict[str, Any]) -> dict[str, Any]:
-    """A block of each kind, and few letters."""
-    kinds = "".join(dict.fromkeys(case["pattern"]))
-    return adapters.small_case(case) | {
-        "D": 32,
-        "layers": len(kinds),
-        "pattern": kinds,
-        "vocab": min(case["vocab"], 50),
-    }
+Mix = Callable[[Any, Tensor], Tensor]  # an attention layer, x -> y
 
 
 # ------------------------------------------------------------------------------------------------- the stack
@@ -71,7 +44,7 @@ class Block(nn.Module):
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False, **kind) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False, **kind)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: Mix) -> Tensor:
         x = x + attend(self.attention, self.attention_norm(x))
         normed = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -80,7 +53,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Tokens and the next ones, (B, N) each, to the loss of each token."""
 
-    def __init__(self, case: dict[str, Any], device: torch.device, dtype: torch.dtype, backend: str) -> None:
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, backend: str) -> None:
         super().__init__()
         H, D, H_KV, layers, vocab = (case[key] for key in ("H", "D", "H_KV", "layers", "vocab"))
         dim = H * D
@@ -96,7 +69,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(attention(i), dim, kind) for i in range(layers))
         self.norm, self.head = nn.RMSNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
 
-    def forward(self, ids: Tensor, targets: Tensor, attend: Attend) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor, attend: Mix) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x, attend)
@@ -116,28 +89,52 @@ def our_layer(own: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-# -------------------------------------------------------------------------------------------------- problems
+# --------------------------------------------------------------------------------------------- the operation
 
 
-def drawn(
-    case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
-) -> Problem:
-    generator = torch.Generator(device).manual_seed(seed)
-    text = torch.randint(case["vocab"], (case["B"], case["N"] + 1), generator=generator, device=device)
-    stack = layer.filled(Stack(case, device, dtype_of(case), "auto"), generator)
-    parameters, ids, targets = dict(stack.named_parameters()), text[:, :-1].clone(), text[:, 1:].clone()
+class Train(Operation):
+    KEYS: ClassVar[Case] = {
+        "B": 64, "N": 8192, "H": 16, "H_KV": None, "D": 128, "layers": 8, "pattern": "LLLLLLLG", "vocab": 32000,
+        "compiled": False, "dtype": "auto",
+    }  # fmt: skip
 
-    def formula(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
-        values = dict(zip(parameters, weights, strict=True))
-        plain = Stack(case, device, weights[0].dtype, "eager")
-        losses: Tensor = functional_call(plain, values, (ids, targets, our_layer))
-        return losses
+    def complete(self, case: Case) -> Case:
+        done = self.KEYS | case
+        if not done["pattern"] or set(done["pattern"]) - set("LG"):
+            raise ValueError(f"pattern={done['pattern']}: must be made of L (lightning) and G (grouped-query)")
+        return done | {"H_KV": done["H_KV"] or max(done["H"] // 2, 1)}
 
-    run = torch.compile(stack, fullgraph=True, dynamic=False) if case["compiled"] else stack
-    arguments, names = (ids, targets, *parameters.values()), ["ids", "targets", *parameters]
-    made = Formula(formula).problem(Inputs(run, ids, targets), arguments, names, seed)
-    made.after = adamw(list(parameters.values()))
-    return made if one_head is None else replace(made, expected=lambda: losses_alone(formula, arguments))
+    def function(self, case: Case) -> str:
+        kinds = {"L": "linear", "G": "softmax"}
+        return f"a training step, {' and '.join(kinds[kind] for kind in kinds if kind in case['pattern'])} attention"
+
+    def within(self, case: Case) -> tuple[Operation, Case]:
+        return lightning, lightning.complete({key: case[key] for key in ("B", "H", "N", "D", "dtype") if key in case})
+
+    def small_case(self, case: Case) -> Case:
+        """A block of each kind, and few letters."""
+        kinds, vocab = "".join(dict.fromkeys(case["pattern"])), min(case["vocab"], 50)
+        return super().small_case(case) | {"D": 32, "layers": len(kinds), "pattern": kinds, "vocab": vocab}
+
+    def drawn(self, case: Case, source: Source, fully: bool = False) -> Problem:
+        text = source.integers(0, case["vocab"], case["B"], case["N"] + 1)
+        stack = filled(Stack(case, source.device, dtype_of(case), "auto"), source)
+        parameters, ids, targets = dict(stack.named_parameters()), text[:, :-1].clone(), text[:, 1:].clone()
+
+        def formula(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
+            values = dict(zip(parameters, weights, strict=True))
+            plain = Stack(case, source.device, weights[0].dtype, "eager")
+            losses: Tensor = functional_call(plain, values, (ids, targets, our_layer))
+            return losses
+
+        run = torch.compile(stack, fullgraph=True, dynamic=False) if case["compiled"] else stack
+        arguments, names = (ids, targets, *parameters.values()), ["ids", "targets", *parameters]
+        made = Formula(formula).problem(Inputs(run, ids, targets), arguments, names, source.seed)
+        made.after = adamw(list(parameters.values()))
+        return made if source.whole else replace(made, expected=lambda: losses_alone(formula, arguments))
+
+    def attend(self, backend: str) -> Attend:
+        return lambda p: p.stack(p.ids, p.targets, our_layer)
 
 
 def losses_alone(formula: Callable[..., Tensor], arguments: Sequence[Tensor]) -> dict[str, Expected]:
@@ -160,24 +157,4 @@ def adamw(parameters: list[Tensor]) -> Callable[[Sequence[Tensor | None]], None]
     return step
 
 
-problem, small = adapters.makers(drawn, small_case)
-
-
-def attend(backend: str) -> Callable[[Inputs], Tensor]:
-    return lambda p: p.stack(p.ids, p.targets, our_layer)
-
-
-def attend_fully(backend: str) -> None:
-    return None
-
-
-def of_lightning(case: dict[str, Any]) -> dict[str, Any]:
-    return lightning.complete({key: case[key] for key in ("B", "H", "N", "D", "dtype")})
-
-
-def spec(case: dict[str, Any], device: torch.device) -> Any:
-    return lightning.spec(of_lightning(case), device)
-
-
-def without_data(case: dict[str, Any], fully: bool) -> Call:
-    return lightning.without_data(of_lightning(case), fully)
+train = Train()
