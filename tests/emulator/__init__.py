@@ -100,6 +100,8 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"fence\.proxy\.async", "emulator::fence_async()"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.multicast::cluster .*%7",
      "emulator::tma_load({7}, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.L2::cache_hint \[.*%7",
+     "emulator::tma_load(0, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[",
      "emulator::tma_load(0, {0}, {1}, {2}, {{{from3}}})"),
     (r"cp\.async\.bulk\.prefetch\.tensor", "(void)0"),
