@@ -27,11 +27,11 @@ TRAINED = {name: LAYERS[name] for name in ("self", "grouped", "separate")} | {
 }
 LATENT = {"q_rank": 64, "kv_rank": 64, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
 NATIVE = {  # with heads that the CUDA kernels take
-    "self": lambda: MultiHeadSelfAttention(256, 2, **ROPE),
-    "grouped": lambda: GroupedQueryAttention(256, 4, 2, **ROPE),
-    "minimax": lambda: LightningAttention(256, 4, num_layers=2),
-    "ring": lambda: LightningAttention(256, 2, num_layers=2, preset="ring"),
-    "latent": lambda: MultiHeadLatentAttention(256, 2, causal=True, **LATENT),
+    "self": lambda: layers.MultiHeadSelfAttention(256, 2, **ROPE),
+    "grouped": lambda: layers.GroupedQueryAttention(256, 4, 2, **ROPE),
+    "minimax": lambda: layers.LightningAttention(256, 4, num_layers=2),
+    "ring": lambda: layers.LightningAttention(256, 2, num_layers=2, preset="ring"),
+    "latent": lambda: layers.MultiHeadLatentAttention(256, 2, causal=True, **LATENT),
 }
 MASK = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
 
