@@ -258,7 +258,7 @@ def test_a_mistake_is_noticed(mistake):
 @pytest.mark.parametrize(
     ("case", "passage", "instead", "words"),
     [
-        ("128 causal", "tile = t / size", "tile = a.tiles - 1 - t / size", "for a block that starts later"),
+        ("128 causal", "tile = t / size;", "tile = a.tiles - 1 - t / size;", "for a block that starts later"),
         ("64 causal", "wait_for_turn(a.turns + part, turn)", "wait_for_turn(a.turns + part, 1)", "comes after its"),
         ("128 window", "max(own, (m + shift - a.left) / N)", "own", "for a block that starts later"),
     ],

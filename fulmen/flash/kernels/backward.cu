@@ -88,8 +88,8 @@ struct Shared {
 
 // ----------------------------------------------------------------------------------------------------- tiles
 
-// A tile of keys. L2 swizzle: all tiles of `swizzle` heads come before those of the next heads, so that
-// their q, do and dq stay in L2. Of these heads, under a causal mask, the longest tiles come first (LPT).
+// A tile of keys. L2 swizzle: all tiles of `swizzle` heads come before those of the next heads, so that their q, do and dq
+// stay in L2. Of these heads, under a causal mask, the longest tiles come first (LPT).
 struct Tile {
     int b, h, n0;                           // its batch, head of k and v, first key
     int begin_q, begin_k, n_q, n_kv, slot;  // of its sequence; slot: the first
@@ -100,8 +100,7 @@ struct Tile {
     __device__ __forceinline__ Tile(const Args &a, int t) {
         const int from = t / (a.swizzle * a.tiles) * a.swizzle, size = min(a.swizzle, a.heads - from);
         t -= from * a.tiles;
-        const int head = from + t % size;
-        const int tile = t / size;
+        const int head = from + t % size, tile = t / size;
         b = head / a.h, h = head % a.h;
         begin_q = begin_k = slot = own = 0, n_q = a.n_q, n_kv = a.n_kv, n0 = tile * N, last = n_kv - 1;
         if (PACKED) {
@@ -438,7 +437,7 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         if (OVERLAP) {
             pin(w.dk);
             pin(w.ds);
-                if (reports && !first) at.q.release(before);
+            if (reports && !first) at.q.release(before);
         }
         pin(w.s);
         const Queries see(a, tile, keys);
