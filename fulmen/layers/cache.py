@@ -377,7 +377,10 @@ class MambaCache(StateCache):
         self.conv = conv
 
     def count(self, N: int, layer: AttentionLayer) -> None:
-        """Counts N tokens that were taken in in place."""
+        """Counts N tokens that were taken in in place; not while a graph is captured, when nothing runs."""
+        assert self.state is not None
+        if not torch.compiler.is_compiling() and is_capturing(self.state.device):
+            return
         if self.lengths is not None:
             self.lengths = self.lengths + N
         self.length += N

@@ -4,8 +4,8 @@
     o = lightning_attention(q=C, k=B, v=dt x, decay=exp(A_log) dt)
     y = norm((o + D x) silu(z)) W_out
 
-Parameters have Hugging Face's names and layout: `in_proj` holds the rows of z, x, B, C and dt, `conv1d` those of x, B and
-C. Heads of a group share B and C. What lies between the projections is scan.py, which the mixers of transformers share.
+Parameters have Hugging Face's names and layout: `in_proj` holds the rows of z, x, B, C and dt, `conv1d` those of x, B
+and C. Heads of a group share B and C. What lies between the projections is scan.py, as in the mixers of transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
@@ -161,16 +160,16 @@ class Mamba2(weights.AttentionLayer):
         (mixed,) = project(call.x, self.in_proj)
         z, inner, states, _, heads = self._rows(ranks_of(self.mesh))
         z, xBC, dt = mixed.split([z, inner + 2 * states, heads], 2)
-        if self._takes_step(call, mixed):
+        if cache is not None and self._takes_step(call, cache, mixed):
             y = self._step(z, xBC[:, 0], dt[:, 0], cache)
         else:
-            y = self._scan(z, xBC, dt, call)
+            y = self._scan(z, xBC, dt, call, cache)
         (y,) = project(y, self.out_proj, early=True)
         return call.back(y)
 
-    def _takes_step(self, call: Inputs, mixed: Tensor) -> bool:
-        one = isinstance(call.cache, MambaCache) and call.cache.state is not None and call.padding is None
-        return one and mixed.shape[1] == 1 and not needs_gradient((mixed, call.cache.state, self.A_log))
+    def _takes_step(self, call: Inputs, cache: MambaCache, mixed: Tensor) -> bool:
+        one = cache.state is not None and call.padding is None and mixed.shape[1] == 1
+        return one and not needs_gradient((mixed, cache.state, self.A_log))
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         """On this rank: the convolution's weight (channels, taps) and bias, A, D, dt_bias."""
@@ -182,21 +181,23 @@ class Mamba2(weights.AttentionLayer):
         """x (..., H, P), B and C (..., groups, state size), of this rank."""
         _, inner, states, _, _ = self._rows(ranks_of(self.mesh))
         x, B, C = xBC.split([inner, states, states], -1)
-        return tuple(t.unflatten(-1, (-1, n)) for t, n in ((x, self.head_dim), (B, self.state_size), (C, self.state_size)))  # type: ignore[return-value]  # fmt: skip
+        by_state = (-1, self.state_size)
+        return x.unflatten(-1, (-1, self.head_dim)), B.unflatten(-1, by_state), C.unflatten(-1, by_state)
 
-    def _norm_here(self, width: int) -> Norm | None:
-        """The norm of this rank's features if they are whole groups, else None."""
-        groups = None if self.norm is None else self.norm.groups_in(self.in_proj.weight.new_empty(0, width))
-        return None if groups is None else Norm(local(self.norm.weight), groups, self.norm.eps)  # type: ignore[union-attr]
+    def _norm_of(self, z: Tensor) -> Norm | None:
+        """The norm of this rank's features, as many as z's, if they are whole groups, else None."""
+        if self.norm is None or (groups := self.norm.groups_in(z)) is None:
+            return None
+        return Norm(local(self.norm.weight), groups, self.norm.eps)
 
-    def _scan(self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs) -> Tensor:
+    def _scan(self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs, cache: MambaCache | None) -> Tensor:
         """(B, N, H * P), normed and gated; the cache takes in the tokens."""
         weight, bias, A, D, dt_bias = self._parameters_here()
-        (rows, N), cache, counts = xBC.shape[:2], call.cache, call.counts
+        (rows, N), counts = xBC.shape[:2], call.counts
         before, state = (None, None) if cache is None else (cache.conv, cache.state)
         seq = None if call.cu_seqlens is None else sequences_of(N, call.cu_seqlens)[None]
         x, B, C = self._split(convolve(xBC, weight, bias, True, seq, before))
-        norm = self._norm_here(z.shape[2])
+        norm = self._norm_of(z)
         given = [x, dt, B, C, z.unflatten(2, x.shape[2:])]
         ends = call.cu_seqlens
         if counts is not None:  # each row is two packed sequences, its tokens and its padding
@@ -209,7 +210,7 @@ class Mamba2(weights.AttentionLayer):
             x, dt, A, B, C, D, gate, dt_bias, self.steps, initial_state=state, cu_seqlens=ends, norm=norm,
             with_state=cache is not None, backend=self.backend,
         )  # fmt: skip
-        y = y.reshape(rows, N, -1)
+        y = y.reshape(z.shape)
         if cache is not None and last is not None:
             last = last if counts is None else last.unflatten(0, (rows, 2))[:, 0].contiguous()
             conv = _last_tokens(before, xBC, self.conv_size - 1, counts)
@@ -223,7 +224,7 @@ class Mamba2(weights.AttentionLayer):
         P, states = self.head_dim, self.state_size
         dt, D, dt_bias = (t[..., None].expand(*t.shape, P) for t in (dt, D, dt_bias))
         A = A[:, None, None].expand(-1, P, states)
-        norm = self._norm_here(z.shape[2])
+        norm = self._norm_of(z)
         gate = None if self.norm is not None else z.view(x.shape)
         y = scan_step(cache.state.mT, x, dt, A, B, C, D, gate, dt_bias, self.steps).view(z.shape)
         cache.count(1, self)

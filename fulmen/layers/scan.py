@@ -212,4 +212,4 @@ def convolve_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor,
     state.copy_(rows[:, :, 1:])
     y = (rows[:, :, -taps:] * weight).sum(2)
     y = y if bias is None else y + bias
-    return F.silu(y) if silu else y
+    return (F.silu(y) if silu else y).to(x.dtype)

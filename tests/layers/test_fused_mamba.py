@@ -113,9 +113,10 @@ def test_outputs_and_all_gradients(name, dtype, fused) -> None:
     def of(joined, z, dt, of_heads, weight):
         A, bias, Dw = of_heads.unbind()  # one leaf: a sum of few numbers may be right by chance
         x, k, q = joined.split([H * P, G * D, G * D], 2)  # as the convolution's output
+        gate = z[:, :, 8:].unflatten(2, (H, P)) if with_z else None
         y, _ = mamba.scan(
-            x.unflatten(2, (H, P)), dt, A.to(torch.promote_types(A.dtype, torch.float32)),
-            k.unflatten(2, (G, D)), q.unflatten(2, (G, D)), Dw if with_d else None, z[:, :, 8:].unflatten(2, (H, P)) if with_z else None, bias if with_bias else None,
+            x.unflatten(2, (H, P)), dt, A.to(torch.promote_types(A.dtype, torch.float32)), k.unflatten(2, (G, D)),
+            q.unflatten(2, (G, D)), Dw if with_d else None, gate, bias if with_bias else None,
             mamba.Steps(*options.get("steps", (True, 0.0, torch.inf))), seq=seq,
             norm=None if groups is None else mamba.Norm(weight, groups, 1e-5), backend="eager",
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -144,8 +145,8 @@ def test_the_definition(kind):
     def by(function):
         def of(x, *given):
             module = exact if x.dtype == torch.float64 else layer
-            found = torch.func.functional_call(_Called(module, function), {f"layer.{n}": p for n, p in zip(parameters, given, strict=True)}, (x,))  # fmt: skip
-            return [found]
+            named = {f"layer.{name}": p for name, p in zip(parameters, given, strict=True)}
+            return [torch.func.functional_call(_Called(module, function), named, (x,))]
 
         return of
 
@@ -171,7 +172,7 @@ class _Called(torch.nn.Module):
 def test_packed_sequences_are_those_alone():
     layer, x, ends = made(), tokens(1, 30), [0, 2, 13, 13, 30]
     y = layer(x, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         close(y[:, begin:end], layer(x[:, begin:end]), rtol=1e-4, atol=1e-5)
 
 
@@ -209,8 +210,8 @@ def test_steps_keep_the_memory_and_may_be_reordered():
         made()(x[:2, :1], cache=cache)
     cache.reset()
     assert cache.conv is None
+    layer(x, cache=cache)
     with pytest.raises(NotImplementedError, match="crop"):
-        layer(x, cache=cache)
         cache.crop(3)
 
 

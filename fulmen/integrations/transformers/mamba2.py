@@ -17,6 +17,7 @@ Packed sequences reach the mixers as `seq_idx`, which `announce`, a forward pre-
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from fulmen.integrations import mamba
 from fulmen.integrations.transformers import packing
-from fulmen.integrations.transformers.forward import set_forward
+from fulmen.integrations.transformers.forward import set_forward, with_names
 from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan_step
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
@@ -61,10 +62,7 @@ def replace(module: Any, backend: str) -> Callable[[], None]:
         "causal_conv1d_fn": conv,
         "causal_conv1d_update": conv_update,
     }
-    names = {**own.__globals__, **functions}
-    del names["__name__"]  # by which torch.compile would look these names up in transformers' module
-    forward = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__)
-    forward.__kwdefaults__ = own.__kwdefaults__
+    forward = with_names(own, functions)
     if own is not type(module).forward:  # transformers' decorator, which loads offloaded weights of the convolution
         hooks = importlib.import_module("transformers.integrations.accelerate")
         forward = hooks.force_accelerate_hooks("conv1d")(forward)
@@ -72,13 +70,10 @@ def replace(module: Any, backend: str) -> Callable[[], None]:
     norm = getattr(module, "norm", None)
     if norm is None or getattr(norm, "norm_before_gate", False) or not hasattr(norm, "variance_epsilon"):
         return undo
-    undo_norm = set_forward(norm, types.MethodType(gated, norm))
-
-    def both() -> None:
-        undo_norm()
-        undo()
-
-    return both
+    stack = contextlib.ExitStack()
+    stack.callback(undo)
+    stack.callback(set_forward(norm, types.MethodType(gated, norm)))
+    return stack.close
 
 
 def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

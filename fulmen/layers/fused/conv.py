@@ -2,8 +2,8 @@
 
     y_t = silu(bias + sum_k w_k x_{t-k})        k from 0 to WIDTH - 1; w_k is weight[:, WIDTH - 1 - k]
 
-x (B, N, channels) may be a slice of a projection's output. Rows before the first are those of `before`, or zero; a row of
-another packed sequence counts as zero.
+x (B, N, channels) may be a slice of a projection's output. Rows before the first are those of `before`, or zero; a row
+of another packed sequence counts as zero.
 
 Forward: a program has TOKENS rows of CHANNELS channels and loads them WIDTH times, shifted, from the cache. Backward: a
 program walks TOKENS rows from the last to the first and keeps the last four rows of x and of the gradient d before the
@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 from fulmen.launch import Launch
 from fulmen.layers.fused.rotary import p2, run
 
-MAX_WIDTH = 4
 TOKENS, CHANNELS = 32, 128  # of a program of the forward
 BACK_TOKENS, BACK_CHANNELS = 128, 256
 WARPS, BACK_WARPS = {"num_warps": 4}, {"num_warps": 2}
@@ -99,7 +98,7 @@ def conv_backward_kernel(
     N, channels,
     SILU: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Programs are (b, tile of tokens, tile of channels); sums (B * tiles of tokens, 5, channels): dw_0 to dw_3, dbias."""
+    """Programs as in the forward; sums (B * tiles of tokens, 5, channels): parts of dw_0 to dw_3 and dbias."""
     tiles_c, tiles_t = tl.cdiv(channels, CHANNELS), tl.cdiv(N, TOKENS)
     pid_c, pid = tl.program_id(0) % tiles_c, tl.program_id(0) // tiles_c
     pid_t, b = pid % tiles_t, (pid // tiles_t).to(tl.int64)

@@ -171,8 +171,8 @@ def values_backward_launch(
 class Values(torch.autograd.Function):
     """steps, x (B, N, H, P), dt (B, N, H), A (H,), bias, D (H,), seq (B, N) -> v, as x, decay (B, H, N), skip.
 
-    bias, D and seq may be None. skip is x, for `Outputs` to add D x: the gradient it is given is that of D x, and with it
-    D's is made here. Saved are x and dt.
+    bias, D and seq may be None. skip is x, for `Outputs` to add D x: the gradient it is given is that of D x, from
+    which D's is made here. Saved are x and dt.
     """
 
     @staticmethod
@@ -193,11 +193,11 @@ class Values(torch.autograd.Function):
     def backward(ctx: Any, dv: Tensor, ddecay: Tensor, dskip: Tensor) -> tuple[Any, ...]:
         x, dt, A, bias, D = ctx.saved_tensors
         dv = dv if dv.stride(3) == 1 else dv.contiguous()
-        dskip = None if D is None else dskip.contiguous()
+        through = None if D is None else dskip.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ddt = torch.empty(dt.shape, dtype=dt.dtype, device=x.device)
         sums = torch.empty(values_tile(x)[2], 3, x.shape[2], dtype=torch.float64, device=x.device)
-        run(values_backward_launch, (x, dt, A, bias, D, dv, ddecay, dskip, dx, ddt, sums), ctx.steps)
+        run(values_backward_launch, (x, dt, A, bias, D, dv, ddecay, through, dx, ddt, sums), ctx.steps)
         given = zip(sums.sum(0), (A, bias, D), strict=True)
         return None, dx, ddt, *(None if of is None else d.to(of.dtype) for d, of in given), None
 

@@ -5,7 +5,8 @@ One program owns (row, head, BLOCK_P of the head's dimensions), all of the state
     state [P, N] = exp(dt A) state + (dt x) B^T          y = sum over N of state C + D x, times silu(z)
 
 SHARED: A, dt, dt_bias are the same in all dimensions of a head, as Mamba-2 has them (strides of 0): one exponential for
-all. Step sizes are those of `fulmen.layers.scan.Steps`. A row whose slot does not exist writes zeros and leaves. Offsets of slots are 64-bit.
+all. Step sizes are those of `fulmen.layers.scan.Steps`. A row whose slot does not exist writes zeros and leaves.
+Offsets of slots are 64-bit.
 """
 
 from __future__ import annotations
