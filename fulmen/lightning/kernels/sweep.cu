@@ -428,7 +428,7 @@ struct Outputs {
         if (!y.out) return;
         const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
         float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
-        float sum[2] = {};
+        float sum[4] = {};          // of two rows; four chains, as one sum waits for the other
         mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
@@ -437,11 +437,12 @@ struct Outputs {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float *o = &out[4 * (j + i / 2) + 2 * (i % 2)];
-                sum[i % 2] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), sum[i % 2]));
+                sum[i] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), sum[i]));
             }
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
+            sum[r] += sum[r + 2];
             for (int bit = 1; bit <= 2; bit++) sum[r] += __shfl_xor_sync(~0u, sum[r], bit);
             if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum[r];
         }
