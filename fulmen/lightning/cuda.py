@@ -267,7 +267,7 @@ def prepare_backward(
     spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, ddecay: Tensor | None = None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
     """The backward of calls with these shapes and strides at the least cost for the host."""
-    if do.stride(3) != 1 or readable(do) is not do or not (dstate is None or dstate.is_contiguous()):
+    if readable(do) is not do:
         return None
     launches: Launches = {}
     *grads, dinitial = backward(spec, x, do, dstate, ddecay, launches)

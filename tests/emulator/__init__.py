@@ -100,6 +100,8 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"fence\.proxy\.async", "emulator::fence_async()"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.multicast::cluster .*%7",
      "emulator::tma_load({7}, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.L2::cache_hint \[.*%7",
+     "emulator::tma_load(0, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[",
      "emulator::tma_load(0, {0}, {1}, {2}, {{{from3}}})"),
     (r"cp\.async\.bulk\.prefetch\.tensor", "(void)0"),
@@ -165,6 +167,8 @@ def translated(variant: cuda.Variant, edit: Edit = None) -> str:
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) char shared\[\];", "char *shared = emulator::shared_memory();", text
     )
+    load = "load_coherent(const T *p) {"
+    text = text.replace(load, f"{load} emulator::check_global(p, sizeof(T));")
     out, at = [], 0
     for m in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
         end = m.end() - 1 + next(i for i, _, depth in outside_strings(text[m.end() - 1 :]) if depth == 0)

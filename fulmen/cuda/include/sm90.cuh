@@ -87,7 +87,17 @@ __device__ __forceinline__ void prefetch(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
 
+constexpr u64 EVICT_FIRST = 0x12f0000000000000;    // a cache policy, as createpolicy.fractional.L2::evict_first makes it
+
+// LAST: nobody reads this again, so that it leaves L2 before anything else.
+template <bool LAST = false>
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
+    if (LAST) {
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                     :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(EVICT_FIRST) : "memory");
+        return;
+    }
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");

@@ -112,7 +112,7 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
     auto bits = [&](int n, int i) {
         const int row = 2 * lane + i;
         if (n >= w.chunks || row >= w.left(n)) return 0.0f;
-        return fminf(1.4426950408889634f * from[(w.row(n) + row) * x.decay_n], 64.0f);
+        return fminf(1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n), 64.0f);
     };
     float next[2] = {bits(turn, 0), bits(turn, 1)};
     for (int n = turn, after; n < w.chunks; n = after) {
@@ -238,7 +238,7 @@ struct State {
         const char *from = x.saved + ((w.saved_slot(x, n) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
 #pragma unroll
         for (int i = 0; i < D / 4; i++)
-            saved[DOTS ? i : 0] = *reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2);
+            saved[DOTS ? i : 0] = load_coherent(reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2));
     }
 
     __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int n, float times) {
