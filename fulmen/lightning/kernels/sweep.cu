@@ -413,14 +413,14 @@ struct Outputs {
 
     __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
 
-    // Has the rows come whose products with the chunk's output are written, into the buffer of that output.
-    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int n) {
+    // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
+    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int n, int into) {
         const Product &y = x.product[w.which];
-        if (!leads || !y.out || n >= w.chunks) return;
-        const u32 full = at.rows_full + 8 * (2 * who + buffer);
-        tma_store_wait_read<1>();   // of the output that was there
+        if (!leads || !y.out) return;
+        const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
+        tma_store_wait_read<0>();   // of the output that was there
         mbarrier_expect(full, PANEL);
-        tma_load(output(at), x.map[y.rows], full, 64 * w.tile, w.row(n), w.head_of(x, y.rows), w.b);
+        tma_load(to, x.map[y.rows], full, 64 * w.tile, w.row(n), w.head_of(x, y.rows), w.b);
     }
 
     __device__ __forceinline__ void write_products(const Args &x, const Shared &at, const Walk &w, int n) {
@@ -527,6 +527,7 @@ struct Outputs {
             char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
             *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
         }
+        if (DOTS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
     }
 };
 
@@ -536,15 +537,15 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     y.prepare(x, w, role);
     int n = y.who;
     if (n >= w.chunks) return;
-    if (DOTS) y.load_rows(x, at, w, n);
+    if (DOTS) y.load_rows(x, at, w, n, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + OUTS < w.chunks; n += OUTS) {
         y.start_out(x, at, w, n);
+        if (DOTS) y.load_rows(x, at, w, n + OUTS, y.buffer ^ 1);
         y.start_p(at, w, n + OUTS);
         wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n);
-        if (DOTS) y.load_rows(x, at, w, n + OUTS);
     }
     y.start_out(x, at, w, n);
     wgmma_wait<0>();
