@@ -103,12 +103,6 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barri
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Into L2 alone, ahead of a load.
-__device__ __forceinline__ void tma_prefetch(const TensorMap &map, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
-                 :: "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
 // To the same address in each block of the cluster that `blocks` has a bit for, and to its barrier.
 __device__ __forceinline__ void tma_load_multicast(
     u32 blocks, u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w
