@@ -297,6 +297,12 @@ MISTAKES = {
     "the page of the block before": (
         "cache pages of 64", "here = next;", "", EARLY, WRONG,
     ),
+    "a lane that waits for a stage that is refilled": (
+        "hopper 128x128", "__syncwarp();                   // no lane", "// no lane", ANY, "all wait",
+    ),
+    "keys that are seen left out": (
+        "hopper 128x128", "end - key <= 64", "end - key <= 100", EARLY, WRONG,
+    ),
     "a stage released too early": (
         "hopper D=128 64x80", "wgmma_wait<1>();\n    pin(w.s);\n    if (reports) at.k.release(k);",
         "if (reports) at.k.release(k);\n    wgmma_wait<1>();\n    pin(w.s);", PRESSED, WRONG,
