@@ -298,7 +298,7 @@ MISTAKES = {
         "cache pages of 64", "here = next;", "", EARLY, WRONG,
     ),
     "a lane that waits for a stage that is refilled": (
-        "hopper 128x128", "__syncwarp();                   // no lane", "// no lane", ANY, "all wait",
+        "hopper 128x128", "__syncwarp();                   // no lane", "// no lane", EARLY, "all wait",
     ),
     "keys that are seen left out": (
         "hopper 128x128", "end - key <= 64", "end - key <= 100", EARLY, WRONG,
