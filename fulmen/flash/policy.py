@@ -468,9 +468,8 @@ def should_swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
 def swizzle_heads(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     """Heads worked on at a time: all, or an L2 swizzle group.
 
-    Without a mask tiles are alike, and a group is one head: B4 H32 N2048 D128 has 628 TFLOP/s so, 616 in groups of 30
-    and 498 with all heads at once. Causal, a group is as many heads as half of the L2 cache holds k and v of, a
-    multiple of the GQA group, down to half as many if that balances the blocks better.
+    Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, in groups of 30 616. Causal, as many as half of the L2
+    cache holds k and v of, a multiple of the GQA group, down to half as many if that balances the blocks better.
     """
     every, unit = max(1, heads(spec, tile)), 1 if tile.pack_gqa else max(spec.group, 1)
     if tile.swizzle and spec.right is None:
