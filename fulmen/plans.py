@@ -274,3 +274,9 @@ def allocator(like: Tensor) -> Callable[[], Tensor]:
     if (made.shape, made.stride(), made.dtype, made.device) != (like.shape, stride, dtype, device):
         return usual
     return lambda: make(size, stride, dtype) if current() == index else usual()
+
+
+@functools.cache
+def nothing(device: torch.device) -> Callable[[], Tensor]:
+    """Makes what stands for a tensor nobody asked for, as an operator cannot return None: empty, in fp32."""
+    return allocator(torch.empty(0, dtype=torch.float32, device=device))

@@ -403,8 +403,6 @@ class Elsewhere:
     def prepare(self, line: Line) -> None:
         raise Refused("--base HEAD: the process ended")
 
-    def finish(self) -> None: ...
-
 
 def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Nvml(environment.Nvml):
