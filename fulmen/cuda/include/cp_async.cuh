@@ -1,4 +1,4 @@
-// Copies by threads (cp.async) from memory to shared memory, in units of 16 bytes, and prefetches.
+// Copies by threads (cp.async) from memory to shared memory, in units of 16 bytes.
 
 #include "cuda/include/convert.cuh"
 
@@ -11,6 +11,3 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
-
-// The line of L2 that holds this. A hint: the line may be written afterwards.
-__device__ __forceinline__ void prefetch_to_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }

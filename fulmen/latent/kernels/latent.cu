@@ -322,14 +322,6 @@ __device__ __forceinline__ void consume(const Args &a, const Task &task, const S
     else store(a, task, w, consumer);
 }
 
-// Brings the row's length and pages into L2 while the kernel before may still write them: they are read after it.
-__device__ __forceinline__ void prefetch_indices(const Args &a) {
-    const long long b = blockIdx.x / a.tiles / a.splits;
-    if (a.lengths && threadIdx.x == 0) prefetch_to_l2(a.lengths + b);
-    if (PAGED)
-        for (int i = 32 * threadIdx.x; i < a.table_width; i += 32 * THREADS) prefetch_to_l2(a.table + b * a.table_width + i);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 latent_forward_kernel(const __grid_constant__ Args a) {
     extern __shared__ __align__(1024) char shared[];
@@ -339,7 +331,6 @@ latent_forward_kernel(const __grid_constant__ Args a) {
         for (int i = 0; i < 2 * STAGES; i++) mbarrier_init(at.full + 8 * i, 1), mbarrier_init(at.empty + 8 * i, 4);
         fence_barrier_init();
     }
-    prefetch_indices(a);
     __syncthreads();
     wait_for_previous_kernel();
     const Task task(a);
