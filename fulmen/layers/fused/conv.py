@@ -117,7 +117,7 @@ def conv_backward_kernel(
     x0 = load_tokens(x_ptr, before_ptr, b, end + 2, c, mask & (end + 2 < N), stride_b, stride_n, channels, WIDTH)
     x1 = load_tokens(x_ptr, before_ptr, b, end + 1, c, mask & (end + 1 < N), stride_b, stride_n, channels, WIDTH)
     x2 = load_tokens(x_ptr, before_ptr, b, end, c, mask & (end < N), stride_b, stride_n, channels, WIDTH)
-    for i in tl.range(0, end - begin + 3, loop_unroll_factor=4):
+    for i in tl.range(0, end - begin + 3, loop_unroll_factor=2):
         t = end + 2 - i
         x3 = load_tokens(x_ptr, before_ptr, b, t - 3, c, mask & (t - 3 < N), stride_b, stride_n, channels, WIDTH)
         dy_row = dy_ptr + b * dy_b + tl.cast(t, tl.int64) * dy_n
