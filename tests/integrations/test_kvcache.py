@@ -302,7 +302,6 @@ def test_autograd_counts_the_change_of_a_kernel(ran) -> None:
         appending.append(arguments[0].requires_grad_(), *arguments[1:-2])
 
 
-
 def test_a_page_out_of_range_is_not_written():
     arguments = append_arguments("pages")
     table, before = arguments[6], arguments[3].clone()
