@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fulmen import hardware
 from fulmen.bench.adapters.flash import flash
 from fulmen.bench.adapters.layer import WORDS, layer, layer_parts
+from fulmen.bench.adapters.train import PLAIN
 from fulmen.flash.sdpa import unsupported_reason
 
 Case = dict[str, Any]
@@ -233,11 +234,14 @@ BASELINES = {
     "sdpa-layer": Baseline("layer", sdpa_layer, cudnn_within, pinned=pinned_cudnn),
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), lambda case, device: None),
     "sdpa-stack": Baseline(
-        "train", lambda p: p.stack(p.ids, p.targets, softmax_layer), lambda case, device: None, case={"pattern": "G"}
+        "train",
+        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=softmax_layer)),
+        lambda case, device: None,
+        case={"pattern": "G"},
     ),
     "fla-stack": Baseline(
         "train",
-        lambda p: p.stack(p.ids, p.targets, fla_layer),
+        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=fla_layer)),
         lambda case, device: no_gpu(device) or absent("fla", "flash-linear-attention"),
         FLA,
     ),

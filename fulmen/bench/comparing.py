@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulmen.bench import Refused, schema
+from fulmen.bench import Refused, schema, words
 from fulmen.bench.audit import median_interval, ms, number, time_ms
 
-VERDICTS = ("FASTER", "SLOWER", "SAME", "INCONCLUSIVE", "INCOMPARABLE")
-COLOURS = dict(zip(VERDICTS, ("green", "red", "dim", "yellow", "magenta"), strict=True))
-ORDER = ("SLOWER", "FASTER", "INCONCLUSIVE", "INCOMPARABLE", "SAME")
+VERDICTS = tuple(words.VERDICTS)
+COLOURS = {"SLOWER": "red", "FASTER": "green", "INCONCLUSIVE": "yellow", "INCOMPARABLE": "magenta", "SAME": "dim"}
+ORDER = list(COLOURS)
 P_VALUE = 0.002
 CHANGE = 0.02
 EQUAL = 0.01

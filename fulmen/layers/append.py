@@ -33,10 +33,8 @@ def append(
     cos, sin         (positions, dim / 2): the first dim elements of heads of q and k are turned; None: q is returned
     each_query       query n stands at position lengths[b] + n, else all of them at lengths[b]
     """
-    lengths, table, cos, sin = (
-        x if x is None or x.is_contiguous() else x.contiguous() for x in (lengths, table, cos, sin)
-    )
-    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, lengths, table, cos, sin)
+    rest = [x if x is None or x.is_contiguous() else x.contiguous() for x in (lengths, table, cos, sin)]
+    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, *rest)
     if is_plain_eager(*tensors) and not torch.is_grad_enabled():
         turned, after = _append(*tensors, each_query, interleaved)  # type: ignore[call-arg]
         _note_change((k_cache, v_cache))

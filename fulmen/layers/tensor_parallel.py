@@ -173,7 +173,7 @@ class Heads(ParallelStyle):
 
 
 class Replicated(ParallelStyle):
-    """Of a Linear every rank computes in full."""
+    """Of a module every rank computes in full: all tensors that it takes and returns are the same everywhere."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._everywhere, self._into, self._out_of)
@@ -182,10 +182,13 @@ class Replicated(ParallelStyle):
         replace_parameters(module, mesh, Replicate(), self.src_data_rank)
 
     def _into(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        def everywhere(x: Any) -> Any:
+            return DTensor.from_local(x, mesh, [Replicate()], run_check=False) if isinstance(x, Tensor) else x
+
+        return tuple(map(everywhere, inputs))
 
     def _out_of(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return output.to_local()
+        return tuple(map(local, output)) if isinstance(output, tuple) else output.to_local()
 
 
 class KeyHeads(Replicated):

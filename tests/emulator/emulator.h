@@ -7,7 +7,7 @@
 // stores, is late. A program that does not wait for what it needs is wrong in one of the four. Two views of shared memory
 // are kept apart: what threads write is not seen by TMA and wgmma before fence.proxy.async.
 //
-// Errors: addresses outside the tensors (copies and __ldg) and outside shared memory, a deadlock, threads that end while
+// Errors: addresses outside the tensors (copies and load_coherent) and outside shared memory, a deadlock, threads that end while
 // their copies are under way, blocks that end while their shared memory is still read or their barriers are still
 // arrived on, TMA stores that begin below 0.
 //
@@ -104,5 +104,3 @@ inline T __shfl_sync(unsigned, T x, int from) {
 }
 template <typename T>
 inline T __shfl_xor_sync(unsigned all, T x, int bit) { return __shfl_sync(all, x, (int)(threadIdx.x % 32) ^ bit); }
-template <typename T>
-inline T __ldg(const T *p) { emulator::check_global(p, sizeof(T)); return *p; }

@@ -40,7 +40,12 @@ SPLIT = {  # over blocks, and how many launches that takes
     "packed": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "mixed"}, 4),
     "D=64 token": ({"H": 1, "N": 1100, "D": 64, "decay": "token", "initial_state": True}, 4),
     "D=128 token": ({"H": 1, "N": 1100, "D": 128, "decay": "token", "initial_state": True}, 6),
-    "packed token": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "extreme"}, 4),
+    "D=128 E=64 token": (
+        {"H": 2, "groups": 1, "N": 1100, "D": 128, "E": 64, "decay": "token", "initial_state": True},
+        6,
+    ),
+    "packed token": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "token"}, 4),
+    "packed extreme": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "extreme"}, 4),
     "left over": ({"B": 3, "H": 3, "N": 1100, "D": 64, "decay": "mixed", "initial_state": True}, 4),
 }
 

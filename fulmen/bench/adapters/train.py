@@ -23,37 +23,42 @@ from fulmen.bench.adapters import Attend, Case, Operation, Source, dtype_of
 from fulmen.bench.adapters.layer import filled
 from fulmen.bench.adapters.lightning import lightning
 from fulmen.bench.gate import Formula, Problem
-from fulmen.layers import GroupedQueryAttention, LightningAttention
+from fulmen.layers import AddNorm, GatedMLP, GroupedQueryAttention, LightningAttention, linear_cross_entropy
 from fulmen.testing import Expected
 
 EPS = 1e-6  # of norms; torch's own default depends on the dtype
-Mix = Callable[[Any, Tensor], Tensor]  # an attention layer, x -> y
 
 
 # ------------------------------------------------------------------------------------------------- the stack
 
 
+class Parts(NamedTuple):
+    """Who computes the parts of a stack, from its modules: ours, or others on the same parameters."""
+
+    attention: Callable[[Any, Tensor], Tensor]
+    norm: Callable[[AddNorm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    mlp: Callable[[GatedMLP, Tensor], Tensor]
+    losses: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); y is what the block before adds to x, and what this one does."""
 
     def __init__(self, attention: nn.Module, dim: int, kind: dict[str, Any]) -> None:
         super().__init__()
-        hidden = -(-8 * dim // 3 // 32) * 32
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(dim, EPS, **kind) for _ in range(2))
-        self.attention = attention
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False, **kind) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False, **kind)
+        self.attention_norm, self.mlp_norm = (AddNorm(dim, EPS, **kind) for _ in range(2))
+        self.attention, self.mlp = attention, GatedMLP(dim, -(-8 * dim // 3 // 32) * 32, **kind)
 
-    def forward(self, x: Tensor, attend: Mix) -> Tensor:
-        x = x + attend(self.attention, self.attention_norm(x))
-        normed = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+    def forward(self, x: Tensor, y: Tensor | None, parts: Parts) -> tuple[Tensor, Tensor]:
+        x, normed = parts.norm(self.attention_norm, x, y)
+        x, normed = parts.norm(self.mlp_norm, x, parts.attention(self.attention, normed))
+        return x, parts.mlp(self.mlp, normed)
 
 
 class Stack(nn.Module):
     """Tokens and the next ones, (B, N) each, to the loss of each token."""
 
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, backend: str) -> None:
+    def __init__(self, case: dict[str, Any], device: torch.device, dtype: torch.dtype, backend: str) -> None:
         super().__init__()
         H, D, H_KV, layers, vocab = (case[key] for key in ("H", "D", "H_KV", "layers", "vocab"))
         dim = H * D
@@ -67,15 +72,14 @@ class Stack(nn.Module):
 
         self.embed = nn.Embedding(vocab, dim, **kind)
         self.blocks = nn.ModuleList(Block(attention(i), dim, kind) for i in range(layers))
-        self.norm, self.head = nn.RMSNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
+        self.norm, self.head = AddNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
 
-    def forward(self, ids: Tensor, targets: Tensor, attend: Mix) -> Tensor:
-        x = self.embed(ids)
+    def forward(self, ids: Tensor, targets: Tensor, parts: Parts) -> Tensor:
+        x, y = self.embed(ids), None
         for block in self.blocks:
-            x = block(x, attend)
-        logits = self.head(self.norm(x))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            x, y = block(x, y, parts)
+        _, normed = parts.norm(self.norm, x, y)
+        return parts.losses(normed.flatten(0, 1), self.head.weight, targets.flatten())
 
 
 class Inputs(NamedTuple):
@@ -84,9 +88,27 @@ class Inputs(NamedTuple):
     targets: Tensor
 
 
-def our_layer(own: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = own(x)
+def our_module(own: Any, *tensors: Any) -> Any:
+    return own(*tensors)
+
+
+def torch_norm(own: AddNorm, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if y is None else x + y
+    return x, F.rms_norm(x, tuple(own.normalized_shape), own.weight, own.eps)
+
+
+def torch_mlp(own: GatedMLP, x: Tensor) -> Tensor:
+    y: Tensor = own.down(F.silu(own.gate(x)) * own.up(x))
     return y
+
+
+def torch_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
+
+
+OURS = Parts(our_module, our_module, our_module, linear_cross_entropy)
+PLAIN = Parts(our_module, torch_norm, torch_mlp, torch_losses)  # our attention between torch's operations
 
 
 # --------------------------------------------------------------------------------------------- the operation
@@ -124,7 +146,7 @@ class Train(Operation):
         def formula(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
             values = dict(zip(parameters, weights, strict=True))
             plain = Stack(case, source.device, weights[0].dtype, "eager")
-            losses: Tensor = functional_call(plain, values, (ids, targets, our_layer))
+            losses: Tensor = functional_call(plain, values, (ids, targets, PLAIN))
             return losses
 
         run = torch.compile(stack, fullgraph=True, dynamic=False) if case["compiled"] else stack
@@ -134,7 +156,7 @@ class Train(Operation):
         return made if source.whole else replace(made, expected=lambda: losses_alone(formula, arguments))
 
     def attend(self, backend: str) -> Attend:
-        return lambda p: p.stack(p.ids, p.targets, our_layer)
+        return lambda p: p.stack(p.ids, p.targets, OURS)
 
 
 def losses_alone(formula: Callable[..., Tensor], arguments: Sequence[Tensor]) -> dict[str, Expected]:

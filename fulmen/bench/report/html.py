@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from fulmen.bench import comparing, schema
+from fulmen.bench import comparing, schema, words
 from fulmen.bench.audit import SHORTEST_MS, number
-from fulmen.bench.report import model, words
+from fulmen.bench.report import model
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("base.js", "charts.js", "sections.js", "details.js", "table.js", "compare.js", "main.js")

@@ -17,9 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fulmen.bench import audit, schema
+from fulmen.bench import audit, schema, words
 from fulmen.bench.audit import grouped, number, time_ms
-from fulmen.bench.report import words
 from fulmen.bench.schema import text
 
 LENGTHS = ("N", "N_Q", "N_KV")

@@ -87,10 +87,26 @@ __device__ __forceinline__ void prefetch(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
 
+constexpr u64 EVICT_FIRST = 0x12f0000000000000;    // a cache policy, as createpolicy.fractional.L2::evict_first makes it
+
+// LAST: nobody reads this again, so that it leaves L2 before anything else.
+template <bool LAST = false>
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
+    if (LAST) {
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                     :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(EVICT_FIRST) : "memory");
+        return;
+    }
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// Into L2 alone, ahead of a load.
+__device__ __forceinline__ void tma_prefetch(const TensorMap &map, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
+                 :: "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
 // To the same address in each block of the cluster that `blocks` has a bit for, and to its barrier.
@@ -248,6 +264,14 @@ __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row,
     const int lane = threadIdx.x % 32, matrix = lane / 8;
     u32 from = swizzled(panel, row + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// Units j and j + 1 of a warp's 16 rows, two columns in a register: as accumulators 4 j to 4 j + 7 lie, see store_rows.
+__device__ __forceinline__ void load_rows_of(u32 (&x)[4], u32 panel, int j, int warp) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    u32 from = swizzled(panel, 16 * warp + matrix % 2 * 8 + lane % 8, j + matrix / 2);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
 

@@ -35,7 +35,8 @@
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start
 // their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, PACK_GQA,
-// SPLIT, SINKS (1: fp32, 2: as q), LENGTHS, PAGE (0: k and v are not paged) and BOX (rows of a TMA load of k or v).
+// SPLIT, SINKS (1: fp32, 2: as q), LENGTHS, PAGE (0: k and v are not paged), BOX (rows of a TMA load of k or v) and
+// ONCE (no other block reads the same keys).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
@@ -179,8 +180,8 @@ struct Ring {
         if (threadIdx.x == 0) mbarrier_expect(full + 8 * x.stage, BYTES);
 #pragma unroll
         for (int i = 0; i < SIZE / 64; i++)
-            tma_load((*this)[x] + (i * BLOCK_N + threadIdx.x * BOX) * 128, map, full + 8 * x.stage, 64 * i, from.row, h,
-                     from.page);
+            tma_load<ONCE>((*this)[x] + (i * BLOCK_N + threadIdx.x * BOX) * 128, map, full + 8 * x.stage, 64 * i,
+                           from.row, h, from.page);
         x.next();
     }
 };

@@ -26,7 +26,7 @@
 // SPLIT: blocks that share a row's keys leave sums, not divided yet, in fp32, and m and l of every query for
 // flash/kernels/combine.cu; a block without keys leaves m = -infinity alone.
 //
-// The compiler defines BLOCK_N, STAGES, BF16, CAUSAL, SPLIT, PAGED, BOX.
+// The compiler defines BLOCK_N, STAGES, BF16, CAUSAL, SPLIT, PAGED, BOX and ONCE (no other block reads the same keys).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/cp_async.cuh"
@@ -71,7 +71,7 @@ struct Task {
         row = block % a.tiles * ROWS;
         split = block / a.tiles % a.splits;
         b = block / a.tiles / a.splits;
-        length = a.lengths ? min(max(a.lengths[b], 0), a.n_kv) : a.n_kv;
+        length = a.lengths ? min(max(load_coherent(a.lengths + b), 0), a.n_kv) : a.n_kv;
         const int all = (length + BLOCK_N - 1) / BLOCK_N, each = (all + a.splits - 1) / a.splits;
         first = min(all, split * each) * BLOCK_N;
         tiles = min(each, all - first / BLOCK_N);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void produce(const Args &a, const Task &task, const S
                 row[i] = key + i * BOX, where[i] = task.b, boxes++;
                 if (PAGED) {
                     const long long entry = (long long)task.b * a.table_width + row[i] / a.page;
-                    where[i] = min(max(a.table[entry], 0), a.pages - 1);
+                    where[i] = min(max(load_coherent(a.table + entry), 0), a.pages - 1);
                     row[i] %= a.page;
                 }
             }
@@ -110,8 +110,8 @@ __device__ __forceinline__ void produce(const Args &a, const Task &task, const S
 #pragma unroll
                 for (int i = 0; i < BOXES; i++)
                     if (i < boxes)
-                        tma_load(at.stage(j) + panel * KV_PANEL + i * BOX * 128, a.kv, at.full + barrier, 64 * panel, row[i],
-                                 0, where[i]);
+                        tma_load<ONCE>(at.stage(j) + panel * KV_PANEL + i * BOX * 128, a.kv, at.full + barrier,
+                                       64 * panel, row[i], 0, where[i]);
             }
         }
     }

@@ -199,6 +199,8 @@ fill(document, {
   click: (event) => openStop(stopOf(event)),
   pointermove: (event) => (stopOf(event) ? showTip(stopOf(event), event.clientX, event.clientY) : hideTip()),
   focusout: hideTip,
+  wheel: hideTip, // not "scroll": focus scrolls, too
+  touchmove: hideTip,
   focusin(event) {
     const node = stopOf(event), { left, bottom } = event.target.getBoundingClientRect();
     if (node) showTip(node, left, bottom - 10);
