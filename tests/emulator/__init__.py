@@ -104,7 +104,6 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
      "emulator::tma_load(0, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[",
      "emulator::tma_load(0, {0}, {1}, {2}, {{{from3}}})"),
-    (r"cp\.async\.bulk\.prefetch\.tensor", "(void)0"),
     (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.bulk_group", "emulator::tma_store({0}, {1}, {{{from2}}})"),
     (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[", "emulator::bulk_load({all})"),
     (r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "emulator::bulk_store({all}, true)"),
