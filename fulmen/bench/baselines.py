@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fulmen import hardware
 from fulmen.bench.adapters.flash import flash
 from fulmen.bench.adapters.layer import WORDS, layer, layer_parts
-from fulmen.bench.adapters.train import PLAIN
 from fulmen.flash.sdpa import unsupported_reason
 
 Case = dict[str, Any]
@@ -63,6 +62,14 @@ def absent(module: str, package: str) -> str | None:
 
 def no_gpu(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"a kernel for CUDA GPUs, and the device is {device}"
+
+
+def anywhere(case: Case, device: torch.device) -> None:
+    return None
+
+
+def fla_on_gpu(case: Case, device: torch.device) -> str | None:
+    return no_gpu(device) or absent("fla", "flash-linear-attention")
 
 
 def same_first_query(case: Case, device: torch.device) -> str | None:
@@ -214,6 +221,14 @@ def fla_layer(own: Any, x: Tensor) -> Tensor:
     return y
 
 
+def stack(attention: Callable[[Any, Tensor], Tensor], p: Any) -> Tensor:
+    """A training step's losses with this attention between torch's operations."""
+    from fulmen.bench.adapters.train import PLAIN  # here: another commit's layers may lack what it imports
+
+    losses: Tensor = p.stack(p.ids, p.targets, PLAIN._replace(attention=attention))
+    return losses
+
+
 # ------------------------------------------------------------------------------------------------- the table
 
 
@@ -232,19 +247,9 @@ BASELINES = {
     "sdpa-cudnn": Baseline("flash", sdpa, cudnn, pinned=pinned_cudnn),
     "flash-attn": Baseline("flash", flash_attn, flash_attn_package, ("flash-attn",)),
     "sdpa-layer": Baseline("layer", sdpa_layer, cudnn_within, pinned=pinned_cudnn),
-    "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), lambda case, device: None),
-    "sdpa-stack": Baseline(
-        "train",
-        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=softmax_layer)),
-        lambda case, device: None,
-        case={"pattern": "G"},
-    ),
-    "fla-stack": Baseline(
-        "train",
-        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=fla_layer)),
-        lambda case, device: no_gpu(device) or absent("fla", "flash-linear-attention"),
-        FLA,
-    ),
+    "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), anywhere),
+    "sdpa-stack": Baseline("train", functools.partial(stack, softmax_layer), anywhere, case={"pattern": "G"}),
+    "fla-stack": Baseline("train", functools.partial(stack, fla_layer), fla_on_gpu, FLA),
     "fla-chunk": Baseline("lightning", functools.partial(fla, "chunk_simple_gla"), needs_fla, FLA),
     "fla-fused-chunk": Baseline("lightning", functools.partial(fla, "fused_chunk_simple_gla"), needs_fla, FLA),
     "fla-recurrent": Baseline("step", fla_step, fp32_states, FLA),
