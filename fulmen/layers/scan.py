@@ -195,7 +195,7 @@ def convolve(
         y = x * weight[:, -1]
         for back in range(1, min(taps, N)):
             same = (seq[:, back:] == seq[:, :-back])[..., None]
-            y = y + F.pad(x[:, :-back] * same, (0, 0, back, 0)) * weight[:, -1 - back]
+            y = y + F.pad(torch.where(same, x[:, :-back], 0), (0, 0, back, 0)) * weight[:, -1 - back]
         y = y if bias is None else y + bias
     return (F.silu(y) if silu else y).to(x.dtype).contiguous()
 

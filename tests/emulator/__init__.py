@@ -108,7 +108,7 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[", "emulator::bulk_load({all})"),
     (r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "emulator::bulk_store({all}, true)"),
     (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", "emulator::bulk_store({all}, false)"),
-    (r"cp\.async\.bulk\.wait_group 0", "emulator::tma_store_wait_read(0)"),
+    (r"cp\.async\.bulk\.wait_group %0", "emulator::tma_store_wait({0})"),
     (r"cp\.async\.bulk\.commit_group", "emulator::tma_store_commit()"),
     (r"cp\.async\.bulk\.wait_group\.read", "emulator::tma_store_wait_read({0})"),
     (r"wgmma\.commit_group", "emulator::wgmma_commit()"),
@@ -117,6 +117,9 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"st\.shared\.v4\.f32 \[%0\], \{%1, %2, %3, %4\}", "emulator::store4({all})"),
     (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.lt\.s32 early, now, %1;\s*@early bra again",
      "emulator::wait_for_turn({all})"),
+    (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.eq\.s32 early, now, 0;\s*@early bra again",
+     "emulator::wait_for_first({0})"),
+    (r"ld\.acquire\.gpu\.global\.s32 %0, \[%1\]", "{0} = emulator::turns_passed({1})"),
     (r"red\.release\.gpu\.global\.add\.s32 \[%0\], 1", "emulator::pass_turn({0})"),
     (r"ld\.shared\.v4\.b32 \{%0, %1, %2, %3\}, \[%4\]", "emulator::read4({all})"),
 ]  # fmt: skip

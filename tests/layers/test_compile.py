@@ -113,10 +113,10 @@ def test_decoding_with_a_cache(padded, max_length):
 def test_compiled_calls_and_others_share_a_cache():
     """And layers share their graphs, whoever wrote a cache before it was emptied."""
     counter = CompileCounterWithBackend("aot_eager")
-    layers = [LAYERS["self"]().double() for _ in range(3)]
-    compiled = [torch.compile(layer, fullgraph=True, backend=counter) for layer in layers]
+    made = [LAYERS["self"]().double() for _ in range(3)]
+    compiled = [torch.compile(layer, fullgraph=True, backend=counter) for layer in made]
     x, cache, graphs = torch.randn(2, 9, 24, dtype=torch.float64), layers.KVCache(16), []
-    for layer, f in zip(layers, compiled, strict=True):
+    for layer, f in zip(made, compiled, strict=True):
         for calls in ((layer, f, f, f), (f, f, layer, f)):
             y = torch.cat([g(part, cache=cache) for g, part in zip(calls, x.split([6, 1, 1, 1], 1), strict=True)], 1)
             torch.testing.assert_close(y, layer(x), atol=1e-10, rtol=0)

@@ -146,6 +146,23 @@ def test_outputs_and_all_gradients(name, dtype, fused) -> None:
     compare(chosen(fast), chosen(lambda *given: plainly(of, *given)), mine, (B, N, H, P))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_is_saved(gated, fused) -> None:
+    """Of tensors as large as x: x and v = dt x; with z also z and o. Nothing twice."""
+    x, z, dt = (drawn(1, 40, *shape, seed=len(shape)).requires_grad_() for shape in ((4, 64), (4, 64), (4,)))
+    k, q, A = drawn(1, 40, 1, 16), drawn(1, 40, 1, 16, seed=1), -torch.rand(4, device=DEVICE)
+    kept, size = {}, x.untyped_storage().nbytes()
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        steps = mamba.Steps(True, 0.0, torch.inf)
+        mamba.scan(x, dt, A, k, q, torch.ones(4, device=DEVICE), z if gated else None, None, steps, backend="eager")
+    assert [nbytes for nbytes in kept.values() if nbytes >= size] == [size] * (4 if gated else 2)
+
+
 @pytest.mark.parametrize("arch", sorted(TARGETS))
 @pytest.mark.parametrize("sizes", [(64, 64, 1), (128, 64, 1), (80, 128, 8)], ids=str)
 def test_compiles_without_spills(compiler, arch, sizes) -> None:

@@ -82,14 +82,14 @@ def conv_kernel(
 
 
 @triton.jit
-def same_sequence(seq_ptr, b, t, u, N):
-    """1.0 if tokens t and u are of one sequence, else 0.0."""
+def within(x, seq_ptr, b, t, u, N):
+    """x, or zeros if tokens t and u are of different sequences."""
     if seq_ptr is None:
-        return 1.0
+        return x
     else:
         inside = (t >= 0) & (u >= 0) & (t < N) & (u < N)
         one, other = tl.load(seq_ptr + b * N + t, inside, 0), tl.load(seq_ptr + b * N + u, inside, 1)
-        return tl.where(one == other, 1.0, 0.0)
+        return tl.where(one == other, x, 0.0)
 
 
 @triton.jit
@@ -117,19 +117,19 @@ def conv_backward_kernel(
     x0 = load_tokens(x_ptr, before_ptr, b, end + 2, c, mask & (end + 2 < N), stride_b, stride_n, channels, WIDTH)
     x1 = load_tokens(x_ptr, before_ptr, b, end + 1, c, mask & (end + 1 < N), stride_b, stride_n, channels, WIDTH)
     x2 = load_tokens(x_ptr, before_ptr, b, end, c, mask & (end < N), stride_b, stride_n, channels, WIDTH)
-    for i in tl.range(0, end - begin + 3, loop_unroll_factor=4):
+    for i in tl.range(0, end - begin + 3, loop_unroll_factor=2):
         t = end + 2 - i
         x3 = load_tokens(x_ptr, before_ptr, b, t - 3, c, mask & (t - 3 < N), stride_b, stride_n, channels, WIDTH)
         dy_row = dy_ptr + b * dy_b + tl.cast(t, tl.int64) * dy_n
         d0 = tl.load(dy_row + c, mask & (t < N), 0.0).to(tl.float32)
-        y1, y2 = x1 * same_sequence(seq_ptr, b, t, t - 1, N), x2 * same_sequence(seq_ptr, b, t, t - 2, N)
-        y3 = x3 * same_sequence(seq_ptr, b, t, t - 3, N)
+        y1, y2 = within(x1, seq_ptr, b, t, t - 1, N), within(x2, seq_ptr, b, t, t - 2, N)
+        y3 = within(x3, seq_ptr, b, t, t - 3, N)
         if SILU:
             u = bias + w0 * x0 + w1 * y1 + w2 * y2 + w3 * y3
             gate = tl.sigmoid(u)
             d0 *= gate * (1.0 + u * (1.0 - gate))
-        dx = w0 * d0 + w1 * d1 * same_sequence(seq_ptr, b, t, t + 1, N)
-        dx += w2 * d2 * same_sequence(seq_ptr, b, t, t + 2, N) + w3 * d3 * same_sequence(seq_ptr, b, t, t + 3, N)
+        dx = w0 * d0 + w1 * within(d1, seq_ptr, b, t, t + 1, N)
+        dx += w2 * within(d2, seq_ptr, b, t, t + 2, N) + w3 * within(d3, seq_ptr, b, t, t + 3, N)
         dx_row = dx_ptr + (b * N + t) * channels
         tl.store(dx_row + c, dx.to(dx_ptr.dtype.element_ty), mask & (t < end))
         own = tl.where(t < end, d0, 0.0)
