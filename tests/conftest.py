@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import aot, builds
+from tests import aot, builds, interpreter
 
 gc.disable()  # until tests are collected: what modules make at import stays
 
@@ -154,31 +154,11 @@ def content(x: Any) -> Any:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_patched_once():
-    """Triton's interpreter patches its language for a launch, and again for every device function that is called in it,
-    which makes each operation slower than the one before. Here a module's functions patch it once a launch."""
+def interpreted_faster():
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    from triton.runtime import interpreter
-
-    patch, patched = getattr(interpreter, "_patch_lang", None), set()
-    if patch is None:  # a Triton without it is slower, no more
-        yield
-        return
-
-    def patch_once(fn: Any) -> Any:
-        if id(fn.__globals__) in patched:
-            return None  # only a launch uses the answer
-        launch, scope = not patched, patch(fn)
-        patched.add(id(fn.__globals__))
-        if launch:
-            restore = scope.restore
-            scope.restore = lambda: (patched.clear(), restore())
-        return scope
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    with interpreter.faster():
         yield
 
 

@@ -88,3 +88,10 @@ def test_a_mistake_is_found(mistake):
         except AssertionError:
             return
     pytest.fail("not found")
+
+
+def test_an_entry_too_many_is_noticed():
+    """The last row of the page table is read beyond its end, for the part of a tile that has no keys."""
+    x = testing.inputs(2, 16, 1, 200, 576, 512, page=16, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="no tensor's"):
+        attend(x, 1, ANY, edit=("if (!PAGED || key + i * BOX < task.length)", "if (true)"))

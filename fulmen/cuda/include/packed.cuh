@@ -1,6 +1,8 @@
 // Packed sequences: sequence i has the rows from cu[i] to cu[i + 1], and the tiles from cu[i] / rows + i on.
 
-__device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(cu[i], 0), n); }
+#include "cuda/include/tile_scheduler.cuh"
+
+__device__ __forceinline__ int offset(const int *cu, int i, int n) { return min(max(load_coherent(cu + i), 0), n); }
 
 // The last sequence whose tiles, of `rows` rows each, begin at `tile` or before.
 __device__ __forceinline__ int sequence_of_tile(const int *cu, int sequences, int n, int rows, int tile) {

@@ -1,4 +1,4 @@
-// Which tile a block takes, and when it may begin.
+// Which tile a block takes, when it may begin, and how it reads what the launch ahead may have written.
 
 // Longest-processing-time first (LPT): under a causal mask the last rows see the most keys, so the last tile comes first.
 template <bool LPT>
@@ -11,3 +11,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// A plain load: one through the read-only cache (__ldg) may be moved ahead of the wait. The emulator checks its address.
+template <typename T>
+__device__ __forceinline__ T load_coherent(const T *p) { return *p; }

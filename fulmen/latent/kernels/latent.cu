@@ -71,7 +71,7 @@ struct Task {
         row = block % a.tiles * ROWS;
         split = block / a.tiles % a.splits;
         b = block / a.tiles / a.splits;
-        length = a.lengths ? min(max(a.lengths[b], 0), a.n_kv) : a.n_kv;
+        length = a.lengths ? min(max(load_coherent(a.lengths + b), 0), a.n_kv) : a.n_kv;
         const int all = (length + BLOCK_N - 1) / BLOCK_N, each = (all + a.splits - 1) / a.splits;
         first = min(all, split * each) * BLOCK_N;
         tiles = min(each, all - first / BLOCK_N);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void produce(const Args &a, const Task &task, const S
                 row[i] = key + i * BOX, where[i] = task.b, boxes++;
                 if (PAGED) {
                     const long long entry = (long long)task.b * a.table_width + row[i] / a.page;
-                    where[i] = min(max(a.table[entry], 0), a.pages - 1);
+                    where[i] = min(max(load_coherent(a.table + entry), 0), a.pages - 1);
                     row[i] %= a.page;
                 }
             }

@@ -68,7 +68,7 @@ def is_plain(*linears: nn.Module | None, planned: bool = False) -> bool:
 
 def are_few(x: Tensor, rows: int = MAX_ROWS) -> bool:
     """Whether x (B, N, K) has at most so many rows, on a GPU, in a dtype that steps' kernels multiply."""
-    return on_gpu(x) and x.dtype in DTYPES and x.shape[0] * x.shape[1] <= rows
+    return on_gpu(x) and x.dtype in DTYPES and x.ndim == 3 and x.shape[0] * x.shape[1] <= rows
 
 
 def few_rows(

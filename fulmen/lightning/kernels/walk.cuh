@@ -46,10 +46,10 @@ struct Walk {
             sequence = 0;
             for (int beyond = x.segments; beyond - sequence > 1;) {
                 int middle = (sequence + beyond) / 2;
-                if (x.segment_offsets[middle] <= number / x.h) sequence = middle;
+                if (load_coherent(x.segment_offsets + middle) <= number / x.h) sequence = middle;
                 else beyond = middle;
             }
-            segment = number / x.h - x.segment_offsets[sequence];
+            segment = number / x.h - load_coherent(x.segment_offsets + sequence);
         } else {
             if (!whole) {
                 number -= x.whole;
@@ -60,8 +60,8 @@ struct Walk {
         }
         b = PACKED ? 0 : sequence;
         if (PACKED) {               // clamped: a wrong cu_seqlens must not reach foreign memory
-            begin = min(max(x.cu[sequence], 0), x.n);
-            end = min(max(x.cu[sequence + 1], begin), x.n);
+            begin = min(max(load_coherent(x.cu + sequence), 0), x.n);
+            end = min(max(load_coherent(x.cu + (sequence + 1)), begin), x.n);
         }
         int skip = segment * x.segment;
         if (TOKENS && reverse && !whole) skip = ((end - begin + x.segment - 1) / x.segment - 1) * x.segment - skip;
@@ -70,7 +70,7 @@ struct Walk {
                    : x.not_last && begin + skip + x.segment >= end) length = 0;
         chunks = (length + C - 1) / C;
         first = reverse && !TOKENS ? end - skip : begin + skip;
-        rate = DECAY && !TOKENS ? -1.4426950408889634f * x.decay[h] : 0.0f;
+        rate = DECAY && !TOKENS ? -1.4426950408889634f * load_coherent(x.decay + h) : 0.0f;
         if (DECAY && !TOKENS && !OUTS) {  // of a state alone: chunks from whose time less than 2^-64 is left are not read
             const int seen = 1 + (int)fminf(-64.0f / fminf(rate, -1e-30f), 1e9f), over = max(length - seen, 0) / C;
             first += reverse ? -over * C : over * C;
@@ -100,6 +100,11 @@ struct Walk {
     __device__ __forceinline__ int left(int n) const { return length - place(n) * C; }
     __device__ __forceinline__ bool ends_first() const { return reverse && !TOKENS; }  // rows missing are the first ones
     __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
+
+    // The number of the state that is saved before the n-th chunk.
+    __device__ __forceinline__ long long saved_slot(const Args &x, int n) const {
+        return (long long)head * x.slots + slot + place(n) / EVERY;
+    }
 
     // The head of a tensor that has this block's rows.
     __device__ __forceinline__ int head_of(const Args &x, int map) const { return GROUPED ? h / x.group[map] : h; }
