@@ -125,8 +125,8 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
 
 # Of backend cuda: (D, E), then forward, training, backward, state; of dk and dq, if they have another. The share of the
 # copy bandwidth, with decay and without: D64 forward 93, 94 %, backward 80, 81 %; D128 forward 93, 92 %, backward 61,
-# 61 %. With a decay for each token, forward, then backward without its gradient and with it: D64 94 %, 75, 43 %; D128
-# 89 %, 53, 31 %; D128 E64 with 8 groups 56 %, 16, 13 %.
+# 61 %. With a decay for each token, forward, then backward without its gradient and with it, calls with the host's time
+# (constant decay: 75 and 56 % backward): D64 89 %, 65, 52 %; D128 80 %, 47, 38 %; D128 E64, 8 groups 54 %, with it 15 %.
 SWEEP_TILES = {
     (64, 64): (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
     (128, 128): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),

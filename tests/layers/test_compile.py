@@ -9,30 +9,29 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fulmen import layers as kinds
-from fulmen import testing
+from fulmen import layers, testing
 
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 ROPE = {"causal": True, "rope": {}, "qk_norm": "before"}
 LAYERS = {
-    "self": lambda: kinds.MultiHeadSelfAttention(24, 4, bias=True, **ROPE),
-    "grouped": lambda: kinds.GroupedQueryAttention(24, 4, 2, sinks=True, softcap=4.0, window=(3, None), **ROPE),
-    "separate": lambda: kinds.MultiHeadAttention(24, 4),
-    "dropout": lambda: kinds.GroupedQueryAttention(24, 4, 2, dropout=1e-15, **ROPE),
+    "self": lambda: layers.MultiHeadSelfAttention(24, 4, bias=True, **ROPE),
+    "grouped": lambda: layers.GroupedQueryAttention(24, 4, 2, sinks=True, softcap=4.0, window=(3, None), **ROPE),
+    "separate": lambda: layers.MultiHeadAttention(24, 4),
+    "dropout": lambda: layers.GroupedQueryAttention(24, 4, 2, dropout=1e-15, **ROPE),
 }
 SIZES = {"q_rank": 12, "kv_rank": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
 TRAINED = {name: LAYERS[name] for name in ("self", "grouped", "separate")} | {
-    "minimax": lambda: kinds.LightningAttention(24, 4, num_layers=2),
-    "ring": lambda: kinds.LightningAttention(24, 4, num_layers=2, head_dim=8, preset="ring"),
-    "latent": lambda: kinds.MultiHeadLatentAttention(24, 4, causal=True, **SIZES),
+    "minimax": lambda: layers.LightningAttention(24, 4, num_layers=2),
+    "ring": lambda: layers.LightningAttention(24, 4, num_layers=2, head_dim=8, preset="ring"),
+    "latent": lambda: layers.MultiHeadLatentAttention(24, 4, causal=True, **SIZES),
 }
 LATENT = {"q_rank": 64, "kv_rank": 64, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
 NATIVE = {  # with heads that the CUDA kernels take
-    "self": lambda: kinds.MultiHeadSelfAttention(256, 2, **ROPE),
-    "grouped": lambda: kinds.GroupedQueryAttention(256, 4, 2, **ROPE),
-    "minimax": lambda: kinds.LightningAttention(256, 4, num_layers=2),
-    "ring": lambda: kinds.LightningAttention(256, 2, num_layers=2, preset="ring"),
-    "latent": lambda: kinds.MultiHeadLatentAttention(256, 2, causal=True, **LATENT),
+    "self": lambda: layers.MultiHeadSelfAttention(256, 2, **ROPE),
+    "grouped": lambda: layers.GroupedQueryAttention(256, 4, 2, **ROPE),
+    "minimax": lambda: layers.LightningAttention(256, 4, num_layers=2),
+    "ring": lambda: layers.LightningAttention(256, 2, num_layers=2, preset="ring"),
+    "latent": lambda: layers.MultiHeadLatentAttention(256, 2, causal=True, **LATENT),
 }
 MASK = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
 
@@ -101,7 +100,7 @@ def test_decoding_with_a_cache(padded, max_length):
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend=counter)
     mask = MASK if padded else None
     with torch.no_grad():
-        cache, plain = kinds.KVCache(max_length), kinds.KVCache(max_length)
+        cache, plain = layers.KVCache(max_length), layers.KVCache(max_length)
         for i, part in enumerate(x.split([6] + [1] * 8, 1)):
             at = {"mask": mask} if i == 0 else {}
             torch.testing.assert_close(
@@ -114,10 +113,10 @@ def test_decoding_with_a_cache(padded, max_length):
 def test_compiled_calls_and_others_share_a_cache():
     """And layers share their graphs, whoever wrote a cache before it was emptied."""
     counter = CompileCounterWithBackend("aot_eager")
-    layers = [LAYERS["self"]().double() for _ in range(3)]
-    compiled = [torch.compile(layer, fullgraph=True, backend=counter) for layer in layers]
-    x, cache, graphs = torch.randn(2, 9, 24, dtype=torch.float64), kinds.KVCache(16), []
-    for layer, f in zip(layers, compiled, strict=True):
+    made = [LAYERS["self"]().double() for _ in range(3)]
+    compiled = [torch.compile(layer, fullgraph=True, backend=counter) for layer in made]
+    x, cache, graphs = torch.randn(2, 9, 24, dtype=torch.float64), layers.KVCache(16), []
+    for layer, f in zip(made, compiled, strict=True):
         for calls in ((layer, f, f, f), (f, f, layer, f)):
             y = torch.cat([g(part, cache=cache) for g, part in zip(calls, x.split([6, 1, 1, 1], 1), strict=True)], 1)
             torch.testing.assert_close(y, layer(x), atol=1e-10, rtol=0)

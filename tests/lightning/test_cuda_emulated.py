@@ -113,6 +113,13 @@ MISTAKES = {
     "registers a product reads": (
         "D=64 decay", "fetch(n + 1, next);", "fetch(n + 1, c);", LATE, WRONG,
     ),
+    "products with rows that did not come yet": (
+        "D=64 token", "mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);", "", LATE,
+        f"{WRONG}|has ended",
+    ),
+    "rows into an output that is yet to be stored": (
+        "D=64 token, groups", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
+    ),
     "a row below 0 stored": (
         "D=64", "if (left >= C || !(PACKED || w.reverse)) {", "if (true) {", LATE, "below 0",
     ),

@@ -103,12 +103,6 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barri
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Into L2 alone, ahead of a load.
-__device__ __forceinline__ void tma_prefetch(const TensorMap &map, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
-                 :: "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
 // To the same address in each block of the cluster that `blocks` has a bit for, and to its barrier.
 __device__ __forceinline__ void tma_load_multicast(
     u32 blocks, u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w
@@ -203,20 +197,20 @@ __device__ __forceinline__ void wgmma_wait() {
 
 constexpr int PANEL = 64 * 128;         // bytes of 64 rows of a panel
 
-// Starts y = x z^T over D columns, of 64 of the X_ROWS rows of x and all ROWS rows of z.
-template <int D, int ROWS, int X_ROWS = 64, int COUNT>
+// Starts y = x z^T over D columns, of 64 of the X_ROWS rows of x and ROWS of the Z_ROWS rows of z.
+template <int D, int ROWS, int X_ROWS = 64, int Z_ROWS = ROWS, int COUNT>
 __device__ __forceinline__ void start_over_columns(float (&y)[COUNT], u32 x, u32 z) {
     const u64 a = descriptor(x, 16), b = descriptor(z, 16);
 #pragma unroll
     for (int d = 0; d < D / 16; d++)
-        wgmma(y, a + (d / 4 * X_ROWS * 128 + d % 4 * 32) / 16, b + (d / 4 * ROWS * 128 + d % 4 * 32) / 16, d > 0);
+        wgmma(y, a + (d / 4 * X_ROWS * 128 + d % 4 * 32) / 16, b + (d / 4 * Z_ROWS * 128 + d % 4 * 32) / 16, d > 0);
     wgmma_commit();
 }
 
-// Starts y = x z, or y += x z, over the ROWS rows of z, with x in registers.
-template <int ROWS, int COUNT>
+// Starts y = x z, or y += x z, over ROWS of the Z_ROWS rows of z, with x in registers.
+template <int ROWS, int Z_ROWS = ROWS, int COUNT>
 __device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[ROWS / 4], u32 z, bool add) {
-    const u64 b = descriptor(z, ROWS * 128);
+    const u64 b = descriptor(z, Z_ROWS * 128);
 #pragma unroll
     for (int j = 0; j < ROWS / 16; j++) wgmma(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
     wgmma_commit();

@@ -89,11 +89,13 @@ def few_rows(
         or torch._C._is_any_autocast_enabled()
     ):
         return None
-    if not all({"weight", "bias"} <= m._parameters.keys() for m in linears):  # somebody put other tensors there
-        return None
-    weights, biases = [m._parameters["weight"] for m in linears], [m._parameters["bias"] for m in linears]
-    if not all(w is not None and w.is_contiguous() for w in weights):
-        return None
+    weights, biases = [], []
+    for parameters in (m._parameters for m in linears):
+        weight = parameters.get("weight")
+        if weight is None or "bias" not in parameters or not weight.is_contiguous():  # somebody put other tensors there
+            return None
+        weights.append(weight)
+        biases.append(parameters["bias"])
     missing = [None] * (MAX_WEIGHTS - len(linears))
     like = () if squares is None else tuple(t for t in (x, norm, *weights, *biases) if t is not None)  # squares: fp32
     return fused_call("linear", "linears", facts, x, norm, squares, *weights, *missing, *biases, *missing, like=like)

@@ -70,7 +70,6 @@ struct Shared {
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
     const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
-    const Product &y = x.product[w.which];
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
             mbarrier_wait(at.saved_empty, group % 2 ^ 1);
@@ -96,7 +95,6 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
             }
         }
         tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, head_c, w.b);
-        if (DOTS && y.out) tma_prefetch(x.map[y.rows], 64 * w.tile, row, w.head_of(x, y.rows), w.b);  // for load_rows
     }
     if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
@@ -413,14 +411,14 @@ struct Outputs {
 
     __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
 
-    // Has the rows come whose products with the chunk's output are written, into the buffer of that output.
-    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int n) {
+    // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
+    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int n, int into) {
         const Product &y = x.product[w.which];
-        if (!leads || !y.out || n >= w.chunks) return;
-        const u32 full = at.rows_full + 8 * (2 * who + buffer);
-        tma_store_wait_read<1>();   // of the output that was there
+        if (!leads || !y.out) return;
+        const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
+        tma_store_wait_read<0>();   // of the output that was there
         mbarrier_expect(full, PANEL);
-        tma_load(output(at), x.map[y.rows], full, 64 * w.tile, w.row(n), w.head_of(x, y.rows), w.b);
+        tma_load(to, x.map[y.rows], full, 64 * w.tile, w.row(n), w.head_of(x, y.rows), w.b);
     }
 
     __device__ __forceinline__ void write_products(const Args &x, const Shared &at, const Walk &w, int n) {
@@ -428,7 +426,7 @@ struct Outputs {
         if (!y.out) return;
         const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
         float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
-        float sum[2] = {};
+        float sum[4] = {};          // of two rows; four chains, as one sum waits for the other
         mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
@@ -437,11 +435,12 @@ struct Outputs {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float *o = &out[4 * (j + i / 2) + 2 * (i % 2)];
-                sum[i % 2] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), sum[i % 2]));
+                sum[i] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), sum[i]));
             }
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
+            sum[r] += sum[r + 2];
             for (int bit = 1; bit <= 2; bit++) sum[r] += __shfl_xor_sync(~0u, sum[r], bit);
             if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum[r];
         }
@@ -526,6 +525,7 @@ struct Outputs {
             char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
             *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
         }
+        if (DOTS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
     }
 };
 
@@ -535,15 +535,15 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     y.prepare(x, w, role);
     int n = y.who;
     if (n >= w.chunks) return;
-    if (DOTS) y.load_rows(x, at, w, n);
+    if (DOTS) y.load_rows(x, at, w, n, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + OUTS < w.chunks; n += OUTS) {
         y.start_out(x, at, w, n);
+        if (DOTS) y.load_rows(x, at, w, n + OUTS, y.buffer ^ 1);
         y.start_p(at, w, n + OUTS);
         wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n);
-        if (DOTS) y.load_rows(x, at, w, n + OUTS);
     }
     y.start_out(x, at, w, n);
     wgmma_wait<0>();
