@@ -5,9 +5,9 @@
 x (B, N, channels) may be a slice of a projection's output. Rows before the first are those of `before`, or zero; a row
 of another packed sequence counts as zero.
 
-Forward: a program has TOKENS rows of CHANNELS channels and loads them WIDTH times, shifted, from the cache. Backward: a
-program walks TOKENS rows from the last to the first and keeps the last four rows of x and of the gradient d before the
-activation, so each is read once. It begins three rows after its own, whose d it needs:
+A program walks TOKENS rows of CHANNELS channels and keeps the last rows in registers, so each is read once. In the
+backward it walks from the last row to the first, with rows of x and of the gradient d before the activation, and begins
+three rows after its own, whose d it needs:
 
     dx_t = sum_k w_k d_{t+k}        dw_k = sum_t d_t x_{t-k}        dbias = sum_t d_t
 
@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 from fulmen.launch import Launch
 from fulmen.layers.fused.rotary import p2, run
 
-TOKENS, CHANNELS = 32, 128  # of a program of the forward
+TOKENS, CHANNELS = 64, 256  # of a program of the forward
 BACK_TOKENS, BACK_CHANNELS = 128, 256
-WARPS, BACK_WARPS = {"num_warps": 4}, {"num_warps": 2}
+WARPS = {"num_warps": 2}
 
 
 @triton.jit
@@ -54,34 +54,6 @@ def load_tokens(x_ptr, before_ptr, b, t, c, there, stride_b, stride_n, channels,
 
 
 @triton.jit
-def conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, seq_ptr, before_ptr, y_ptr, stride_b, stride_n, N, channels,
-    SILU: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Programs are (b, tile of tokens, tile of channels); seq (B, N) is the number of each token's sequence."""
-    tiles_c, tiles_t = tl.cdiv(channels, CHANNELS), tl.cdiv(N, TOKENS)
-    pid_c, pid = tl.program_id(0) % tiles_c, tl.program_id(0) // tiles_c
-    pid_t, b = pid % tiles_t, (pid // tiles_t).to(tl.int64)
-    t = pid_t * TOKENS + tl.arange(0, TOKENS)[:, None]
-    c = pid_c * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    mask_c, mask = c < channels, (c < channels) & (t < N)
-
-    acc = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + c, mask_c, 0.0).to(tl.float32)
-    for k in tl.static_range(WIDTH):
-        seen = mask
-        if seq_ptr is not None and k > 0:
-            own = tl.load(seq_ptr + b * N + t, t < N, -1)
-            seen = mask & (own == tl.load(seq_ptr + b * N + t - k, (t < N) & (t >= k), -1))
-        x = load_tokens(x_ptr, before_ptr, b, t - k, c, seen, stride_b, stride_n, channels, WIDTH)
-        acc += load_tap(weight_ptr, c, mask_c, k, WIDTH) * x
-    if SILU:
-        acc *= tl.sigmoid(acc)
-    tl.store(y_ptr + (b * N + t) * channels + c, acc.to(y_ptr.dtype.element_ty), mask)
-
-
-@triton.jit
 def within(x, seq_ptr, b, t, u, N):
     """x, or zeros if tokens t and u are of different sequences."""
     if seq_ptr is None:
@@ -90,6 +62,37 @@ def within(x, seq_ptr, b, t, u, N):
         inside = (t >= 0) & (u >= 0) & (t < N) & (u < N)
         one, other = tl.load(seq_ptr + b * N + t, inside, 0), tl.load(seq_ptr + b * N + u, inside, 1)
         return tl.where(one == other, x, 0.0)
+
+
+@triton.jit
+def conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, seq_ptr, before_ptr, y_ptr, stride_b, stride_n, N, channels,
+    SILU: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Programs are (b, tile of tokens, tile of channels); seq (B, N) is the number of each token's sequence."""
+    tiles_c, tiles_t = tl.cdiv(channels, CHANNELS), tl.cdiv(N, TOKENS)
+    pid_c, pid = tl.program_id(0) % tiles_c, tl.program_id(0) // tiles_c
+    pid_t, b = pid % tiles_t, (pid // tiles_t).to(tl.int64)
+    c = pid_c * CHANNELS + tl.arange(0, CHANNELS)
+    mask = c < channels
+    begin = pid_t * TOKENS
+
+    w0, w1 = load_tap(weight_ptr, c, mask, 0, WIDTH), load_tap(weight_ptr, c, mask, 1, WIDTH)
+    w2, w3 = load_tap(weight_ptr, c, mask, 2, WIDTH), load_tap(weight_ptr, c, mask, 3, WIDTH)
+    bias = tl.zeros([CHANNELS], tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + c, mask, 0.0).to(tl.float32)
+    x1 = load_tokens(x_ptr, before_ptr, b, begin - 1, c, mask, stride_b, stride_n, channels, WIDTH)
+    x2 = load_tokens(x_ptr, before_ptr, b, begin - 2, c, mask, stride_b, stride_n, channels, WIDTH)
+    x3 = load_tokens(x_ptr, before_ptr, b, begin - 3, c, mask, stride_b, stride_n, channels, WIDTH)
+    for t in tl.range(begin, tl.minimum(begin + TOKENS, N), loop_unroll_factor=4):
+        x0 = tl.load(x_ptr + b * stride_b + tl.cast(t, tl.int64) * stride_n + c, mask, 0.0).to(tl.float32)
+        u = bias + w0 * x0 + w1 * within(x1, seq_ptr, b, t, t - 1, N)
+        u += w2 * within(x2, seq_ptr, b, t, t - 2, N) + w3 * within(x3, seq_ptr, b, t, t - 3, N)
+        if SILU:
+            u *= tl.sigmoid(u)
+        tl.store(y_ptr + (b * N + t) * channels + c, u.to(y_ptr.dtype.element_ty), mask)
+        x3, x2, x1 = x2, x1, x0
 
 
 @triton.jit
@@ -194,7 +197,7 @@ def conv_backward_launch(
     B, N, channels = x.shape
     grid = B * triton.cdiv(N, BACK_TOKENS) * triton.cdiv(channels, BACK_CHANNELS)
     sizes = (*x.stride()[:2], *dy.stride()[:2], N, channels, silu, weight.shape[1], BACK_TOKENS, BACK_CHANNELS)
-    return Launch(conv_backward_kernel, grid, (x, weight, bias, seq, before, dy, dx, sums), sizes, BACK_WARPS)
+    return Launch(conv_backward_kernel, grid, (x, weight, bias, seq, before, dy, dx, sums), sizes, WARPS)
 
 
 def conv_step_launch(
