@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fulmen.layers.attention import GroupedQueryAttention
+from fulmen.layers.block import AddNorm, GatedMLP, linear_cross_entropy
 from fulmen.layers.cache import KVCache, LatentCache, StateCache
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
@@ -44,6 +44,7 @@ from fulmen.layers.sequences import Sequences
 from fulmen.parallel import apply_parallel, shard
 
 Cache = KVCache | LatentCache | StateCache | Pool
+EPS = 1e-6  # of the norms
 WITHOUT_LENGTHS = ("sdpa", "flash_attn")  # backends that do not read pools
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -68,30 +69,24 @@ class Config:
 
 
 class HybridBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is of one of the three kinds."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is of one of the three kinds.
+
+    The last sum is left to the next norm: x and y come from the block before, and x + y is its result.
+    """
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         self.kind = config.kinds()[layer]
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
+        self.attention_norm, self.mlp_norm = AddNorm(config.dim, EPS), AddNorm(config.dim, EPS)
         self.attention = attention(config, self.kind, layer)
-        self.hidden = -(-8 * config.dim // 3 // 32) * 32  # a multiple, so that ranks can share it
-        self.gate = nn.Linear(config.dim, self.hidden, bias=False)
-        self.up = nn.Linear(config.dim, self.hidden, bias=False)
-        self.down = nn.Linear(self.hidden, config.dim, bias=False)
+        self.mlp = GatedMLP(config.dim, -(-8 * config.dim // 3 // 32) * 32)  # a multiple, so that ranks can share it
 
-    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cache=cache, mask=mask)
-        normed = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-    def check_ranks(self, ranks: int) -> None:
-        if self.hidden % ranks:
-            raise ValueError(f"hidden={self.hidden} cannot be shared out evenly to {ranks} ranks")
-
-    def tp_plan(self) -> dict[str, ParallelStyle]:
-        """Of the block's own weights, for `apply_parallel`; the attention has a plan of its own."""
-        return {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    def forward(
+        self, x: Tensor, y: Tensor | None, cache: Cache | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, normed = self.attention_norm(x, y)
+        x, normed = self.mlp_norm(x, self.attention(normed, cache=cache, mask=mask))
+        return x, self.mlp(normed)
 
     def new_cache(self) -> Cache:
         return {"L": StateCache, "G": KVCache, "M": LatentCache}[self.kind]()
@@ -114,26 +109,31 @@ def attention(config: Config, kind: str, layer: int) -> nn.Module:
 
 
 class HybridLM(nn.Module):
-    """Tokens (B, N) to the logits of each next token (B, N, vocab)."""
+    """Tokens (B, N) to the logits of each next token (B, N, vocab) or, with targets (B, N), to their mean loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.blocks = nn.ModuleList(HybridBlock(config, i) for i in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = AddNorm(config.dim, EPS)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         self.checkpointing = False
         nn.init.normal_(self.embed.weight, std=0.02)
 
-    def forward(self, ids: Tensor, caches: list[Cache] | None = None, mask: Tensor | None = None) -> Tensor:
-        x = self.embed(ids)
+    def forward(
+        self, ids: Tensor, caches: list[Cache] | None = None, mask: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        x, y = self.embed(ids), None
         for i, block in enumerate(self.blocks):
             if self.checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+                x, y = checkpoint(block, x, y, use_reentrant=False)
             else:
-                x = block(x, None if caches is None else caches[i], mask)
-        return self.head(self.norm(x))
+                x, y = block(x, y, None if caches is None else caches[i], mask)
+        _, x = self.norm(x, y)
+        if targets is None:
+            return self.head(x)
+        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten()).mean()
 
     def new_caches(self) -> list[Cache]:
         return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
@@ -295,14 +295,14 @@ def train(
     lr: float = 3e-3,
     seed: int = 0,
     autocast: bool = False,
-    forward: Callable[[Tensor], Tensor] | None = None,
+    forward: Callable[..., Tensor] | None = None,
     watch: Callable[[float], None] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> list[float]:
     """The loss of each step; `forward` stands for the model (compiled), `watch` is told each loss, `mesh` is that of a
     model that is shared out."""
     device = model.embed.weight.device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * min(s / steps, 1.0)))
@@ -313,8 +313,7 @@ def train(
         if mesh is not None:
             x, y = own_part(x, mesh), own_part(y, mesh)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            logits = (forward or model)(x.to(device))
-        loss = F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten())
+            loss = (forward or model)(x.to(device), targets=y.to(device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -333,7 +332,7 @@ def evaluate(model: HybridLM, ids: Tensor, length: int, pieces: int = 16) -> flo
     length = min(length, len(ids) - 1)
     count = min(pieces, (len(ids) - 1) // length)
     x, y = (ids[i : i + count * length].view(count, length).to(model.embed.weight.device) for i in (0, 1))
-    return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten()).item()
+    return model(x, targets=y).item()
 
 
 def sparkline(values: list[float], width: int = 72) -> str:

@@ -204,6 +204,11 @@ def readable(x: Tensor) -> Tensor:
     return x if aligned(x) else empty_rows(x, x.shape[1], x.shape[3]).copy_(x)
 
 
+def tidy_rows(x: Tensor) -> Tensor:
+    """x (B, H, N, D), or a copy if its rows are not contiguous in memory as they are."""
+    return x if (x.stride(3) == 1 or x.shape[3] <= 1) and not x.is_neg() else x.resolve_neg().contiguous()
+
+
 def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Dtypes were settled in the op's checks; inside, autocast must not touch what a backend computes in fp32."""
 

@@ -145,6 +145,25 @@ class LayerCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
+class BlockCase(NamedTuple):
+    """What a block has beside its attention."""
+
+    arch: int
+    dim: int = 2048
+    vocab: int = 32000
+    dtype: str = "bfloat16"
+
+
+class ScanCase(NamedTuple):
+    """Mamba-2: the convolution, what lies around the scan, and a step."""
+
+    arch: int
+    H: int = 64
+    P: int = 64
+    groups: int = 1
+    dtype: str = "bfloat16"
+
+
 class LinearCase(NamedTuple):
     """Products of a decoding step of few rows: of one x, and of latent attention."""
 
@@ -232,7 +251,9 @@ def launches(case: Case) -> list[Any]:
     dstate = x.dstate if case.states else None
     grads = Gradients.empty(spec, saved, getattr(tile, "sweep", tile).block_v if case.per_token else None)
     found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state)
-    return [*found, token_gradient(spec, saved, grads, torch.empty_like(decay))] if case.per_token else found
+    return (
+        [*found, token_gradient(spec, saved, grads, torch.empty_like(decay), case.states)] if case.per_token else found
+    )
 
 
 def flash_launches(case: FlashCase) -> list[Any]:
@@ -343,7 +364,6 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
 
     import torch
 
-    from fulmen.integrations import mamba_step
     from fulmen.layers.fused import decode, latent
     from fulmen.layers.fused import rotary as module
     from fulmen.layers.fused import sums as adding
@@ -365,7 +385,6 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
         adding.sum_launch(sums, q_norm[1], norm[1]),
         latent.rope_launch(q, rope, k, cos, cos, case.interleaved),
         latent.rope_backward_launch(q, k, rope, cos, cos, case.interleaved),
-        *(mamba_step.launch(*mamba_tensors(rows, shared), True) for shared in (False, True)),
         *(
             decode.latent_step(
                 (nope, case.interleaved, 0.0), *step, table if paged else None,
@@ -388,6 +407,34 @@ def mamba_tensors(rows: Any, shared: bool) -> tuple[Any, ...]:
     y = rows(B, H, P)
     return (rows(B, H, P, N), x, dt.expand_as(x), A.expand_as(of_all), rows(B, G, N), rows(B, G, N), of_head, x,
             bias.expand_as(of_head), None, y)  # fmt: skip
+
+
+def scan_launches(case: ScanCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.layers.fused import conv, state_update
+    from fulmen.layers.fused import mamba as module
+    from fulmen.layers.scan import Steps
+
+    B, N, H, P = 2, 2048, case.H, case.P
+    rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
+    full = functools.partial(torch.empty, device="meta")
+    x, dt, A, seq = rows(B, N, H, P), rows(B, N, H), full(H), full(B, N, dtype=torch.int32)
+    o, weight, decay, steps = rows(B, N, H * P), rows(H * P), full(B, H, N), Steps(True, 0.0, torch.inf)
+    channels, sums = H * P + 256, full(module.GATE_PROGRAMS, H * P)
+    mixed, taps, bias, before = rows(B, N, channels), rows(channels, 4), rows(channels), rows(B, 3, channels)
+    return [
+        module.values_launch(x, dt, A, A, seq, x, decay, steps),
+        module.values_backward_launch(x, dt, A, A, A, x, decay, x, x, dt, sums, steps),
+        module.outputs_launch(o, o, weight, o, weight, o, case.groups, 1e-5),
+        module.outputs_backward_launch(o, o, weight, o, weight, o, o, o, sums, case.groups, 1e-5),
+        conv.conv_launch(mixed, taps, bias, seq, before, mixed, True),
+        conv.conv_backward_launch(mixed, taps, bias, seq, before, mixed, mixed, sums, True),
+        conv.conv_step_launch(mixed[:, 0], taps, bias, rows(B, channels, 4), mixed[:, 0], True),
+        *(state_update.launch(*mamba_tensors(rows, shared), steps) for shared in (False, True)),
+    ]
 
 
 def layer_launches(case: LayerCase) -> list[Any]:
@@ -413,6 +460,27 @@ def layer_launches(case: LayerCase) -> list[Any]:
     ]
 
 
+def block_launches(case: BlockCase) -> list[Any]:
+    import functools
+
+    import torch
+
+    from fulmen.layers.fused import block as module
+
+    T, dim = 4096, case.dim
+    rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
+    x, weight, gate, logits = rows(T, dim), rows(dim), rows(T, 3 * dim), rows(T, case.vocab)
+    sums, each = rows(module.PROGRAMS, dim).float(), rows(T).float()
+    return [
+        module.add_norm_launch(x, x, weight, x, x, 1e-6),
+        module.add_norm_backward_launch(x, weight, x, x, x, sums, 1e-6, True),
+        module.gated_launch(gate, gate, gate, "silu"),
+        module.gated_backward_launch(gate, gate, gate, gate, gate, "gelu"),
+        module.loss_launch(logits, each.long(), each, each.expand(2, T)),
+        module.loss_backward_launch(logits, each.long(), each.expand(2, T), each, logits),
+    ]
+
+
 def linear_launches(case: LinearCase) -> list[Any]:
     import functools
 
@@ -429,15 +497,16 @@ def linear_launches(case: LinearCase) -> list[Any]:
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
     x, q, down = rows(B, 1, K), rows(B, 1, H * (nope + dim)), rows(B, 1, R + dim)
-    cos, c_q, weight = torch.empty(8192, dim // 2, device="meta"), rows(B, 1, R_Q), rows(R_Q) if B == 1 else None
+    cos, c_q, squares = torch.empty(8192, dim // 2, device="meta"), rows(B, 1, R_Q), torch.empty(96, B, device="meta")
     up, none = rows(H, 2 * nope, R), [None] * 3
-    step = q, down, down, rows(R) if B == 1 else None, cos, cos, ints, table, rows(64, 64, R + dim), up
+    step = q, None, down, rows(R), cos, cos, ints, table, rows(64, 64, R + dim), up
     described = [
         lightning.gated((1, 1e-6), x, x, rows(K)),
-        linear.linears(Facts("silu"), x, None, rows(3 * K, K), rows(K, K), None, *none),
-        linear.linears(Facts(early=True), x, None, rows(K, K), rows(K // 4, K), rows(K // 4, K), rows(K), None, None),
-        linear.linears(Facts(early=True), x, None, rows(K, K), *none, *none[1:]),
-        linear.linears(Facts(None, 1e-6, True), c_q, weight, rows(6144, R_Q), *none, *none[1:]),
+        linear.linears(Facts("silu"), x, *none[1:], rows(3 * K, K), rows(K, K), None, *none),
+        linear.linears(Facts(early=True), x, *none[1:], rows(K, K), *[rows(K // 4, K)] * 2, rows(K), None, None),
+        linear.linears(Facts(early=True), x, *none[1:], rows(K, K), *none, *none[1:]),
+        linear.linears(Facts(), x, rows(R_Q), None, rows(R_Q, K), rows(R + dim, K), None, *none),
+        linear.linears(Facts(None, 1e-6, True), c_q, None, squares, rows(6144, R_Q), *none, *none[1:]),
         decode.latent_step((nope, True, 1e-6), *step),
         decode.latent_value(nope, rows(H, B, 1, R).transpose(0, 1), up),
     ]
@@ -508,6 +577,8 @@ def serve() -> None:
             "CacheCase": (CacheCase, cache_launches),
             "RotaryCase": (RotaryCase, rotary_launches),
             "LayerCase": (LayerCase, layer_launches),
+            "BlockCase": (BlockCase, block_launches),
+            "ScanCase": (ScanCase, scan_launches),
             "LinearCase": (LinearCase, linear_launches),
             "RanksCase": (RanksCase, ranks_launches),
         }

@@ -59,7 +59,11 @@ def test_there_are_blocks():
 
 @pytest.mark.parametrize(
     ("page", "block"),
-    [pytest.param(page, b, id=f"{page}-{i}") for page, blocks in BLOCKS.items() for i, b in enumerate(blocks)],
+    [
+        pytest.param(page, b, id=f"{page}-{i}", marks=[pytest.mark.gpu] if 'torch.device("cuda")' in b else [])
+        for page, blocks in BLOCKS.items()
+        for i, b in enumerate(blocks)
+    ],
 )
 def test_blocks_run_as_printed(page, block, one_rank):
     exec(compile(block, page, "exec"), {})

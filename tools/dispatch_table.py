@@ -42,8 +42,8 @@ LIGHTNING_CUDA = """
 Compute capability 9.0, bf16, the sizes below, H_KV = H or fewer heads of q and k: there `auto` takes it. D 128 and E 64
 are served with a decay for each token only. Chunks have {chunk} rows. Stages are the chunks in flight in shared memory.
 Beside the warpgroups for outputs, one keeps the state and one loads. Saved states are {rows} rows apart, in bf16; with
-a decay for each token all sizes write them. Where sequences are split, a launch gathers the states of segments first;
-at D = 128 and a constant decay these are kept for the backward, in fp32.
+a decay for each token all sizes write them, every {tokens} rows. Where sequences are split, a launch gathers the states
+of segments first; at D = 128 and a constant decay these are kept for the backward, in fp32.
 
 | D, E | pass | stages | warpgroups for outputs | threads | shared memory | saved states |
 |---|---|---|---|---|---|---|
@@ -146,7 +146,8 @@ def flash_lines() -> list[str]:
 
 
 def lightning_cuda_lines() -> list[str]:
-    lines = [LIGHTNING_CUDA.format(chunk=sweep.CHUNK, rows=lightning.SAVED_ROWS)]
+    rows = {"rows": lightning.SAVED_ROWS, "tokens": lightning.TOKEN_ROWS}
+    lines = [LIGHTNING_CUDA.format(chunk=sweep.CHUNK, **rows)]
     passes = {
         "forward": "forward",
         "training": "forward with gradients",

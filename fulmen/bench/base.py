@@ -1,12 +1,14 @@
-"""The kernels of another commit, measured in turns with those at hand: `fulmen bench run --base REF`.
+"""The kernels of another commit, interleaved with those at hand: `fulmen bench run --base REF`.
 
-Two versions of one package cannot live in one process. So the other commit is checked out beside us, gets today's
-`bench` and `testing`, so that both are measured alike, and runs as a process that waits for its turn on standard input.
+Two versions of one package cannot live in one process. So the other commit is checked out beside us and gets today's
+`bench` and `testing`, so that both are measured alike. Its process runs the same lines into a file of its own. Its
+monitor is `Turns`: at each case and after each sample it says where it is, one line of JSON, and waits for a line.
 Where there is no git, REF is a folder that holds the other version.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -16,12 +18,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from fulmen.bench import Refused, environment, schema
+from fulmen.bench import Refused, environment, runner
 from fulmen.bench.cases import Line
-from fulmen.bench.runner import Journal, Selection, Session
+from fulmen.bench.group import Group
+from fulmen.bench.runner import Selection
 
 WAYS_OUT = "give a folder that holds the other version (`git archive REF | tar -x -C FOLDER`), or run in a clone"
 UNUSED = shutil.ignore_patterns("__pycache__")
@@ -75,64 +79,51 @@ def check_out(ref: str, tree: Path) -> str:
 
 @contextmanager
 def started(ref: str, selection: Selection, out: Path) -> Iterator[Base]:
-    """The other commit's process; its results go to a file of their own."""
+    """The other commit's process; its results go to `out`."""
     with checked_out(ref) as (tree, sha):
         command = [sys.executable, "-m", "fulmen.bench.base"]
         where: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(tree)}, "cwd": tree}
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **where) as process:
-            base = Base(ref, process, Journal(out))
+            base = Base(ref, process)
             try:
-                base.start(selection, tree, sha)
+                base.advance(pickle.dumps((selection, out.resolve(), tree / "fulmen", sha)))
                 yield base
             finally:
                 base.end()
 
 
 class Base:
-    """What `runner.run` takes turns with. A question is (number, method of `Server`, arguments), an answer (number,
-    result or None, what is wrong or None), both pickled."""
+    """What `runner.run` takes turns with."""
 
-    def __init__(self, ref: str, process: subprocess.Popen[bytes], journal: Journal) -> None:
-        self.ref, self.process, self.journal = ref, process, journal
-        self.asked, self.begun, self.done = 0, False, False
+    def __init__(self, ref: str, process: Any) -> None:
+        self.ref, self.process, self.at = ref, process, ""
+        self.done = True  # with the case at hand
 
-    def ask(self, do: str, *arguments: Any) -> Any:
-        """One question, one answer; those to questions that an interrupt cut off come first, and are dropped."""
-        self.asked += 1
-        number, result, wrong = 0, None, None
+    def advance(self, message: bytes = b"\n") -> None:
+        """Lets the process go on to its next stop."""
         try:
-            _send(self.process.stdin, (self.asked, do, arguments))
-            while number != self.asked:
-                number, result, wrong = pickle.load(self.process.stdout)  # type: ignore[arg-type]
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            wrong = "the process ended"
-        if wrong:
-            raise Refused(f"--base {self.ref}: {wrong}")
-        return result
-
-    def start(self, selection: Selection, tree: Path, sha: str | None) -> None:
-        run, package = self.ask("start", selection)
-        if package != (tree / "fulmen").resolve():
-            raise Refused(f"--base {self.ref}: its process took {package}, which is not that commit")
-        clean = {"dirty": None, "diff": None} if sha is None else {"dirty": False, "diff": ""}
-        run.commit = {"sha": sha, "source": run.commit.get("source")} | clean
-        self.journal.write(run)
+            self.process.stdin.write(message)
+            self.process.stdin.flush()
+            answer = json.loads(self.process.stdout.readline() or "{}")
+        except (BrokenPipeError, ValueError):
+            answer = {}
+        if "at" not in answer:
+            raise Refused(f"--base {self.ref}: {answer.get('wrong', 'the process ended')}")
+        self.at = answer["at"]
 
     def prepare(self, line: Line) -> None:
-        self.begun, self.done = True, self.ask("prepare", line)
+        """Of a case in which none of ours competes the process knows nothing."""
+        self.done = self.at != place(line.suite, line.case)
+        if not self.done:
+            self.sample()
 
     def sample(self) -> None:
-        self.done = self.ask("sample")
-
-    def finish(self) -> None:
-        if self.begun:
-            self.begun = False
-            for cell in self.ask("finish"):
-                self.journal.write(cell)
+        self.advance()
+        self.done = self.at != "sampled"
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already
+        """Without an answer the process writes what it has as interrupted, and ends."""
+        with suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
             self.process.wait(timeout=20)
@@ -140,48 +131,49 @@ class Base:
             self.process.kill()
 
 
-class Server:
-    """The process of the other commit: each method answers one question."""
-
-    def start(self, selection: Selection) -> tuple[schema.Run, Path]:
-        self.session = Session(selection)
-        self.plans = self.session.plans()
-        return self.session.run, environment.PACKAGE.resolve()
-
-    def prepare(self, asked: Line) -> bool:
-        line, who = next(plan for plan in self.plans if plan[0] == asked)
-        self.group = self.session.group(line, [(c, self.session.cells(line, c)) for c in who if c.ours])
-        self.group.prepare()
-        return self.group.done
-
-    def sample(self) -> bool:
-        self.group.sample()
-        return self.group.done
-
-    def finish(self) -> list[schema.Cell]:
-        return self.group.finish(self.session.run)
+def place(suite: str, case: dict[str, Any]) -> str:
+    return f"{suite}: {json.dumps(case, sort_keys=True)}"
 
 
-def _send(pipe: Any, message: tuple[Any, ...]) -> None:
-    pipe.write(pickle.dumps(message))
-    pipe.flush()
+# ------------------------------------------------------------------------------------------- in the process
 
 
-def serve(questions: IO[bytes], answers: IO[bytes]) -> None:
-    server = Server()
-    while True:
-        try:
-            number, do, arguments = pickle.load(questions)
-        except EOFError:
-            return
-        try:
-            _send(answers, (number, getattr(server, do)(*arguments), None))
-        except Exception as error:
-            _send(answers, (number, None, f"{type(error).__name__}: {error}"))
+class Turns(runner.Monitor):
+    """Says where the run is, and waits for its turn."""
+
+    def __init__(self, turns: IO[bytes], answers: IO[bytes]) -> None:
+        self.turns, self.answers = turns, answers
+
+    def stop(self, **answer: str) -> None:
+        self.answers.write(json.dumps(answer).encode() + b"\n")
+        self.answers.flush()
+        if not self.turns.readline():
+            raise KeyboardInterrupt  # whoever asks was interrupted
+
+    def group(self, case: dict[str, Any], suite: str) -> None:
+        self.stop(at=place(suite, case))
+
+    def sampled(self, group: Group) -> None:
+        self.stop(at="sampled")
+
+
+def main(questions: IO[bytes], answers: IO[bytes]) -> None:
+    turns = Turns(questions, answers)
+    selection, out, package, sha = pickle.load(questions)
+    try:
+        if package.resolve() != environment.PACKAGE.resolve():
+            raise RuntimeError(f"its process took {environment.PACKAGE}, which is not that commit")
+        clean = {"dirty": None, "diff": None} if sha is None else {"dirty": False, "diff": ""}
+        commit = {"sha": sha, "source": environment.source_hash()} | clean
+        runner.run(replace(selection, baselines=("none",)), out, monitor=turns, commit=commit)
+        turns.stop(at="end")
+    except Exception as error:
+        turns.stop(wrong=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: whoever asks decides, and has its answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: whoever asks decides
     own = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anybody prints must not be an answer
-    serve(sys.stdin.buffer, own)
+    with suppress(KeyboardInterrupt):
+        main(sys.stdin.buffer, own)

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fulmen import hardware
-from fulmen.bench.adapters import flash, layer, layer_parts
+from fulmen.bench.adapters.flash import flash
+from fulmen.bench.adapters.layer import WORDS, layer, layer_parts
+from fulmen.bench.adapters.train import PLAIN
 from fulmen.flash.sdpa import unsupported_reason
 
 Case = dict[str, Any]
@@ -75,8 +77,8 @@ def sdpa_backend(name: str, case: Case, device: torch.device) -> str | None:
 
 def cudnn_within(case: Case, device: torch.device) -> str | None:
     """Of a layer on a GPU; on a CPU SDPA takes what it has."""
-    if layer.backends_of(case) != "flash":
-        return f"softmax attention, and the case is a {layer.WORDS[case['layer']]}"
+    if layer.within(case)[0] is not flash:
+        return f"softmax attention, and the case is a {WORDS[case['layer']]}"
     if device.type != "cuda":
         return None
     return unsupported_reason(layer.spec(layer.complete(case), device), hardware.of(device), "cudnn")
@@ -232,11 +234,14 @@ BASELINES = {
     "sdpa-layer": Baseline("layer", sdpa_layer, cudnn_within, pinned=pinned_cudnn),
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto"), lambda case, device: None),
     "sdpa-stack": Baseline(
-        "train", lambda p: p.stack(p.ids, p.targets, softmax_layer), lambda case, device: None, case={"pattern": "G"}
+        "train",
+        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=softmax_layer)),
+        lambda case, device: None,
+        case={"pattern": "G"},
     ),
     "fla-stack": Baseline(
         "train",
-        lambda p: p.stack(p.ids, p.targets, fla_layer),
+        lambda p: p.stack(p.ids, p.targets, PLAIN._replace(attention=fla_layer)),
         lambda case, device: no_gpu(device) or absent("fla", "flash-linear-attention"),
         FLA,
     ),

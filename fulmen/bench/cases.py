@@ -1,4 +1,4 @@
-"""Suites: what is measured, read from `suites/*.toml` (docs/benchmarking.md). Nothing here imports torch."""
+"""Suites: what is measured, read from `suites/*.toml` (docs/bench.md). Nothing here imports torch."""
 
 from __future__ import annotations
 

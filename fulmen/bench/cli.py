@@ -83,7 +83,7 @@ def bench() -> None:
 @click.option("--out", type=FILE, help="Results, JSON lines.")
 @click.option("--resume", is_flag=True, help="Go on with the file --out.")
 @click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes, and stop.")
-@click.option("--base", metavar="GITREF|FOLDER", help="Measure the kernels of that commit in turns with these.")
+@click.option("--base", metavar="GITREF|FOLDER", help="Measure the kernels of that commit, interleaved with these.")
 def run(
     suites: tuple[str, ...], out: Path | None, resume: bool, base: str | None, dry_run: bool, **options: Any,
 ) -> None:  # fmt: skip
@@ -189,7 +189,7 @@ def list_() -> None:
 @click.option("--tokens", default="4096,16384", show_default=True, help="Lengths of the whole sequence.")
 @click.option("--heads", "H", type=click.IntRange(1), default=8, show_default=True, help="H; B is 1.")
 @click.option("--head-dim", "D", type=click.IntRange(1), default=64, show_default=True, help="D.")
-@click.option("--samples", type=click.IntRange(1), default=15, show_default=True, help="Calls of each, in turns.")
+@click.option("--samples", type=click.IntRange(1), default=15, show_default=True, help="Calls of each, interleaved.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]), help="gloo, a thread a rank; or NCCL.")
 @click.option("--out", type=FILE, help="Results, JSON lines.")
 def scaling(ways: tuple[str, ...], ranks: str, tokens: str, device: str, out: Path | None, **sizes: int) -> None:

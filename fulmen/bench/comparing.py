@@ -2,7 +2,7 @@
 
 Cells are matched by what was measured (`config_hash`), and only on the same GPU by the same protocol. The ratio is the
 Hodges-Lehmann estimate, the median of all quotients b/a of a sample of b and one of a, with its 95 % interval; p is
-that of Mann and Whitney's test. docs/benchmarking.md says what a verdict means.
+that of Mann and Whitney's test. docs/bench.md says what a verdict means.
 
 GPU clocks move with heat and power. Where both files hold clocks, cycles (time x clock) are compared as well. A change
 in time without one in cycles is the clock's, and the cell is SAME. A kernel that waits for memory takes equally long at
@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulmen.bench import Refused, schema
+from fulmen.bench import Refused, schema, words
 from fulmen.bench.audit import median_interval, ms, number, time_ms
 
-VERDICTS = ("FASTER", "SLOWER", "SAME", "INCONCLUSIVE", "INCOMPARABLE")
-COLOURS = dict(zip(VERDICTS, ("green", "red", "dim", "yellow", "magenta"), strict=True))
-ORDER = ("SLOWER", "FASTER", "INCONCLUSIVE", "INCOMPARABLE", "SAME")
+VERDICTS = tuple(words.VERDICTS)
+COLOURS = {"SLOWER": "red", "FASTER": "green", "INCONCLUSIVE": "yellow", "INCOMPARABLE": "magenta", "SAME": "dim"}
+ORDER = list(COLOURS)
 P_VALUE = 0.002
 CHANGE = 0.02
 EQUAL = 0.01

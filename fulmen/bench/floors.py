@@ -74,7 +74,7 @@ class Shape(NamedTuple):
         """None where the case does not say enough."""
         size = ITEMSIZE.get(dtype_name(case.get("dtype", "")) or "")
         H, D = _int(case, "H"), _int(case, "D")
-        lengths = case.get("lengths", case.get("sequences"))
+        lengths = case.get("lengths")
         if isinstance(lengths, list | tuple) and all(type(n) is int and 0 <= n < 2**31 for n in lengths):
             batches = tuple((1, n, n) for n in lengths)
         else:
@@ -111,9 +111,7 @@ class Mask(NamedTuple):
         left = right = None
         if isinstance(window, list | tuple) and len(window) == 2:
             left, right = (w if type(w) is int and w >= 0 else None for w in window)
-        left, right = _int(case, "left") if left is None else left, _int(case, "right") if right is None else right
-        top_left = causal in ("top_left", "top-left") or case.get("top_left") is True
-        return cls(left, 0 if causal else right, top_left)
+        return cls(left, 0 if causal else right, top_left=causal == "top_left")
 
 
 def family(op: str, function: str = "") -> str | None:
@@ -142,13 +140,13 @@ def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
     H, D = _int(case, "H"), _int(case, "D")
     if not H or not D:
         return []
-    E, hidden, rank = _int(case, "E") or D, _int(case, "hidden", "model"), _int(case, "rank")
+    E, hidden, rank = _int(case, "E") or D, _int(case, "hidden"), _int(case, "rank")
     if rank:
         hidden, q_rank = hidden or H * E, _int(case, "q_rank") or rank
         return [(hidden, q_rank), (q_rank, H * D), (hidden, rank + D - E), (rank, 2 * H * E), (H * E, hidden)]
     hidden, H_KV = hidden or H * D, _int(case, "H_KV") or H
     gate = [(hidden, H * E)] if case.get("gate") is True or case.get("layer") in ("minimax", "ring") else []
-    return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), *gate, (H * E, _int(case, "out") or hidden)]
+    return [(hidden, H * D), (hidden, H_KV * D), (hidden, H_KV * E), *gate, (H * E, hidden)]
 
 
 # -------------------------------------------------------------------------------------------------- work

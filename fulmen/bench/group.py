@@ -1,4 +1,4 @@
-"""One case and all who compete in it: proved right, warmed up, and sampled in turns.
+"""One case and all who compete in it: proved right, warmed up, and sampled, interleaved.
 
     group = Group(...)
     group.prepare()                        # gate, memory, warm-up: who fails has a cell that says so

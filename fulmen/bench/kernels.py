@@ -81,7 +81,8 @@ def launches(
     kernel = dispatch.kernels(adapters.backends_of(op, case)).get(backend.partition(" ")[0])  # of "cuda (sm90 ...)"
     if kernel is None or not kernel.name.startswith(("triton", "cuda")):
         return []
-    spec, x, given = adapters.of(op).without_data(case, fully)
+    operation, own = adapters.of(op).within(case)
+    spec, x, given = operation.call(own, fully)
     with recording(hw) as seen:
         if kernel.supports(spec._replace(device=torch.device("cuda"))) is not None:
             return []

@@ -22,7 +22,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from rich.text import Text
 
 from fulmen.bench import audit, floors, schema
 from fulmen.bench.audit import grouped, ms, si
-from fulmen.bench.published_tables import Number, Published, Row, competitors, read
+from fulmen.bench.published_tables import Number, Published, Row, read
 
 BAD = ("IMPOSSIBLE", "INCONSISTENT", "MISLABELLED", "WRONG-CEILING")
 DOUBTFUL = ("SUSPECT", "WARM-L2", "HOST-BOUND", "SAME-KERNEL")
@@ -90,28 +90,21 @@ def work_of(facts: dict[str, Any], pass_: str | None) -> floors.Work | None:
     return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_) if pass_ and op else None
 
 
-def limits_of(facts: dict[str, Any]) -> floors.Limits | None:
-    """The data sheet's ceilings, or the bandwidth that the page tells of an unknown GPU."""
-    sheet, bandwidth = floors.gpu(facts.get("gpu", "")), audit.number(facts.get("bandwidth"))
-    if sheet is None:
-        return floors.Limits(None, bandwidth, None, bandwidth, math.inf) if bandwidth else None
-    return floors.of_gpu(sheet, str(facts["dtype"]))
-
-
 def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
     """A time, or the time that TFLOP/s stand for, against the floors of its work."""
-    work, limits, number = work_of(facts, row.pass_), limits_of(facts), row.number
+    work, sheet, number = work_of(facts, row.pass_), floors.gpu(facts.get("gpu", "")), row.number
     if row.kind == "tflops" and work is not None and number.low > 0:
         t = work.usual_flops / number.value / 1e9
         row, number = replace(row, kind="time"), Number(t, t * number.half / number.low)
     if number.value <= 0:
         yield _at("IMPOSSIBLE", row, f"{number.value:g} ms: a time is above 0")
-    elif work is None or limits is None:
+    elif work is None or sheet is None:
         lacking = [n for n in ("gpu", "op", "pass", "B", "H", "D") if facts.get(n) is None]
         lacking += [] if "N" in facts or "N_Q" in facts else ["N"]
         why = f"not said: {', '.join(lacking)}" if lacking else f"no data sheet of {facts.get('gpu')!r} here"
         yield _at("UNAUDITED", row, why)
     else:
+        limits = floors.of_gpu(sheet, str(facts["dtype"]))
         flag, why = audit.check_time(work, number.high, limits, cold=False, said=number.value)
         if flag:
             yield _at(flag, row, why)
@@ -152,6 +145,10 @@ def shape_of(facts: dict[str, Any], *more: str) -> tuple[Any, ...]:
 def case_key(row: Row) -> tuple[Any, ...]:
     """Pass, N and shape: equal for numbers that may be compared."""
     return row.pass_, row.facts.get("N"), *shape_of(row.facts, "dtype", "gpu", "causal", "layer", "label")
+
+
+def competitors(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.competitor for row in rows if row.competitor))
 
 
 def _times(page: Published) -> list[Row]:

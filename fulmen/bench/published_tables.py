@@ -2,10 +2,10 @@
 
 The meaning of a column is guessed from its name, or given in a small TOML file beside the table:
 
-    [options]  time_unit = "ms", memory_unit = "MB", baseline = "SDPA", against = ["other.md"], skip = ["Plots*"]
+    [options]  time_unit = "ms", memory_unit = "MB", baseline = "SDPA", against = ["other.md"]
     [facts]    gpu = "A100-SXM4-40GB", B = 4, H = 32, D = 64, dtype = "bf16", causal = true   what holds for all rows
     [columns]  "SeqLen" = "N", "Fwd (ms)" = "forward", "Ours" = "total competitor=Ours"       what a column holds
-    [[where]]  heading = "*MQA*", competitor = "LA-*", facts = {...}, columns = {...}         what holds for some rows
+    [[where]]  heading = "*MQA*", facts = {...}, columns = {...}                              what holds under a heading
 
 A meaning is one of ROLES, followed by facts that hold for the column's numbers. On a Markdown page facts also come from
 tables of two columns ("GPU | L4"), from "- **GPU**: L4", from lines and headings ("Batch=2, SeqLen=2048"). A heading
@@ -18,7 +18,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,52 +29,53 @@ from fulmen.bench.cases import toml
 from fulmen.bench.schema import BadResults, text_of
 
 SIZES = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "hidden")
-PAIRS = (*SIZES, "dtype", "causal", "pass")
 TIMES = ("forward", "backward", "total", "time")
 MEMORY = ("memory", "memory_forward", "memory_backward", "memory_saved", "memory_peak")
 NUMBERS = (*TIMES, *MEMORY, "speedup", "per_second", "tflops", "any")
-ROLES = (*NUMBERS, *SIZES, "competitor", "gpu", "dtype", "causal", "pass", "op", "layer", "label", "facts", "ignore")
-OPTIONS = ("time_unit", "memory_unit", "baseline", "against", "skip")
+FACTS = (*SIZES, "competitor", "gpu", "dtype", "causal", "pass", "op", "layer", "label")
+ROLES = (*NUMBERS, *FACTS, "facts", "ignore")
+OPTIONS = ("time_unit", "memory_unit", "baseline", "against")
+SECTIONS: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
 
 # "MB" is taken for MiB: the larger of what people mean by it, so that nothing is called too small by mistake.
 UNITS = {
     "time": {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "μs": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3},
     "memory": {"b": 1.0, "kb": 2.0**10, "kib": 2.0**10, "mb": 2.0**20, "mib": 2.0**20, "gb": 2.0**30, "gib": 2.0**30},
 }
-GUESSES = (
-    (r"kernel|competitor|method|implementation|impl|backend|provider|name", "competitor"),
-    (r"seq ?len(gth)?|sequence length|seqlen q|tokens|length|n|s", "N"),
-    (r"b|batch|batch size", "B"),
-    (r"h|heads|attention heads|(num|n) heads|query heads|h q", "H"),
-    (r"h kv|kv ?heads|(num|n) kv heads", "H_KV"),
-    (r"d|head ?dim|head dimension|d head|hdim|dqk", "D"),
-    (r"e|dv|value head dim", "E"),
-    (r"hidden|hidden size|model dim|d model", "hidden"),
-    (r"dtype|precision|data ?type", "dtype"),
-    (r"gpu|device|gpu name", "gpu"),
-    (r"causal|is causal|causal masking", "causal"),
-    (r"pass|mode|direction", "pass"),
-    (r"op|operation", "op"),
-    (r"fwd mem(ory)?", "memory_forward"),
-    (r"bwd mem(ory)?", "memory_backward"),
-    (r"activations?|saved", "memory_saved"),
-    (r"peak|peak mem(ory)?|mem(ory)?", "memory_peak"),
-    (r"fwd|forward|fwd time", "forward"),
-    (r"bwd|backward|bwd time", "backward"),
-    (r"total|fwd ?\+ ?bwd|fwd bwd|forward ?\+ ?backward|fwdbwd", "total"),
-    (r"latency|time|runtime|mean|median|mean time|avg", "time"),
-    (r"(best )?speedup.*", "speedup"),
-    (r"throughput|iterations/s|iter/s|it/s", "per_second"),
-    (r"tflops?|tflop/s", "tflops"),
-    (r"config(uration)?|case|shape", "facts"),
-)
-PASS_WORDS = (
-    (r"(fwd|forward) ?(\+|and|&|_|/) ?(bwd|backward)|total|fwdbwd|fwd_bwd|full|train(ing)?", "total"),
-    (r"bwd|backward", "backward"),
-    (r"fwd|forward|inference", "forward"),
-)
+PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9}
+GUESSES = {
+    "competitor": r"kernel|competitor|method|implementation|impl|backend|provider|name",
+    "N": r"seq ?len(gth)?|sequence length|seqlen q|tokens|length|n|s",
+    "B": r"b|batch|batch size",
+    "H": r"h|heads|attention heads|(num|n) heads|query heads|h q",
+    "H_KV": r"h kv|kv ?heads|(num|n) kv heads",
+    "D": r"d|head ?dim|head dimension|d head|hdim|dqk",
+    "E": r"e|dv|value head dim",
+    "hidden": r"hidden|hidden size|model dim|d model",
+    "dtype": r"dtype|precision|data ?type",
+    "gpu": r"gpu|device|gpu name",
+    "causal": r"causal|is causal|causal masking",
+    "pass": r"pass|mode|direction",
+    "op": r"op|operation",
+    "memory_forward": r"fwd mem(ory)?",
+    "memory_backward": r"bwd mem(ory)?",
+    "memory_saved": r"activations?|saved",
+    "memory_peak": r"peak|peak mem(ory)?|mem(ory)?",
+    "forward": r"fwd|forward|fwd time",
+    "backward": r"bwd|backward|bwd time",
+    "total": r"total|fwd ?\+ ?bwd|fwd bwd|forward ?\+ ?backward|fwdbwd",
+    "time": r"latency|time|runtime|mean|median|mean time|avg",
+    "speedup": r"(best )?speedup.*",
+    "per_second": r"throughput|iterations/s|iter/s|it/s",
+    "tflops": r"tflops?|tflop/s",
+    "facts": r"config(uration)?|case|shape",
+}
+PASSES = {
+    "total": r"(fwd|forward) ?(\+|and|&|_|/) ?(bwd|backward)|total|fwdbwd|fwd_bwd|full|train(ing)?",
+    "backward": r"bwd|backward",
+    "forward": r"fwd|forward|inference",
+}
 BOOLEANS = {"true": True, "yes": True, "1": True, "causal": True, "false": False, "no": False, "0": False}
-SECTIONS: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
 
 
 class Number(NamedTuple):
@@ -141,39 +142,43 @@ class Published:
 # -------------------------------------------------------------------------------------------------- the map
 
 
-def read_map(path: Path | None) -> dict[str, Any]:
-    """The sections of a TOML map, all there and all sound; raises BadResults."""
-    found: dict[str, Any] = {name: kind() for name, kind in SECTIONS.items()}
-    if path is None:
-        return found
-    found |= toml(text_of(path), f"{path}: cannot be read", BadResults)
+class Map(NamedTuple):
+    """The sections of a TOML map."""
 
-    def demand(right: bool, what: str) -> None:
-        if not right:
-            raise BadResults(f"{path}: {what}")
+    options: dict[str, Any]
+    facts: dict[str, Any]
+    columns: dict[str, str]
+    where: list[dict[str, Any]]
 
-    for name, value in found.items():
-        demand(name in SECTIONS, f"unknown section {name}; there are {', '.join(SECTIONS)}")
-        right = isinstance(value, SECTIONS[name]) and (name != "where" or all(isinstance(x, dict) for x in value))
-        demand(right, f"[{name}] must be a {'list of tables' if name == 'where' else 'table'}")
-    for option in found["options"]:
-        demand(option in OPTIONS, f"unknown option {option}; there are {', '.join(OPTIONS)}")
-    for columns in (found["columns"], *(rule.get("columns", {}) for rule in found["where"])):
-        for column, role in columns.items():
-            known = isinstance(role, str) and role.split(" ")[0] in ROLES
-            demand(known, f"column {column!r} is {role!r}, must be one of {', '.join(ROLES)}")
-    return found
+    @classmethod
+    def read(cls, path: Path | None) -> Map:
+        """All sections, sound; raises BadResults."""
+        found = {name: kind() for name, kind in SECTIONS.items()}
+        found |= {} if path is None else toml(text_of(path), f"{path}: cannot be read", BadResults)
+        if wrong := next(cls.faults(found), None):
+            raise BadResults(f"{path}: {wrong}")
+        return cls(**found)
 
+    @staticmethod
+    def faults(found: dict[str, Any]) -> Iterator[str]:
+        for name, value in found.items():
+            if name not in SECTIONS:
+                yield f"unknown section {name}; there are {', '.join(SECTIONS)}"
+            elif not isinstance(value, SECTIONS[name]):
+                yield f"[{name}] must be a {'list of tables' if name == 'where' else 'table'}"
+        if not all(isinstance(rule, dict) for rule in found["where"]):
+            yield "[where] must be a list of tables"
+        for option in set(found["options"]) - set(OPTIONS):
+            yield f"unknown option {option}; there are {', '.join(OPTIONS)}"
+        for columns in (found["columns"], *(rule.get("columns", {}) for rule in found["where"])):
+            for column, role in columns.items():
+                if not isinstance(role, str) or role.split(" ")[0] not in ROLES:
+                    yield f"column {column!r} is {role!r}, must be one of {', '.join(ROLES)}"
 
-def under(mapping: dict[str, Any], heading: str, what: str, competitor: str = "") -> dict[str, Any]:
-    """`what`, "facts" or "columns", of all rules for a heading; one that names a competitor holds for it alone."""
-    found: dict[str, Any] = {}
-    for rule in mapping["where"]:
-        whose = rule.get("competitor", "").lower()
-        named = not whose or (competitor and fnmatchcase(competitor.lower(), whose))
-        if named and fnmatchcase(heading, rule.get("heading", "*")):
-            found |= rule.get(what, {})
-    return found
+    def under(self, heading: str, what: str) -> dict[str, Any]:
+        """`what`, "facts" or "columns", of all rules for a heading."""
+        rules = [rule for rule in self.where if fnmatchcase(heading, rule.get("heading", "*"))]
+        return {name: value for rule in rules for name, value in rule.get(what, {}).items()}
 
 
 # --------------------------------------------------------------------------------------------- words and cells
@@ -203,6 +208,11 @@ def unit_of(text: str, kind: str) -> float | None:
     return next((UNITS[kind][word] for word in candidates if word in UNITS[kind]), None)
 
 
+def named(patterns: dict[str, str], text: str) -> str | None:
+    """The first name whose pattern is all of a text."""
+    return next((name for name, pattern in patterns.items() if re.fullmatch(pattern, text)), None)
+
+
 def guess(header: str) -> str | None:
     """What a column probably holds; None where nothing is known."""
     text = re.sub(r"[(\[].*?[)\]]", "", plain(header)).lower()
@@ -210,11 +220,10 @@ def guess(header: str) -> str | None:
     name = re.sub(r" (ns|us|µs|μs|ms|mb|mib|gb|gib)$", "", name)
     if sized := re.fullmatch(r"(?:n|s|seq ?len)\s*=\s*(\d+)", name):
         return f"any N={sized[1]}"
-    found = next((role for pattern, role in GUESSES if re.fullmatch(pattern, name)), None)
-    return found or (_of_kernel("time", header) if unit_of(header, "time") is not None else None)
+    return named(GUESSES, name) or (of_kernel("time", header) if unit_of(header, "time") is not None else None)
 
 
-def _of_kernel(kind: str, header: str) -> str:
+def of_kernel(kind: str, header: str) -> str:
     return f"{kind} competitor={re.sub(r'[(].*', '', plain(header)).strip()}"
 
 
@@ -223,36 +232,26 @@ def fact(role: str, text: object) -> Any:
     word = plain(text)
     if role in SIZES:
         parsed = parse_number(text)
-        if parsed is None:
-            return None
-        value = parsed[0].value * (1024 if parsed[1].lower().startswith("k") else 1)
+        value = 0.5 if parsed is None else parsed[0].value * (1024 if parsed[1].lower().startswith("k") else 1)
         return int(value) if value == int(value) else None
     if role == "dtype":
         return floors.dtype_name(word)
     if role == "pass":
-        return next((name for pattern, name in PASS_WORDS if re.fullmatch(pattern, word.lower())), None)
+        return named(PASSES, word.lower())
     if role in ("causal", "layer"):
         return text if isinstance(text, bool) else BOOLEANS.get(word.lower().split(" ")[0].strip("(),"))
     return word or None
 
 
-def facts_in(text: str) -> dict[str, Any]:
-    """From "Batch=2, SeqLen=2048" and the like."""
-    pairs = re.findall(r"([A-Za-z_][\w ]*?)\s*=\s*([\w.]+)", plain(text))
-    found = {role: fact(role, value) for name, value in pairs if (role := guess(name.strip()) or "") in PAIRS}
+def facts_of(pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """From ("Batch", "2"), ("GPU", "NVIDIA L4") and the like."""
+    found = {role: fact(role, value) for name, value in pairs if (role := guess(name.strip()) or "") in FACTS}
     return {role: value for role, value in found.items() if value is not None}
 
 
-def page_fact(name: str, value: str) -> dict[str, Any]:
-    """From a line "GPU | NVIDIA L4" of a page's own description."""
-    key, parsed, role = plain(name).lower(), parse_number(value), guess(name) or ""
-    if parsed and "peak" in key and "tflop" in parsed[1].lower():
-        return {"peak_tflops": parsed[0].value}
-    if parsed and "bandwidth" in key:
-        scale = {"gb/s": 1e9, "tb/s": 1e12}.get(parsed[1].lower().split(" ")[0])
-        return {"bandwidth": parsed[0].value * scale} if scale else {}
-    known = role in ("B", "H", "H_KV", "D", "E", "dtype", "gpu", "causal", "hidden")
-    return {role: got} if known and (got := fact(role, value)) is not None else {}
+def facts_in(text: str) -> dict[str, Any]:
+    """From "Batch=2, SeqLen=2048"."""
+    return facts_of(re.findall(r"([A-Za-z_][\w ]*?)\s*=\s*([\w.]+)", plain(text)))
 
 
 # ------------------------------------------------------------------------------------------------- three formats
@@ -266,35 +265,35 @@ class Table:
     headings: tuple[str, ...] = ()  # from the page's title to the line just above the table
     heading: str = ""  # the headings proper, which rules of a map match
 
-    def context(self) -> tuple[str, float, str | None] | None:
+    def context(self) -> tuple[str, float, str | None]:
         """(kind, unit, pass) of the numbers, from the nearest heading that names a unit: "Backward time (ms)"."""
         for text in reversed(self.headings):
             for kind in UNITS:
                 if (unit := unit_of(text, kind)) is not None:
                     words = plain(text).lower()
-                    return kind, unit, next((p for w, p in PASS_WORDS if re.search(rf"\b({w})\b", words)), None)
-        return None
+                    return kind, unit, next((p for p, w in PASSES.items() if re.search(rf"\b({w})\b", words)), None)
+        return "", 0.0, None
 
 
-def _csv_table(path: Path, text: str) -> Iterator[Table]:
+def csv_table(path: Path, text: str) -> list[Table]:
     delimiter = max(",;\t|", key=text.split("\n", 1)[0].count)
     try:
         lines = list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))
     except csv.Error as error:
         raise BadResults(f"{path}: not CSV: {error}") from None
-    if lines:
-        yield Table("table", lines[0], [(i, list(line)) for i, line in enumerate(lines[1:], 2) if any(line)])
+    numbered = [(i, list(line)) for i, line in enumerate(lines, 1) if any(line)]
+    return [Table("table", lines[0], [line for line in numbered if line[0] > 1])] if lines else []
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         elif not isinstance(value, list):
             yield f"{prefix}{key}", value
 
 
-def _json_table(path: Path, text: str) -> Iterator[Table]:
+def json_table(path: Path, text: str) -> list[Table]:
     records = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -303,18 +302,16 @@ def _json_table(path: Path, text: str) -> Iterator[Table]:
             raise BadResults(f"{path}:{number}: not JSON ({error}); was the file cut off?") from None
         if not isinstance(values, dict):
             raise BadResults(f"{path}:{number}: a line must be an object, this is a {type(values).__name__}")
-        records[number] = dict(_flat(values))
+        records[number] = dict(flat(values))
     headers = list(dict.fromkeys(key for record in records.values() for key in record))
-    yield Table(
-        "lines", headers, [(number, [record.get(k, "") for k in headers]) for number, record in records.items()]
-    )
+    return [Table("lines", headers, [(n, [record.get(key, "") for key in headers]) for n, record in records.items()])]
 
 
-def _cells(line: str) -> list[str]:
+def split(line: str) -> list[str]:
     return [c.strip() for c in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
-def _markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
+def markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
     """Tables under their headings; facts of the page go into `page`."""
     headings: dict[int, str] = {}
     lines, above, count, i = text.splitlines(), "", 0, 0
@@ -324,13 +321,12 @@ def _markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
             level, above = len(match[1]), ""
             headings = {k: v for k, v in headings.items() if k < level} | {level: plain(match[2])}
         elif match := re.match(r"\s*[-+*]\s+\**([^*:]+?)\**\s*:\**\s+(.+)", line):
-            page |= page_fact(match[1], match[2])
+            page |= facts_of([(match[1], match[2])])
         elif "|" in line and i + 1 < len(lines) and re.fullmatch(r"[\s|:-]*-[\s|:-]*", lines[i + 1]):
             end = next((n for n in range(i + 2, len(lines)) if "|" not in lines[n]), len(lines))
-            headers, body = _cells(line), [(n + 1, _cells(lines[n])) for n in range(i + 2, end)]
+            headers, body = split(line), [(n + 1, split(lines[n])) for n in range(i + 2, end)]
             if len(headers) == 2 and guess(headers[1]) is None:
-                for _, cells in body:
-                    page |= page_fact(*cells) if len(cells) == 2 else {}
+                page |= facts_of([(cells[0], cells[1]) for _, cells in body if len(cells) == 2])
             else:
                 count += 1
                 titles = tuple(headings.values())
@@ -347,73 +343,67 @@ def _markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
 def read(path: Path, map_path: Path | None = None) -> Published:
     """All numbers of a file; `map_path` defaults to the TOML file of the same name beside it, where there is one."""
     beside = path.with_suffix(".toml")
-    mapping = read_map(map_path or (beside if beside.exists() and beside != path else None))
+    mapping = Map.read(map_path or (beside if beside.exists() and beside != path else None))
     text, suffix, page = text_of(path), path.suffix.lower(), dict[str, Any]()
     if "\0" in text:
         raise BadResults(f"{path}: holds binary data, not text")
     if suffix in (".jsonl", ".ndjson", ".json"):
-        tables = list(_json_table(path, text))
+        tables = json_table(path, text)
     elif suffix in (".md", ".markdown") or re.search(r"^\s*\|?[\s:|-]*-{3,}[\s:|-]*\|", text, re.M):
-        tables = list(_markdown_tables(text, page))
+        tables = list(markdown_tables(text, page))
     else:
-        tables = list(_csv_table(path, text))
-    found = Published(path, page | mapping["facts"], mapping["options"])
+        tables = csv_table(path, text)
+    found = Published(path, page | mapping.facts, mapping.options)
     for table in tables:
-        if not any(fnmatchcase(table.heading, pattern) for pattern in found.options.get("skip", [])):
-            _read_table(found, table, mapping)
+        read_table(found, table, mapping)
     if not found.rows:
         raise BadResults(f"{path}: no times or bytes found; say in a TOML map which column is what")
     return found
 
 
-def _roles(found: Published, table: Table, mapping: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each column its role and the facts that hold for it."""
-    said, context = mapping["columns"] | under(mapping, table.heading, "columns"), table.context()
+def columns_of(found: Published, table: Table, mapping: Map) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """For each column its role, its header and the facts that hold for it."""
+    said, (kind, _, _) = mapping.columns | mapping.under(table.heading, "columns"), table.context()
     for i, header in enumerate(table.headers):
         role = said.get(plain(header)) or said.get(header)
         if role is None:
             role = guess(header)
-            if role is None and context and any(parse_number(c[i]) for _, c in table.lines if i < len(c)):
-                role = _of_kernel("memory_peak" if context[0] == "memory" else "time", header)
+            if role is None and kind and any(parse_number(c[i]) for _, c in table.lines if i < len(c)):
+                role = of_kernel("memory_peak" if kind == "memory" else "time", header)
             found.guessed[plain(header)] = role = role or "ignore"
         word, _, rest = role.partition(" ")
         pairs = re.findall(r"(\w+)=(.+?)(?=\s\w+=|$)", rest)
-        yield word, {name: fact(name, value) if name in ROLES else value for name, value in pairs}
+        yield word, header, {name: fact(name, value) if name in ROLES else value for name, value in pairs}
 
 
-def _read_table(found: Published, table: Table, mapping: dict[str, Any]) -> None:
-    columns, context, before = list(_roles(found, table, mapping)), table.context(), len(found.rows)
-    of_table: dict[str, Any] = {"pass": context[2]} if context and context[2] else {}
-    of_table |= found.facts | facts_in(table.heading) | under(mapping, table.heading, "facts")
+def read_table(found: Published, table: Table, mapping: Map) -> None:
+    columns, context, before = list(columns_of(found, table, mapping)), table.context(), len(found.rows)
+    of_table: dict[str, Any] = {"pass": context[2]} if context[2] else {}
+    of_table |= found.facts | facts_in(table.heading) | mapping.under(table.heading, "facts")
     for number, cells in table.lines:
         where, of_line = f"{found.path.name}:{number}", dict(of_table)
-        for (role, _), cell in zip(columns, cells, strict=False):
-            if role == "facts":
-                of_line |= facts_in(str(cell))
-            elif role in ROLES and role not in NUMBERS and role != "ignore" and (got := fact(role, cell)) is not None:
-                of_line[role] = got
-        for (role, facts), header, cell in zip(columns, table.headers, cells, strict=False):
+        for (role, _, _), cell in zip(columns, cells, strict=False):
+            given = facts_in(str(cell)) if role == "facts" else {role: fact(role, cell)} if role in FACTS else {}
+            of_line |= {name: value for name, value in given.items() if value is not None}
+        for (role, header, facts), cell in zip(columns, cells, strict=False):
             if role not in NUMBERS:
                 continue
             if (parsed := parse_number(cell)) is None:
                 found.blank += [where] if role in TIMES else []
                 continue
-            competitor = str((of_line | facts).get("competitor") or "")
-            of_cell = of_line | under(mapping, table.heading, "facts", competitor) | facts
-            row = Row(where, table.name, number, role, parsed[0], of_cell)
-            _add(found, row, header, parsed[1], context[:2] if context else None)
+            row = Row(where, table.name, number, role, parsed[0], of_line | facts)
+            in_units(found, row, header, parsed[1], context)
+            found.rows.append(row)
     if len(found.rows) == before and table.lines:
         found.unread.append(f"{table.name}{f' ({table.heading})' if table.heading else ''}")
 
 
-def _add(found: Published, row: Row, header: str, rest: str, context: tuple[str, float] | None) -> None:
-    """Files a number by its role and its unit: that of the cell, the column, the heading or the map."""
+def in_units(found: Published, row: Row, header: str, rest: str, context: tuple[str, float, str | None]) -> None:
+    """Times in ms, memory in bytes: by the unit of the cell, the column, the heading or the map."""
     word = rest.lower().split(" ")[0].strip("(),")
 
     def unit(kind: str, usual: str) -> float:
-        known = (
-            UNITS[kind].get(word) or unit_of(header, kind) or (context[1] if context and context[0] == kind else None)
-        )
+        known = UNITS[kind].get(word) or unit_of(header, kind) or (context[1] if context[0] == kind else None)
         if known is None and kind == "time" and "time_unit" not in found.options:
             found.tell(f"column {plain(header)!r} has no unit: taken for ms")
         return known or UNITS[kind].get(str(found.options.get(f"{kind}_unit", usual)).lower(), UNITS[kind][usual])
@@ -426,13 +416,7 @@ def _add(found: Published, row: Row, header: str, rest: str, context: tuple[str,
     elif row.kind in MEMORY:
         row.kind = "memory_peak" if row.kind == "memory" else row.kind
         row.number = row.number.times(unit("memory", "mb"))
-    elif row.kind == "speedup":
-        note = re.search(r"\((.+?)\)", rest)
-        row.facts |= {"fastest": note[1]} if note else {}
     elif row.kind == "per_second":
-        row.number = row.number.times({"k": 1e3, "m": 1e6, "g": 1e9}.get(word, 1.0))
-    found.rows.append(row)
-
-
-def competitors(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row.competitor for row in rows if row.competitor))
+        row.number = row.number.times(PREFIXES.get(word, 1.0))
+    elif row.kind == "speedup" and (note := re.search(r"\((.+?)\)", rest)):
+        row.facts["fastest"] = note[1]

@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -67,9 +67,6 @@ class Monitor:
     def cell(self, cell: schema.Cell) -> None: ...
 
 
-# ------------------------------------------------------------------------------------------------ planning
-
-
 def lines_of(selection: Selection, device: torch.device) -> list[Line]:
     """The lines of the suites that are asked for, their cases complete."""
     lines = [line for suite in selection.suites for line in cases.read(suite)]
@@ -119,122 +116,97 @@ def default_out(suites: Sequence[str]) -> Path:
     return Path(f"bench-{'-'.join(suites)}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
 
 
-class Session:
-    """A selection on a machine: its lines, the record of the run, the gates that were passed."""
-
-    def __init__(self, selection: Selection, say: Callable[[str], None] = lambda text: None) -> None:
-        self.selection, self.say = selection, say
-        device = environment.device_of(selection.device)
-        self.lines = lines_of(selection, device)  # what is wrong is said before a minute has gone by
-        say("asking the device what it can do")
-        self.machine = machine = Machine.of(device)
-        machine.burn_in()
-        now = datetime.now(timezone.utc)
-        seed = secrets.randbits(31) if selection.seed is None else selection.seed
-        known = environment.facts(device, machine.nvml, machine.timer) | {"seed": seed}
-        self.run = schema.Run(
-            f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds"), selection.command(),
-            known, environment.commit(), environment.ceilings(device, machine.timer, known),
-        )  # fmt: skip
-        self.passed: dict[Any, dict[str, Any]] = {}
-
-    @property
-    def seed(self) -> int:
-        return int(self.run.environment.get("seed", 0))
-
-    def plans(self) -> list[tuple[Line, list[Competitor]]]:
-        """The lines with those who compete in them; on a GPU all kernels of ours that they need are compiled."""
-        device, who = self.machine.device, (self.selection.backends, self.selection.baselines)
-        if device.type == "cuda":
-            self.say("compiling our kernels on all cores")
-            kernels.compile_ahead(
-                [(line, competitors.rivals(line, *who)[0]) for line in self.lines], hardware.of(device)
-            )
-        return [(line, competitors.of(line, device, *who)) for line in self.lines]
-
-    def cells(self, line: Line, competitor: Competitor) -> list[schema.Cell]:
-        """Of each pass; with a hot cache, too, where everything a call touches fits the GPU's L2."""
-        least = floors.memory(line.op, line.case) or {}
-        touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
-        fits = self.machine.timer.cuda and 2 * touched < self.machine.timer.l2_bytes
-        command = self.selection.command(line.suite)
-        return [
-            competitor.cell(line, self.run.run_id, pass_, cache, self.seed, command)
-            for pass_ in line.settings.passes
-            for cache in (("cold", "hot") if fits else ("cold",))
-        ]
-
-    def group(self, line: Line, entries: Sequence[tuple[Competitor, list[schema.Cell]]]) -> Group:
-        return Group(line, entries, self.machine, self.seed, self.say, self.passed)
-
-
 # ------------------------------------------------------------------------------------------------- measuring
 
 
-class Journal:
-    """The results file; a record is on disk when `write` returns."""
+def record_of(selection: Selection, machine: Machine, commit: dict[str, Any]) -> schema.Run:
+    now = datetime.now(timezone.utc)
+    seed = secrets.randbits(31) if selection.seed is None else selection.seed
+    known = environment.facts(machine.device, machine.nvml, machine.timer) | {"seed": seed}
+    return schema.Run(
+        f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds"), selection.command(), known,
+        commit, environment.ceilings(machine.device, machine.timer, known),
+    )  # fmt: skip
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def write(self, record: schema.Run | schema.Cell) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(schema.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+def write(out: Path, record: schema.Run | schema.Cell) -> None:
+    """The record is on disk when this returns."""
+    with out.open("a", encoding="utf-8") as file:
+        file.write(schema.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
-    def begin(self, run: schema.Run) -> tuple[schema.Run, set[str]]:
-        """Writes `run`, or finds the one in an old file; with the hashes of the cells that are finished."""
-        results = schema.Results({}, [])
-        if self.path.exists():
-            text = self.path.read_bytes()
-            self.path.write_bytes(text[: text.rfind(b"\n") + 1])  # a last line that was being written is dropped
-            results = schema.read([self.path])
-        if not results.runs:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.write(run)
-            except OSError as error:
-                raise Refused(f"{self.path}: cannot be written: {error.strerror}") from None
-            return run, set()
-        old = list(results.runs.values())[-1]
-        for what, was, now in (
-            ("on another device", old.environment.get("device"), run.environment.get("device")),
-            ("with another torch", old.environment.get("torch"), run.environment.get("torch")),
-            ("from another source", old.commit.get("source"), run.commit.get("source")),
-        ):
-            if was != now:
-                raise Refused(
-                    f"{self.path} was measured {what} ({was}, now {now}): start a new file with another --out"
-                )
-        finished = (c for c in results.cells if c.run_id == old.run_id and c.status != "interrupted")
-        return old, {cell.config_hash for cell in finished}
+
+def begin(out: Path, run: schema.Run) -> tuple[schema.Run, set[str]]:
+    """Writes `run`, or finds the one in an old file; with the hashes of the cells that are finished."""
+    results = schema.Results({}, [])
+    if out.exists():
+        text = out.read_bytes()
+        out.write_bytes(text[: text.rfind(b"\n") + 1])  # a last line that was being written is dropped
+        results = schema.read([out])
+    if not results.runs:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write(out, run)
+        except OSError as error:
+            raise Refused(f"{out}: cannot be written: {error.strerror}") from None
+        return run, set()
+    old = list(results.runs.values())[-1]
+    for what, was, now in (
+        ("on another device", old.environment.get("device"), run.environment.get("device")),
+        ("with another torch", old.environment.get("torch"), run.environment.get("torch")),
+        ("from another source", old.commit.get("source"), run.commit.get("source")),
+    ):
+        if was != now:
+            raise Refused(f"{out} was measured {what} ({was}, now {now}): start a new file with another --out")
+    finished = (c for c in results.cells if c.run_id == old.run_id and c.status != "interrupted")
+    return old, {cell.config_hash for cell in finished}
+
+
+def cells_of(selection: Selection, line: Line, who: Competitor, run: schema.Run, machine: Machine) -> list[schema.Cell]:
+    """Of each pass; with a hot cache, too, where everything a call touches fits the GPU's L2."""
+    least = floors.memory(line.op, line.case) or {}
+    touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
+    caches = ("cold", "hot") if machine.timer.cuda and 2 * touched < machine.timer.l2_bytes else ("cold",)
+    seed, command = int(run.environment.get("seed", 0)), selection.command(line.suite)
+    states = [(pass_, cache) for pass_ in line.settings.passes for cache in caches]
+    return [who.cell(line, run.run_id, *state, seed, command) for state in states]
 
 
 def run(
     selection: Selection, out: Path, *, resume: bool = False, monitor: Monitor | None = None,
-    other: Any = None,
+    other: Any = None, commit: dict[str, Any] | None = None,
 ) -> schema.Run:  # fmt: skip
     """Measures what `selection` says into `out`; KeyboardInterrupt passes through when the file is in order.
 
-    other  another process that measures the same lines in turns with ours: see `fulmen.bench.base`.
+    other   another process that measures the same lines, interleaved with ours: see `fulmen.bench.base`
+    commit  what is measured, where git does not know
     """
-    monitor, journal = monitor or Monitor(), Journal(out)
+    monitor = monitor or Monitor()
     if out.exists() and not resume:
         raise Refused(f"{out} exists: --resume goes on with it, another --out leaves it alone")
-    session = Session(selection, monitor.say)
-    session.run, finished = journal.begin(session.run)
+    device = environment.device_of(selection.device)
+    lines = lines_of(selection, device)  # what is wrong is said before a minute has gone by
+    monitor.say("asking the device what it can do")
+    machine = Machine.of(device)
+    machine.burn_in()
+    record, finished = begin(out, record_of(selection, machine, commit or environment.commit()))
+    who = (selection.backends, selection.baselines)
+    if device.type == "cuda":
+        monitor.say("compiling our kernels on all cores")
+        kernels.compile_ahead([(line, competitors.rivals(line, *who)[0]) for line in lines], hardware.of(device))
     plans, planned = [], set[str]()
-    for line, who in session.plans():
+    for line in lines:
         entries = []
-        for competitor in who:
-            cells = session.cells(line, competitor)
+        for competitor in competitors.of(line, device, *who):
+            cells = cells_of(selection, line, competitor, record, machine)
             new = [c for c in cells if c.config_hash not in planned | finished]  # a --shape may have made lines equal
             planned |= {c.config_hash for c in cells}
             entries += [(competitor, new)] if new else []
         plans += [(line, entries)] if entries else []
-    monitor.begin(session.run, len(planned - finished), len(planned & finished))
+    monitor.begin(record, len(planned - finished), len(planned & finished))
     exhausted: dict[Any, tuple[float, str]] = {}  # by kernel and case but for N: at which N, and why
+    passed: dict[Any, dict[str, Any]] = {}
     for line, entries in plans:
         monitor.group(line.case, line.suite)
         rest = tuple(sorted((k, str(v)) for k, v in line.case.items() if k != "N"))
@@ -242,15 +214,15 @@ def run(
             N, why = exhausted.get((competitor.name, rest), (math.inf, ""))
             if line.case.get("N", 0) > N:
                 competitor.skip = f"not tried: it {why} at N={N}"
-        group = session.group(line, entries)
-        measure(group, session.run, journal, monitor, other)
+        group = Group(line, entries, machine, int(record.environment.get("seed", 0)), monitor.say, passed)
+        measure(group, record, out, monitor, other)
         for cell in group.cells:
             if cell.status in EXHAUSTED and "N" in line.case:
                 exhausted.setdefault((cell.competitor, rest), (line.case["N"], EXHAUSTED[cell.status]))
-    return session.run
+    return record
 
 
-def measure(group: Group, record: schema.Run, journal: Journal, monitor: Monitor, other: Any) -> None:
+def measure(group: Group, record: schema.Run, out: Path, monitor: Monitor, other: Any) -> None:
     try:
         if other is not None:
             other.prepare(group.line)
@@ -263,7 +235,5 @@ def measure(group: Group, record: schema.Run, journal: Journal, monitor: Monitor
             monitor.sampled(group)
     finally:
         for cell in group.finish(record):
-            journal.write(cell)
+            write(out, cell)
             monitor.cell(cell)
-        if other is not None:
-            other.finish()

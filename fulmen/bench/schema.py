@@ -26,15 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fulmen.bench import Refused
+from fulmen.bench import Refused, words
 
 SCHEMA = "fulmen-bench/1"
 PASSES = ("forward", "backward", "total")  # total: forward and backward in one region
-STATUSES = ("ok", "failed", "oom", "unsupported", "timeout", "withheld", "interrupted", "skipped")
-FLAGS = (
-    "IMPOSSIBLE", "SUSPECT", "WARM-L2", "HOST-BOUND", "THROTTLED", "INCONSISTENT", "SIDE-STREAM", "ANOTHER-FUNCTION",
-    "NOISY", "UNAUDITED",
-)  # fmt: skip
+STATUSES = tuple(words.STATUSES)
 
 
 def printable(text: str) -> str:

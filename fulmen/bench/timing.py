@@ -261,9 +261,6 @@ def _abandon(device: torch.device, pool: Any) -> None:
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-Ran = tuple[list[str], float | None]  # kernels by name, in order, and how long they took without the gaps between them
-
-
 KINDS = {  # of kernels, by their names; the first that fits
     "glue": "^triton_(poi|red|per)",  # inductor's, which are named after all that they fuse
     "optimiser": "adam|multi_tensor_apply",
@@ -272,13 +269,8 @@ KINDS = {  # of kernels, by their names; the first that fits
 }
 
 
-def kernels_of(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> Ran:
-    """What the device ran for one call; nothing on a CPU or where torch's profiler cannot say."""
-    return between_spacers(profiled(timer, work, cold, rounds))
-
-
 def profiled(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> list[tuple[str, float]]:
-    """All that ran on the device in a few calls, by torch's profiler, with its us.
+    """All that ran on the device in a few calls, by torch's profiler, with its us; nothing on a CPU.
 
     Two spacers stand around each call, so that it can be told from what empties the cache.
     """
@@ -303,8 +295,8 @@ def profiled(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> l
     return [(e.name, e.time_range.elapsed_us()) for e in events]
 
 
-def between_spacers(kernels: Sequence[tuple[str, float]]) -> Ran:
-    """The kernels of a call, and the median of the calls' times in ms."""
+def between_spacers(kernels: Sequence[tuple[str, float]]) -> tuple[list[str], float | None]:
+    """The kernels of a call in order, and the median of the calls' times in ms, without the gaps between them."""
     calls = calls_of(kernels)
     times = [sum(us for _, us in call) / 1e3 for call in calls]
     return ([name for name, _ in calls[-1]], median(times[1:] or times)) if calls else ([], None)

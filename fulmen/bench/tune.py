@@ -14,7 +14,7 @@ import math
 import random
 import time as clock
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, wait
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -113,13 +113,9 @@ class Bound(NamedTuple):
 def bind(job: Job, device: torch.device) -> Bound:
     """Random tensors; on the device "meta" shapes only, which is enough to compile."""
     adapter, module = adapters.of(job.op), importlib.import_module(f"fulmen.{job.op}.triton")
-    if device.type == "meta":
-        q, k, v, do = adapters.empty(job.case)
-        slopes = torch.empty(job.case["H"], device=device) if job.case.get("decay") else None
-    else:
-        given = adapter.problem(job.case, device, 1).x
-        q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
-        slopes = getattr(given, "decay", None)
+    given = adapter.problem(job.case, device, 1).x
+    q, k, v, do = (t.detach() for t in (given.q, given.k, given.v, given.do))
+    slopes = getattr(given, "decay", None)
     spec, o = adapter.spec(job.case, device), torch.empty_like(do)
     if job.op == "lightning":
         x = LightningResiduals(q, k, v, slopes, None, None)
@@ -170,24 +166,18 @@ def compile_one(job: Job, config: Tiles) -> None:
         kernels.compiled(one, job.hw.arch)
 
 
-def compiled(job: Job, order: Sequence[Tiles], pool: Executor, workers: int, until: float) -> list[Tiles]:
-    """Those of `order` that compile before the time `until`, the first in any case."""
-    done, waiting, running = set[Tiles](), list(order), dict[Any, Tiles]()
-    while waiting or running:
-        while waiting and len(running) < workers and (clock.monotonic() < until or waiting[0] == order[0]):
-            config = waiting.pop(0)
-            running[pool.submit(compile_one, job, config)] = config
-        left = max(0.0, until - clock.monotonic()) if order[0] in done and until < math.inf else None
-        finished, _ = wait(running, left, FIRST_COMPLETED)
-        for future in finished:
-            config, error = running.pop(future), future.exception()
-            if error is None:  # otherwise it does not fit, or the compiler gives up: no candidate
-                done.add(config)
-            elif config == order[0]:
-                raise CannotTune(f"the tiles in use, {config}, do not compile: {error}")
-        if not finished:  # out of time: what still runs goes on for a later pass, and is not waited for
-            break
-    return [config for config in order if config in done]
+def compiled(job: Job, order: Sequence[Tiles], pool: Executor, until: float) -> list[Tiles]:
+    """Those of `order` that compile before the time `until`, the first in any case.
+
+    The others do not fit, or the compiler gives up, or the time is over: then what runs goes on for a later pass.
+    """
+    wanted = order if clock.monotonic() < until else order[:1]
+    futures = {pool.submit(compile_one, job, config): config for config in wanted}
+    if (error := next(iter(futures)).exception()) is not None:
+        raise CannotTune(f"the tiles in use, {order[0]}, do not compile: {error}")
+    wait(futures, None if until == math.inf else max(0.0, until - clock.monotonic()))
+    done = [future for future in futures if not future.cancel() and future.done() and future.exception() is None]
+    return [futures[future] for future in done]
 
 
 def candidates(job: Job, configs: Sequence[Tiles], machine: Machine, until: float) -> list[Candidate]:
@@ -245,15 +235,15 @@ def tune(
         raise CannotTune("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
     device = torch.device("cuda", torch.cuda.current_device())
     jobs = jobs_of(op, shapes, dtype, hardware.of(device))
-    machine, workers = Machine.of(device), kernels.workers()
+    machine = Machine.of(device)
     machine.burn_in()
-    pool = kernels.new_pool(workers)
+    pool = kernels.new_pool(kernels.workers())
     try:
         for number, (text, job) in enumerate(jobs):
             now = clock.monotonic()
             share = math.inf if seconds is None else max(0.0, begin + seconds - now) / (len(jobs) - number)
             order = nearest_first(op, job.current())
-            ready = compiled(job, order, pool, workers, now + COMPILING * share)
+            ready = compiled(job, order, pool, now + COMPILING * share)
             tried = candidates(job, ready, machine, now + share)
             show(f"{op} {text} {dtype} {job.pass_}", time(tried, machine, now + share), everything, console)
             why = "do not fit" if seconds is None else f"do not fit, or not into {share:.0f} s (--seconds)"

@@ -1,6 +1,6 @@
 """A kernel of your own, under the same gate and clock as ours: `verify_and_time(my_kernel, plain, inputs)`.
 
-docs/benchmarking.md has an example. The reference is evaluated in fp64 for the exact result and in the inputs' own
+docs/bench.md has an example. The reference is evaluated in fp64 for the exact result and in the inputs' own
 dtype for the tolerance: the kernel may err twice as much as that does on these or a few other inputs (gradients: three
 times), plus one rounding. A kernel that fails gets no time.
 """

@@ -158,16 +158,13 @@ class Launch:
         )
         return Slot(config, self.arguments)
 
-    def free_slot(self) -> Slot:
-        try:
-            return self.slots.pop()
-        except IndexError:  # the first call, or a call in another thread is under way
-            return self.slot()
-
     def __call__(self, *front: float | bytes) -> None:
         if self.empty:
             return
-        slot = self.free_slot()
+        try:
+            slot = self.slots.pop()
+        except IndexError:  # the first call, or a call in another thread is under way
+            slot = self.slot()
         self.pack(slot.bytes, slot.offset, *front)
         slot.config.stream = raw_stream(self.device)
         if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):
@@ -183,7 +180,10 @@ class Launch:
             if len(self.packed) >= MAX_PACKED:
                 self.packed.clear()
             packed = self.packed[addresses] = self.front.pack(*front(addresses))
-        slot = self.free_slot()
+        try:
+            slot = self.slots.pop()
+        except IndexError:
+            slot = self.slot()
         ctypes.memmove(slot.start, packed, len(packed))
         slot.config.stream = raw_stream(self.device)
         if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):

@@ -65,7 +65,7 @@ def supports(spec: FlashSpec) -> str | None:
 
 def backward_problem(spec: FlashSpec, choice: Choice) -> str | None:
     tile = choice.backward_tile
-    shared = (backward_kernel.SHARED_OF_ENDS, backward_kernel.shared_bytes(spec, tile), 0)
+    shared = (backward_kernel.PROLOGUE_SHARED, backward_kernel.shared_bytes(spec, tile))
     for variant, size in zip(backward_kernel.variants(spec, tile), shared, strict=True):
         if (why := cuda.problem(variant, spec.device, size)) is not None:
             return why

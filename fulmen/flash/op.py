@@ -36,7 +36,7 @@ from fulmen.flash.spec import (
     empty_lse,
     spec_of,
 )
-from fulmen.plans import Plan
+from fulmen.plans import Plan, nothing
 
 
 def flash_attention(
@@ -138,11 +138,11 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     arguments = args[TENSORS:]
     plan = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
     o, lse = plan.forward.run(*tensors)
-    return o, lse if plan.spec.wants_lse else _nothing(o)
+    return o, lse if plan.spec.wants_lse else nothing(o.device)()
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """Stands for an lse or a gradient nobody asked for: an operator cannot return None."""
+    """`plans.nothing` of a fake tensor."""
     return x.new_empty(0, dtype=torch.float32)
 
 
@@ -164,7 +164,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ahead = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
         plan = plans.keep(key, given, ahead.backward_alone())
     dq, dk, dv, dsinks = plan.forward.run(*args[: TENSORS + 4])
-    return dq, dk, dv, _nothing(lse) if dsinks is None else dsinks
+    return dq, dk, dv, nothing(lse.device)() if dsinks is None else dsinks
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,7 +230,7 @@ def _cache_forward(
     facts = (scale, left, right, False, softcap, with_lse, False, most)
     plan = _cache_plan(("flash cache operator", *facts, backend), x, facts, backend)
     o, lse = plan.forward.run(*x)
-    return o, lse if with_lse else _nothing(o)
+    return o, lse if with_lse else nothing(o.device)()
 
 
 def _cache_forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

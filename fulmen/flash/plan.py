@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import outside_autocast
+from fulmen.boundary import outside_autocast, tidy_rows
 from fulmen.flash.spec import Causal, FlashSpec, Residuals, Window, check_values, spec_of
 from fulmen.plans import Plan, Repeated
 
@@ -77,11 +77,6 @@ def tidy(
     q, k, v, o, do = map(tidy_rows, (q, k, v, o, do))
     sinks, cu_q, cu_k, dlse = (x if x is None else x.resolve_neg().contiguous() for x in (sinks, cu_q, cu_k, dlse))
     return q, k, v, sinks, cu_q, cu_k, o, lse.resolve_neg().contiguous(), do, dlse
-
-
-def tidy_rows(x: Tensor) -> Tensor:
-    """x, or a copy if its rows are not contiguous in memory as they are."""
-    return x if (x.stride(3) == 1 or x.shape[3] <= 1) and not x.is_neg() else x.resolve_neg().contiguous()
 
 
 def plain_options(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:

@@ -38,7 +38,7 @@ class Sm90Tile(NamedTuple):
     stages: int  # blocks of keys in flight
     take_turns: bool = False  # the warpgroups issue their products one after the other
     blocks_per_sm: int = 1
-    swizzle: bool = False  # L2 swizzle: as many heads at a time as the L2 cache holds; else all heads, LPT first
+    swizzle: bool = False  # L2 swizzle: few heads at a time (`swizzle_heads`); else all heads, LPT first
     pack_gqa: bool = False  # a tile holds all query heads of a group
 
     @property
@@ -447,7 +447,7 @@ def should_pack_gqa(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
 def should_swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
     """Whether heads are taken in groups that fit the L2 cache, where that was measured (D = 64 and 128).
 
-    Without a mask groups are never slower. Causal, all heads at once, longest tiles first, balance the blocks best. But
+    Without a mask always. Causal, all heads at once, longest tiles first, balance the blocks best. But
     of many heads few tiles each run side by side, and k and v beyond the L2 cache are read again and again: B32 H8
     N2048 D128 has 453 TFLOP/s so, and 563 in groups. So groups, if they are about as balanced. At D = 64, where k and v
     are half as large, there is less to gain. B1 H40 N8192 in groups of 7 heads: estimated 1.09 times, measured 1.02.
@@ -468,15 +468,17 @@ def should_swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
 def swizzle_heads(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     """Heads worked on at a time: all, or an L2 swizzle group.
 
-    A group is as many as half of the L2 cache holds k and v of, a multiple of the GQA group; causal, down to half as
-    many if that balances the blocks better.
+    Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, in groups of 30 616. Causal, as many as half of the L2
+    cache holds k and v of, a multiple of the GQA group, down to half as many if that balances the blocks better.
     """
     every, unit = max(1, heads(spec, tile)), 1 if tile.pack_gqa else max(spec.group, 1)
+    if tile.swizzle and spec.right is None:
+        return 1
     stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
     if not tile.swizzle or stored * unit >= every:
         return every
     many = every > 32 * stored * unit or tiles_per_head(spec, tile) > MANY_TILES  # of which the last weighs little
-    if spec.right is None or not spec.plain or many:
+    if not spec.plain or many:
         return stored * unit
     return unit * min(range(stored, stored // 2, -1), key=lambda n: lpt_makespan(spec, tile, hw, n * unit))
 

@@ -28,8 +28,8 @@ class BackwardTile(NamedTuple):
 
 # By D = E. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.93 to 0.98 of it.
 BACKWARD_TILES = {
-    64: BackwardTile(128, overlap=False),  # B4 H32 N4096: 1.24, 1.16; with s of the next tile early 1.20, 1.12
-    128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.10, 1.04; dq added from registers 1.07, 1.01
+    64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.28, 1.17
+    128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.15, 1.08
 }
 
 
@@ -40,20 +40,18 @@ def backward_tile(spec: FlashSpec) -> BackwardTile:
 class Workspace(NamedTuple):
     """Of the backward, fp32: dq, and where the other parts begin. `end`: how many numbers it has."""
 
-    rows: int  # lse and delta of every query; empty if `rows_in_dq`
+    rows: int  # lse and delta of every query
     drawn: int  # what every query tile adds to a sink's gradient
-    turns: int  # for each half of a query tile how often it was added to
+    turns: int  # for each half of a query tile how many tiles of keys were added to it
     end: int
-    rows_in_dq: bool  # rows lie where dq will be written, as nobody needs them then
 
 
 def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
     blocks = spec.B * spec.H * tiles_of(spec, spec.N_Q, tile.block_m)
-    rows, size = blocks * tile.block_m * spec.D, blocks * 2 * tile.block_m
-    rows_in_dq = 4 * size <= 2 * spec.B * spec.H * spec.N_Q * spec.D
-    drawn = rows + (0 if rows_in_dq else size)
+    rows = blocks * tile.block_m * spec.D
+    drawn = rows + blocks * 2 * tile.block_m
     turns = drawn + blocks * spec.has_sinks
-    return Workspace(rows, drawn, turns, turns + 2 * blocks * spec.deterministic, rows_in_dq)
+    return Workspace(rows, drawn, turns, turns + 2 * blocks)
 
 
 def affordable(spec: FlashSpec) -> bool:
@@ -78,3 +76,12 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     at_once = hw.sm_count // max(1, tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
     most = min(heads, max(1, at_once, hw.l2_bytes // 2 // size))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
+
+
+def lag(spec: FlashSpec, heads: int, hw: Hardware) -> int:
+    """How many blocks after a tile of keys its share of dq is converted: two waves, when it is surely there.
+
+    Without a limit on the right a share needs all tiles of its head, of `heads` at a time.
+    """
+    group = 0 if spec.right is not None else heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS)
+    return max(2 * hw.sm_count, group)

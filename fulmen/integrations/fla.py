@@ -29,26 +29,16 @@ State = Tensor | tuple[Tensor, Tensor] | None
 
 
 def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_size: int | None = None,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_size: int | None = None, *,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t S_t; g (B, T, H), or g_gamma (H,) for all tokens.
 
     A g that is expanded from one number for each head costs no more than g_gamma.
     """
-    _check_rank(q=q, k=k, v=v)
+    _heads(q, k, v)
     if g is not None and g_gamma is not None:
         raise ValueError("g and g_gamma are both given: a decay is either of each token, g, or constant, g_gamma")
     if g is not None and g.ndim != 3:
@@ -63,80 +53,48 @@ def chunk_simple_gla(
 
 
 def fused_recurrent_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As `chunk_simple_gla`, whose kernels serve any length; `reverse` is not supported."""
     if reverse:
         raise ValueError("reverse=True is not supported: flip q, k, v and g along T")
-    return chunk_simple_gla(
-        q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
-    )  # fmt: skip
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
 
 
 def chunk_lightning_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer_idx: int,
-    num_layers: int,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Slopes of (8 / H) h (1 - layer_idx / num_layers), as fla has them: head 0 does not decay."""
-    _check_rank(q=q, k=k, v=v)
-    H = q.shape[2]
-    gamma = torch.arange(H, device=q.device) * -(8 / H * (1 - layer_idx / num_layers))
-    return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, False, cu_seqlens)
+    step = 8 / _heads(q, k, v) * (1 - layer_idx / num_layers)
+    gamma = -step * torch.arange(q.shape[2], device=q.device)
+    return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
 def chunk_retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Retention: decays of 1 - 2^(-5 - h)."""
-    _check_rank(q=q, k=k, v=v)
-    gamma = torch.log1p(-torch.exp2(-5.0 - torch.arange(q.shape[2], device=q.device)))
-    return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, False, cu_seqlens)
+    gamma = torch.log1p(-torch.exp2(-5.0 - torch.arange(_heads(q, k, v), device=q.device)))
+    return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
 def chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: State = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, State]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State = None,
+    output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:  # fmt: skip
     """No decay. With `normalize` o_t is divided by scale q_t . z_t, where z_t is the sum of the keys up to t.
 
     A state is then (S, z): z (sequences, 1, H, D). The denominator is linear attention whose values are 1.
     """
-    _check_rank(q=q, k=k, v=v)
+    _heads(q, k, v)
     if not normalize:
-        return chunk_simple_gla(
-            q, k, v, None, None, scale, _tensor(initial_state), output_final_state, False, cu_seqlens
-        )  # fmt: skip
+        state = _tensor(initial_state)
+        return chunk_simple_gla(q, k, v, None, None, scale, state, output_final_state, cu_seqlens=cu_seqlens)
     state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
     o, state = _attend(q, k, v, None, scale, state, cu_seqlens)
     ones = torch.ones_like(v[..., :1])
@@ -173,7 +131,9 @@ def _tensor(state: State) -> Tensor | None:
     return state
 
 
-def _check_rank(**tensors: Tensor) -> None:
-    for name, x in tensors.items():
+def _heads(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many q has; checks that all are (B, T, heads, head dim)."""
+    for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor) or x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(getattr(x, 'shape', ()))}, must be (B, T, heads, head dim)")
+    return q.shape[2]

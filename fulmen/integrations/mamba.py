@@ -16,13 +16,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from fulmen.lightning.op import lightning_attention_with_state
+from fulmen.layers.scan import Steps, scan, scan_step
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
-
-RESET = 128.0  # a decay of exp(-128) leaves nothing in fp32, and a running sum that takes it in stays exact to 1e-5
 
 
 def mamba_chunk_scan_combined(
@@ -60,25 +57,17 @@ def mamba_chunk_scan_combined(
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("return_varlen_states needs cu_seqlens")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
-    decay = -A.float() * dt
-    if seq_idx is not None:
-        changes = torch.cat([seq_idx[:, :1] != 0, seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
-        decay = decay + RESET * changes[..., None]
-    y, states = lightning_attention_with_state(
-        C.transpose(1, 2),
-        B.transpose(1, 2),
-        (x * dt[..., None]).to(x.dtype).transpose(1, 2),
-        decay.transpose(1, 2),
+    y, states = scan(
+        x, dt, A.float(), B, C, D, z, dt_bias, Steps(dt_softplus, *map(float, dt_limit)), seq=seq_idx,
         initial_state=None if initial_states is None else initial_states.mT.to(wide).contiguous(),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int32),
-        backend=backend,
-    )
-    y = _through_d_and_z(y.transpose(1, 2), x, D, z)
+        with_state=return_final_states or return_varlen_states, backend=backend,
+    )  # fmt: skip
+    if states is None:
+        return y
     states = states.mT if state_dtype is None else states.mT.to(state_dtype)
     last = states[-1:] if cu_seqlens is not None else states
-    found = (*[last] * return_final_states, *[states] * return_varlen_states)
-    return (y, *found) if found else y
+    return y, *[last] * return_final_states, *[states] * return_varlen_states
 
 
 def selective_state_update(
@@ -111,43 +100,8 @@ def selective_state_update(
         )[:, 0]  # fmt: skip
     given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     _check_step(given, state_batch_indices)
-    if x.device.type == "cuda":
-        from fulmen.integrations import mamba_step
-
-        return mamba_step.update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
-    return _update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
-
-
-def _update(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, dt_softplus: bool, slots: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The definition, in PyTorch."""
-    heads = state.shape[1]
-    rows = torch.arange(x.shape[0], device=x.device) if slots is None else slots.long()
-    used = (rows >= 0) & (rows < state.shape[0])
-    rows = torch.where(used, rows, 0)
-    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    dt = (F.softplus(dt) if dt_softplus else dt)[..., None]
-    B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
-    new = state[rows].float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
-    state[rows[used]] = new[used].to(state.dtype)
-    y = _through_d_and_z((new * C).sum(-1), x, D, z)
-    return y.masked_fill_(~used[:, None, None], 0)
-
-
-def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
-    dt = dt.float() if bias is None else dt.float() + bias.float()
-    dt = F.softplus(dt) if softplus else dt
-    return dt if limit == (0.0, math.inf) and softplus else dt.clamp(*limit)
-
-
-def _through_d_and_z(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    if D is not None:
-        y = y + x * (D[:, None] if D.ndim == 1 else D)
-    if z is not None:
-        y = y * F.silu(z.float())
-    return y.to(x.dtype)
+    steps = Steps(dt_softplus, -math.inf, math.inf)
+    return scan_step(state, x, dt, A, B, C, D, z, dt_bias, steps, state_batch_indices)
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tensor | None, ends: Tensor | None) -> None:

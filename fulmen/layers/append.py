@@ -13,16 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.boundary import is_plain_eager
+from fulmen.boundary import is_plain_eager, register_mutation
 from fulmen.layers.fused import fused_call
 from fulmen.layers.rotary import apply_rotary
 
 _note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier cache
-_lib = torch.library.Library("fulmen", "FRAGMENT")
-_lib.define(
-    "cache_append(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? table,"
-    " Tensor? cos, Tensor? sin, bool each_query, bool interleaved) -> (Tensor q, Tensor lengths)"
-)
 
 
 def append(
@@ -38,8 +33,8 @@ def append(
     cos, sin         (positions, dim / 2): the first dim elements of heads of q and k are turned; None: q is returned
     each_query       query n stands at position lengths[b] + n, else all of them at lengths[b]
     """
-    table, cos, sin = (x if x is None else x.contiguous() for x in (table, cos, sin))
-    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, lengths.contiguous(), table, cos, sin)
+    rest = [x if x is None or x.is_contiguous() else x.contiguous() for x in (lengths, table, cos, sin)]
+    tensors: tuple[Any, ...] = (q, k, v, k_cache, v_cache, *rest)
     if is_plain_eager(*tensors) and not torch.is_grad_enabled():
         turned, after = _append(*tensors, each_query, interleaved)  # type: ignore[call-arg]
         _note_change((k_cache, v_cache))
@@ -105,5 +100,11 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: 
     return y.transpose(1, 2).contiguous()
 
 
-_lib.impl("cache_append", _append, "CompositeExplicitAutograd")
-torch.library.register_fake("fulmen::cache_append", _append_fake, lib=_lib)
+_lib = torch.library.Library("fulmen", "FRAGMENT")
+register_mutation(
+    _lib,
+    "cache_append(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? table,"
+    " Tensor? cos, Tensor? sin, bool each_query, bool interleaved) -> (Tensor q, Tensor lengths)",
+    _append,
+    _append_fake,
+)

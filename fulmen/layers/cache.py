@@ -358,6 +358,44 @@ class StateCache(Written):
         )
 
 
+class MambaCache(StateCache):
+    """The state of one Mamba-2 layer, and the last inputs of its convolution, (B, taps - 1, channels).
+
+    A step of one token updates both in place, so that it can be captured in a CUDA graph; replays are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv: Tensor | None = None
+
+    def update(
+        self, state: Tensor, N: int, counts: Tensor | None = None, layer: AttentionLayer | None = None,
+        conv: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """As `StateCache.update`; conv: the convolution's last inputs after these tokens."""
+        super().update(state, N, counts, layer)
+        self.conv = conv
+
+    def count(self, N: int, layer: AttentionLayer) -> None:
+        """Counts N tokens that were taken in in place; not while a graph is captured, when nothing runs."""
+        assert self.state is not None
+        if not torch.compiler.is_compiling() and is_capturing(self.state.device):
+            return
+        if self.lengths is not None:
+            self.lengths = self.lengths + N
+        self.length += N
+        self._note_writer(layer)
+
+    def reset(self) -> None:
+        super().reset()
+        self.conv = None
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        if self.conv is not None:
+            self.conv = self.conv.index_select(0, _checked_indices(indices, self.conv))
+        super().reorder(indices)
+
+
 def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | None) -> Tensor:
     """Tokens of each row after N more, or counts[b] more; for rows that differ before or after."""
     if lengths is not None:

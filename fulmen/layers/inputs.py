@@ -170,9 +170,9 @@ def _check_positions(positions: Tensor, x: Tensor) -> None:
 
 
 def _check_cache(layer: AttentionLayer, cache: Any, B: int, causal: bool) -> None:
-    pooled = isinstance(cache, layer.pool_type)
+    pooled = layer.pool_type is not None and isinstance(cache, layer.pool_type)
     if not pooled and not isinstance(cache, layer.cache_type):
-        kinds = f"{layer.cache_type.__name__} or a {layer.pool_type.__name__}"
+        kinds = " or a ".join(kind.__name__ for kind in (layer.cache_type, layer.pool_type) if kind is not None)
         raise ValueError(f"cache is a {type(cache).__name__}, must be a {kinds}")
     if not causal:
         raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
@@ -235,7 +235,7 @@ class Inputs(NamedTuple):
         check_kind("x", x, projection)
         if cache is not None:
             cache.check_writer(layer)
-        if cache is not None and isinstance(cache, layer.pool_type):
+        if layer.pool_type is not None and isinstance(cache, layer.pool_type):
             _check_pooled(layer, cache, x, positions, mask)
         padding = None if mask is None else Padding.of(mask)
         return cls(x if padding is None else padding.front(x), positions, cache, padding, cu_seqlens, layer.cp)
@@ -366,6 +366,11 @@ def full_counts(x: Tensor, counts: Tensor | None) -> Tensor:
 def _sequence_of(token: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The packed sequence of each token."""
     return torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
+
+
+def sequences_of(N: int, cu_seqlens: Tensor) -> Tensor:
+    """int32 (N,): the packed sequence of each token."""
+    return _sequence_of(torch.arange(N, device=cu_seqlens.device), cu_seqlens).to(torch.int32)
 
 
 def packed_positions(token: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -190,13 +190,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
-        first, down = project(x, self._q_first(), self.kv_a_proj_with_mqa)
-        if cache is not None and self._steps(down, call, cache):
-            (y,) = project(self._step(first, down, cache), self.o_proj, early=True)
+        if cache is not None and self._steps(x, call, cache):
+            (y,) = project(self._step(x, cache), self.o_proj, early=True)
             if isinstance(cache, LatentCache):
                 cache.extend(x.shape[1], call.counts, self)
             return call.back(y)
-        queries, latent, k_rope = self._up(first, down)
+        queries, latent, k_rope = self._up(*project(x, self._q_first(), self.kv_a_proj_with_mqa))
         cos, sin = call.rotations(self.rope)
         served = cache is None and rotary_kernels(cos, sin, queries, latent, k_rope) is not None
         weight = self._up_weight(latent) if served else None
@@ -325,11 +324,11 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
     # ------------------------------------------------------------------------------------- a decoding step
 
-    def _steps(self, down: Tensor, call: Inputs, cache: LatentCache | LatentPool) -> bool:
+    def _steps(self, x: Tensor, call: Inputs, cache: LatentCache | LatentPool) -> bool:
         """Whether `_step` serves: a pool, or a preallocated cache, the absorbed way, without gradients."""
         if isinstance(cache, LatentPool):
             return True
-        N, limit = down.shape[1], self.rope.max_positions
+        N, limit = x.shape[1], self.rope.max_positions
         return (
             cache.max_length is not None
             and cache.length > 0
@@ -338,33 +337,32 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             and self._absorbs(N, cache.length + N)
             and call.positions is None
             and (limit is None or limit >= cache.max_length)
-            and local(self.kv_b_proj.weight).dtype == down.dtype
-            and not torch.is_autocast_enabled(down.device.type)
+            and local(self.kv_b_proj.weight).dtype == x.dtype
+            and not torch.is_autocast_enabled(x.device.type)
         )
 
-    def _step(self, first: Tensor, down: Tensor, cache: LatentCache | LatentPool) -> Tensor:
-        """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows.
-
-        first and down are the projections of x, before norms and RoPE.
-        """
+    def _step(self, x: Tensor, cache: LatentCache | LatentPool) -> Tensor:
+        """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows."""
+        queries, down, latent, norm = self._queries(x)
         (B, N, size), R = down.shape, self.kv_rank
         at = cache.at(down)
         (kv,) = at.memory
         up = local(self.kv_b_proj.weight).view(-1, self.nope_dim + self.value_dim, R)
-        queries, latent, norm = self._queries(first, down)
         few = are_few(down)
         found = None
         if on_gpu(down) and is_plain_eager(down) and queries.is_contiguous() and down.is_contiguous():
             tables = self.rope.from_start(at.limit, down.device, down.dtype)
             facts = (self.nope_dim, self.rope.interleaved, 0.0 if norm is None else self.kv_a_layernorm.eps)
             tensors = (queries, latent, down, norm, *tables, at.begin, at.table, kv, up if few else None)
-            found = fused_call("decode", "latent_step", facts, *tensors, like=(queries, latent, down, kv, up))
+            like = (queries, down, kv, up) if latent is None else (queries, latent, down, kv, up)
+            found = fused_call("decode", "latent_step", facts, *tensors, like=like)
         if found is None:
-            latent = latent if norm is None else self.kv_a_layernorm(down[..., :R])
+            latent = self.kv_a_layernorm(down[..., :R]) if latent is None else latent
             return self._step_plainly(queries, latent, down[..., R:], at)
         q = found[0].transpose(0, 1)
         if few:
-            value = fused_call("decode", "latent_value", self.nope_dim, self._attend(q, kv, at.end, at.table), up)
+            o = self._attend(q, kv, at.end, at.table)
+            value = fused_call("decode", "latent_value", self.nope_dim, o, up)
             assert value is not None
             return value[0]
         H = up.shape[0]
@@ -376,25 +374,32 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         torch.bmm(o, w_v.mT, out=y.view(B * N, H, self.value_dim).transpose(0, 1))
         return y
 
-    def _queries(self, first: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The queries before RoPE, the latent, and the weight of the norm it still lacks, or None.
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The queries before RoPE, kv_a_proj's output, and its latent or the weight of the norm that this still lacks.
 
-        The kernel that writes the latent norms it. Of one row the norm of c_q is part of the product that reads it.
+        The kernel that writes the latent norms it. Of few rows the norm of c_q is part of the products around it, but
+        in fp16, where c_q times the norm's weight could overflow before it is divided.
         """
-        q_norm, kv_norm, q_up = self.q_a_layernorm, self.kv_a_layernorm, self.q_b_proj
-        if on_gpu(down) and _is_plain_norm(kv_norm, down) and (q_norm is None or _is_plain_norm(q_norm, first)):
-            if q_norm is None or q_up is None:
-                return first, down, kv_norm.weight
-            facts = Facts(None, q_norm.eps or 0.0, early=True)
-            found = few_rows(first, q_up, norm=q_norm.weight, facts=facts)
+        q_norm, q_up, kv_norm = self.q_a_layernorm, self.q_b_proj, self.kv_a_layernorm
+        linears = self._q_first(), self.kv_a_proj_with_mqa
+        plain = on_gpu(x) and all(norm is None or _is_plain_norm(norm, x.dtype) for norm in (q_norm, kv_norm))
+        if plain and q_norm is not None and q_up is not None and is_plain(q_up) and x.dtype != torch.float16:
+            found = few_rows(x, *linears, norm=q_norm.weight)
             if found is not None:
-                return found[0], down, kv_norm.weight
+                c_q, down, squares = found
+                found = few_rows(c_q, q_up, squares=squares, facts=Facts(None, q_norm.eps or 0.0, early=True))
+            if found is not None:
+                return found[0], down, None, kv_norm.weight
+        first, down = project(x, *linears)
+        if plain and first.is_contiguous() and down.is_contiguous():
+            if q_norm is None or q_up is None:
+                return first, down, None, kv_norm.weight
             found = fused_call("latent", "norms", (q_norm.eps,), first, q_norm.weight, None, None)
             if found is not None:
                 (queries,) = project(found[1], q_up, early=True)
-                return queries, down, kv_norm.weight
+                return queries, down, None, kv_norm.weight
         queries, latent, _ = self._up(first, down)
-        return queries, latent, None
+        return queries, down, latent, None
 
     def _step_plainly(self, queries: Tensor, latent: Tensor, k_rope: Tensor, at: Step) -> Tensor:
         """`_step` in PyTorch's operations."""
@@ -470,7 +475,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
     """For each x (B, N, width) and its norm of R features: the norm of x's first R columns, and the other columns."""
     tensors = [t for x, norm in pairs for t in (x, norm.weight)]
-    if all(_is_plain_norm(norm, x) for x, norm in pairs):
+    if all(x.is_contiguous() and _is_plain_norm(norm, x.dtype) for x, norm in pairs):
         kernels = kernels_for("latent", *tensors)
         if kernels is not None:
             return kernels.Normed.apply(tuple(norm.eps for _, norm in pairs), *tensors)
@@ -482,12 +487,12 @@ def normed(*pairs: tuple[Tensor, RMSNorm]) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _is_plain_norm(norm: RMSNorm, x: Tensor) -> bool:
-    """Whether a kernel that reads x can norm it instead of the module."""
+def _is_plain_norm(norm: RMSNorm, dtype: torch.dtype) -> bool:
+    """Whether a kernel that reads contiguous rows of this dtype can norm them instead of the module."""
     weight = norm.weight
-    if type(weight) is not nn.Parameter or weight.dtype != x.dtype or weight.shape[0] > MAX_NORM_WIDTH:
+    if type(weight) is not nn.Parameter or weight.dtype != dtype or weight.shape[0] > MAX_NORM_WIDTH:
         return False
-    return norm.eps is not None and norm.mesh is None and x.is_contiguous() and has_no_hooks(norm, kind=RMSNorm)
+    return norm.eps is not None and norm.mesh is None and has_no_hooks(norm, kind=RMSNorm)
 
 
 def _last_positions(rows: Rows, N: int) -> Tensor:

@@ -7,7 +7,8 @@
 | preset  | models                 | activation | scale  | qk_norm | rope          | output norm     | decay          |
 |---------|------------------------|------------|--------|---------|---------------|-----------------|----------------|
 | minimax | MiniMax-Text-01, M1    | SiLU       | 1      | no      | none          | over all heads  | decay.minimax  |
-| ring    | Ring-, Ling-linear 2.0 | none       | D^-1/2 | yes     | half the head | in 4 groups     | decay.ring     |
+| ring    | Ring, Ling 2.0, 2.5    | none       | D^-1/2 | yes     | half the head | in 4 groups     | decay.ring     |
+| sala    | MiniCPM-SALA           | none       | D^-1/2 | yes     | the head      | over all heads  | decay.alibi    |
 
 `qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value. This is
 MiniMax's order where every head has its own, and a rank's share of the heads is contiguous.
@@ -87,7 +88,9 @@ class Choices(NamedTuple):
 PRESETS = {
     "minimax": Choices("silu", 1.0, None, None, 1, True, "minimax"),
     "ring": Choices(None, None, "before", {"base": 600_000.0}, 4, True, "ring"),
+    "sala": Choices(None, None, "before", {"base": 10_000.0}, 1, True, "alibi"),
 }
+WHOLE_ROPE = ("sala",)  # presets that turn all of a head, not half
 AS_PRESET: Any = "preset"
 
 
@@ -96,13 +99,13 @@ class LightningAttention(weights.AttentionLayer):
 
     embed_dim     size of a token's vector.
     num_heads     H; `head_dim` is embed_dim / H unless given, `value_dim` (E) is head_dim, num_kv_heads is H.
-    layer         this layer's number, from 0, of `num_layers`: deeper layers decay less in both presets.
-    preset        "minimax" or "ring"; each of the following is the preset's unless given:
+    layer         this layer's number, from 0, of `num_layers`: deeper layers decay less in minimax and ring.
+    preset        "minimax", "ring" or "sala"; each of the following is the preset's unless given:
     activation    None, "silu", "relu" or "gelu", of q, k and v.
     scale         of the output; None: 1 / sqrt(head_dim).
     qk_norm       None, or RMSNorm of each head of q and k "before" or "after" RoPE.
     rope          None, a `Rotary` over the first of a head's elements, or a dict of its arguments (dim is half of
-                  head_dim unless given).
+                  head_dim unless given, in sala all of it).
     output_norm   RMSNorm of the heads' outputs: the number of groups they are normed in (1: all together), None: none.
     gate          whether the normed outputs are multiplied by sigmoid(x W).
     decay         "minimax", "ring" or "alibi" of `fulmen.decay`, a tensor of H slopes, or None for no decay.
@@ -166,7 +169,8 @@ class LightningAttention(weights.AttentionLayer):
         self.qk_norm = choice("qk_norm", chosen.qk_norm, None, "before", "after")
         self.q_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
-        self.rope = rotary_of(chosen.rope, self.head_dim, dim=self.head_dim // 2)
+        turned = self.head_dim if self.preset in WHOLE_ROPE else self.head_dim // 2
+        self.rope = rotary_of(chosen.rope, self.head_dim, dim=turned)
         self.norm = None
         if chosen.output_norm is not None:
             groups = whole("output_norm", chosen.output_norm)
@@ -398,7 +402,7 @@ class LightningAttention(weights.AttentionLayer):
         prefix: str = "", backend: str = "auto", device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LightningAttention:  # fmt: skip
-        """The layer of a Hugging Face attention module of MiniMax or Ring-linear (Bailing), or of its state_dict.
+        """The layer of a Hugging Face module of MiniMax, Ring (Bailing) or MiniCPM-SALA, or of its state_dict.
 
         config  the model's configuration, or its dict.
         layer   the number of the layer, from 0, which the slopes depend on; transformers' modules know it. Slopes and
@@ -409,10 +413,14 @@ class LightningAttention(weights.AttentionLayer):
         layer = getattr(module_or_state_dict, "layer_idx", None) if layer is None else layer
         if layer is None:
             raise ValueError("layer is missing: a state_dict does not tell which of the model's layers it is of")
-        ring = any(name.startswith("query_key_value.") for name in tensors)
-        options = _ring_options(config) if ring else _minimax_options(config)
-        if ring:
+        if "query_key_value.weight" in tensors:
+            options = _ring_options(config)
             tensors = _from_ring(tensors, options["num_heads"], options["head_dim"])
+        elif "q_proj.weight" in tensors:
+            options = _sala_options(config)
+            tensors = _from_sala(tensors, options)
+        else:
+            options = _minimax_options(config)
         tensors = {name: x for name, x in tensors.items() if name not in MINIMAX_BUFFERS}
         place: dict[str, Any] = {"layer": layer, "num_layers": config_size(config, "num_hidden_layers")}
         make = functools.partial(cls, **options, **place, backend=backend)
@@ -504,4 +512,46 @@ def _from_ring(tensors: dict[str, Tensor], heads: int, head_dim: int) -> dict[st
         if part == "query_key_value" and x.shape[0] == 3 * heads * head_dim:
             x = x.unflatten(0, (3, heads, head_dim)).transpose(0, 1).flatten(0, 2)
         renamed[RING_NAMES.get(part, part) + dot + rest] = x
+    return renamed
+
+
+SALA_NAMES = {"o_proj": "out_proj", "z_proj": "output_gate", "o_norm": "norm"}
+SALA_SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0, None: 0.0}
+
+
+def _sala_options(config: Any) -> dict[str, Any]:
+    head_dim = config_size(config, "lightning_head_dim")
+    scale = config_value(config, "lightning_scale", None)
+    if scale not in SALA_SCALES:
+        known = ", ".join(map(repr, SALA_SCALES))
+        raise NotImplementedError(f"config has lightning_scale={scale!r}: must be one of {known}")
+    return {
+        "embed_dim": config_size(config, "hidden_size"),
+        "num_heads": config_size(config, "lightning_nh"),
+        "num_kv_heads": config_size(config, "lightning_nkv"),
+        "head_dim": head_dim,
+        "preset": "sala",
+        "scale": head_dim ** SALA_SCALES[scale],
+        "qk_norm": "before" if config_value(config, "qk_norm", True) else None,
+        "rope": Rotary.from_config(config, head_dim) if config_value(config, "lightning_use_rope", True) else None,
+        "output_norm": 1 if config_value(config, "use_output_norm", False) else None,
+        "gate": bool(config_value(config, "use_output_gate", False)),
+        "norm_eps": config_value(config, "rms_norm_eps", 1e-6),
+        "bias": bool(config_value(config, "attention_bias", False)),
+    }
+
+
+def _from_sala(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Our names, and one projection: for each head of k and v its queries, its key and its value."""
+    parts = [f"{name}_proj" for name in "qkv"]
+    renamed = {}
+    for name, x in tensors.items():
+        part, dot, rest = name.partition(".")
+        if part not in parts:
+            renamed[SALA_NAMES.get(part, part) + dot + rest] = x
+    for kind in ("weight", "bias"):
+        found = [tensors.get(f"{part}.{kind}") for part in parts]
+        if all(x is not None and x.shape[0] % options["num_kv_heads"] == 0 for x in found):
+            heads = [x.unflatten(0, (options["num_kv_heads"], -1)) for x in found if x is not None]
+            renamed[f"qkv_proj.{kind}"] = torch.cat(heads, 1).flatten(0, 1)
     return renamed

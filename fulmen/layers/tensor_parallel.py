@@ -8,7 +8,7 @@ What is left:
     a norm over all heads                    its squares are summed over ranks, forward and backward
     slopes, sinks                            each rank takes those of its heads
     fewer heads of k and v than ranks        every rank computes all of them and takes the one its queries read
-    a fused projection to q, k and v         a rank has its rows of q, of k and of v
+    a fused projection                       a rank has its rows of q, of k and of v; of Mamba-2 of z, x, B, C and dt
 
 A parameter under a plan is a DTensor, also where every rank holds all of it: optimizers do not mix the two kinds.
 """
@@ -173,7 +173,7 @@ class Heads(ParallelStyle):
 
 
 class Replicated(ParallelStyle):
-    """Of a Linear every rank computes in full."""
+    """Of a module every rank computes in full: all tensors that it takes and returns are the same everywhere."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._everywhere, self._into, self._out_of)
@@ -182,10 +182,13 @@ class Replicated(ParallelStyle):
         replace_parameters(module, mesh, Replicate(), self.src_data_rank)
 
     def _into(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        def everywhere(x: Any) -> Any:
+            return DTensor.from_local(x, mesh, [Replicate()], run_check=False) if isinstance(x, Tensor) else x
+
+        return tuple(map(everywhere, inputs))
 
     def _out_of(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return output.to_local()
+        return tuple(map(local, output)) if isinstance(output, tuple) else output.to_local()
 
 
 class KeyHeads(Replicated):
@@ -219,11 +222,28 @@ class FusedHeads(ColwiseParallel):
         self.heads = list(heads)
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for kind, x in list(module.named_parameters(recurse=False)):
-            parts = [t.chunk(device_mesh.size()) for t in split_rows(x.detach(), self.heads)]
-            ordered = torch.cat([t for rank in zip(*parts, strict=True) for t in rank])
-            spread = distribute_tensor(ordered, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            module.register_parameter(kind, nn.Parameter(spread, requires_grad=x.requires_grad))
+        share_rows(module, device_mesh, self.heads, self.src_data_rank)
+
+
+class FusedRows(ParallelStyle):
+    """Of a module whose parameters the layer reads itself: rows shared out as those of `FusedHeads`."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__()
+        self.rows = list(rows)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        share_rows(module, device_mesh, self.rows, self.src_data_rank)
+        return module
+
+
+def share_rows(module: nn.Module, mesh: DeviceMesh, parts: Sequence[int], source: int | None) -> None:
+    """Gives each rank its share of every part of the parameters' rows, one part after the other."""
+    for kind, x in list(module.named_parameters(recurse=False)):
+        shares = [t.chunk(mesh.size()) for t in split_rows(x.detach(), parts)]
+        ordered = torch.cat([t for rank in zip(*shares, strict=True) for t in rank])
+        spread = distribute_tensor(ordered, mesh, [Shard(0)], src_data_rank=source)
+        module.register_parameter(kind, nn.Parameter(spread, requires_grad=x.requires_grad))
 
 
 def split_rows(fused: Tensor, heads: Sequence[int], mesh: DeviceMesh | None = None) -> list[Tensor]:

@@ -40,7 +40,7 @@ class AttentionLayer(nn.Module):
     """
 
     cache_type: ClassVar[type[TokenCache] | type[StateCache]]
-    pool_type: ClassVar[type[Pool]]
+    pool_type: ClassVar[type[Pool] | None]
     embed_dim: int
     dropout: float = 0.0
     number: int | None = None

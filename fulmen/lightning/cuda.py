@@ -123,11 +123,11 @@ def run(
     not_last: bool = False,
     tokens: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """One launch, kept in `launches`; see `SweepLaunch`. Of a decay for each token `tokens` is keeps, qdq and kdk."""
+    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk and anchors."""
     if names not in launches:
         decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:])
         launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
-    tokens = tokens or (None, None, None, None)
+    tokens = tokens or (None,) * 4
     launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets, tokens))
 
 
@@ -253,14 +253,13 @@ def backward(
         states = States(initial=entering, dfinal=leaving)
     if slots is not None:
         tensors[SAVED] = slots
-    anchors = None
     if ddecay is not None and slots is not None:
-        anchors = x.q.new_empty(*slots.shape[:2], spec.E // 64 * 4, dtype=torch.float32)
+        grads = grads._replace(anchors=x.q.new_empty(*slots.shape[:2], spec.E // 64 * 4, dtype=torch.float32))
     for names in backward_sweeps(spec, slots is not None and spec.D == 64):
-        tokens = (None, grads.qdq, grads.kdk, anchors)
+        tokens = (None, grads.qdq, grads.kdk, grads.anchors)
         run(spec, backward_tile(tiles, names), names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
-    if anchors is not None and ddecay is not None:
-        fused.run([fused.token_gradient(spec, x, grads._replace(anchors=anchors), ddecay)], spec.device)
+    if ddecay is not None:
+        fused.run([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
     return *grads.of_stored_heads(spec, x), dinitial
 
 
@@ -268,7 +267,7 @@ def prepare_backward(
     spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, ddecay: Tensor | None = None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
     """The backward of calls with these shapes and strides at the least cost for the host."""
-    if do.stride(3) != 1 or readable(do) is not do or not (dstate is None or dstate.is_contiguous()):
+    if readable(do) is not do:
         return None
     launches: Launches = {}
     *grads, dinitial = backward(spec, x, do, dstate, ddecay, launches)

@@ -38,7 +38,7 @@ from fulmen.lightning.spec import (
     empty_states,
     spec_of_residuals,
 )
-from fulmen.plans import Plan
+from fulmen.plans import Plan, nothing
 
 
 def lightning_attention(
@@ -171,7 +171,7 @@ TENSORS = 6
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """Stands for a state or a gradient nobody asked for: an operator cannot return None."""
+    """`plans.nothing` of a fake tensor."""
     return x.new_empty(0, dtype=torch.float32)
 
 
@@ -182,7 +182,8 @@ def _forward(
     tensors = (q, k, v, decay, initial_state, cu_seqlens)
     plan = _planned(tensors, (scale, with_state, backend), needs_grad, operator=True)
     o, state, saved = plan.forward.run(*tensors)
-    return o, _nothing(o) if state is None else state, _nothing(o) if saved is None else saved
+    empty = nothing(q.device)
+    return o, empty() if state is None else state, empty() if saved is None else saved
 
 
 def _forward_fake(
@@ -211,10 +212,12 @@ def _backward(
         plan = plans.keep(key, given, ahead.backward_alone())
     into = _token_gradient(plan.spec, decay, decay_gradient)
     dq, dk, dv, dinitial = plan.forward.run(*tensors, saved, do, dstate, *into)
-    ddecay = into[0] if into else _nothing(dq)
+    empty = nothing(q.device)
     if decay_gradient and not into:
         ddecay = _slopes_gradient(plan.spec, Residuals(*tensors), do, dstate)
-    return dq, dk, dv, ddecay, _nothing(dq) if dinitial is None else dinitial
+    else:
+        ddecay = into[0] if into else empty()
+    return dq, dk, dv, ddecay, empty() if dinitial is None else dinitial
 
 
 def _token_gradient(spec: LightningSpec, decay: Tensor | None, wanted: bool) -> tuple[Tensor, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import outside_autocast, readable
+from fulmen.boundary import outside_autocast, readable, tidy_rows
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.plans import Plan, Repeated
 
@@ -33,12 +32,10 @@ def plan_for(
     copies  whether q, k and v are copied, so that their rows begin at multiples of 16 bytes
     """
 
-    def residuals(tensors: Sequence[Any]) -> Residuals:
-        x = Residuals(*tensors)
-        return x._replace(q=readable(x.q), k=readable(x.k), v=readable(x.v)) if copies else x
-
     def new_residuals(tensors: tuple[Any, ...]) -> Residuals:
-        x = residuals(tensors)
+        x = Residuals(*tensors)
+        if copies:
+            x = x._replace(q=readable(x.q), k=readable(x.k), v=readable(x.v))
         return x if saved is None else x._replace(saved=x.q.new_empty(saved))
 
     @outside_autocast
@@ -49,12 +46,8 @@ def plan_for(
     @outside_autocast
     def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         assert kernel.backward is not None, "natively differentiable backends do not come here"
-        do, dstate, *ddecay = tensors[RESIDUALS:]
-        do = do.resolve_neg()
-        if spec.E > 1 and do.stride(3) != 1:  # autograd hands over expanded gradients, as of o.sum()
-            do = do.contiguous()
-        dstate = None if dstate is None else dstate.resolve_neg().contiguous()
-        return kernel.backward(spec, residuals(tensors[:RESIDUALS]), do, dstate, *ddecay)
+        tensors = tidy(spec, *tensors)
+        return kernel.backward(spec, Residuals(*tensors[:RESIDUALS]), *tensors[RESIDUALS:])
 
     def prepare(*tensors: Any) -> Any:
         assert kernel.prepare is not None
@@ -62,16 +55,31 @@ def plan_for(
 
     def prepare_backward(*tensors: Any) -> Any:
         assert kernel.prepare_backward is not None
+        if any(a is not b for a, b in zip(tensors, tidy(spec, *tensors), strict=True)):
+            return None
         return kernel.prepare_backward(spec, Residuals(*tensors[:RESIDUALS]), *tensors[RESIDUALS:])
 
-    ahead, back = (None, None) if copies else (kernel.prepare, kernel.prepare_backward)
     return Plan(
         spec,
-        Repeated(forward, ahead and prepare),
-        lambda: Repeated(backward, back and prepare_backward),
+        Repeated(forward, None if copies else kernel.prepare and prepare),
+        lambda: Repeated(backward, kernel.prepare_backward and prepare_backward),
         arguments,
         needs_grad,
     )
+
+
+def tidy(
+    spec: LightningSpec, q: Tensor, k: Tensor, v: Tensor, decay: Any, initial: Any, cu_seqlens: Any, saved: Any,
+    do: Tensor, dstate: Any, *ddecay: Tensor,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The tensors of a backward as kernels take them: hooks of saved tensors may hand back other strides, and autograd
+    expands gradients, as for o.sum()."""
+    q, k, v, do = map(tidy_rows, (q, k, v, do))
+    if spec.aligned:
+        q, k, v = map(readable, (q, k, v))
+    decay = decay if decay is None else decay.resolve_neg() if spec.per_token else decay.resolve_neg().contiguous()
+    plain = (x if x is None else x.resolve_neg().contiguous() for x in (initial, cu_seqlens, saved))
+    return q, k, v, decay, *plain, do, dstate if dstate is None else dstate.resolve_neg().contiguous(), *ddecay
 
 
 def plan_of(spec: LightningSpec, x: Residuals, backend: str) -> Plan:

@@ -110,9 +110,12 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
     large = hw.smem_bytes > 200_000
     hopper = hw.arch // 10 == 9 and large
     if spec.dtype == torch.float32:  # on the CUDA cores
-        return TritonTile(16, 64 if hopper and not wide else 32, 4, 2)  # D64: 6 % and 3 %
+        block_v, warps = (64, 8 if spec.per_token else 4) if hopper and not wide else (32, 4)
+        return TritonTile(16, block_v, warps, 2)  # D64: 6 % and 3 %
     if wide:
         return TritonTile(32, 64, 4, 3) if hopper and spec.D == spec.E else TritonTile(32, 64, 8, 2)  # D256: 17, 10 %
+    if hopper and spec.per_token and max(spec.D, spec.E) > 64:  # the factors of a chunk spill with 4 warps
+        return TritonTile(64, 64, 8, 3)
     if hopper:  # wgmma: one warpgroup multiplies 64 rows at a time
         return TritonTile(64, 64, 4, 4)  # D64: 90 % and 63 %; D128: 83 % and 52 %, with decay 74 % and 45 %
     if hw.arch // 10 == 10 and large:  # tcgen05, accumulators in tensor memory
@@ -122,8 +125,8 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
 
 # Of backend cuda: (D, E), then forward, training, backward, state; of dk and dq, if they have another. The share of the
 # copy bandwidth, with decay and without: D64 forward 93, 94 %, backward 80, 81 %; D128 forward 93, 92 %, backward 61,
-# 61 %. With a decay for each token, forward, then backward without its gradient and with it: D64 94 %, 75, 43 %; D128
-# 89 %, 53, 31 %; D128 E64 with 8 groups 56 %, 16, 13 %.
+# 61 %. With a decay for each token, forward, then backward without its gradient and with it, calls with the host's time
+# (constant decay: 75 and 56 % backward): D64 89 %, 65, 52 %; D128 80 %, 47, 38 %; D128 E64, 8 groups 54 %, with it 15 %.
 SWEEP_TILES = {
     (64, 64): (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
     (128, 128): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),
@@ -136,6 +139,7 @@ SWEEP_TILES = {
 PROGRAMS_PER_SM = 2
 MIN_SEGMENT = 256  # rows, in triton_split; shorter ones spend their time on states
 SAVED_ROWS = 512  # cuda saves a state so often, and segments are multiples of it
+TOKEN_ROWS = 256  # the same with a decay for each token: roundings add up in its gradient from one state to the next
 PACKED_WAVES = 8  # times as many segments of packed sequences, so that what is left over at their ends is small
 # (pass, D): cuda splits what is left over after whole waves of blocks only into at least so many segments. us, whole
 # and split: D64, B3 H50 N5000 in 5 118, 112, backward 225, 218; B4 H40 N8192 in 4 203, 186, backward 357, 367;
@@ -157,9 +161,15 @@ def most_segments(spec: LightningSpec, rows: int) -> int:
     return cdiv(max(spec.N, 1), rows) if spec.sequences is None else spec.N // rows + spec.sequences
 
 
+def saved_rows(spec: LightningSpec) -> int:
+    """Rows from one state that is saved to the next."""
+    return TOKEN_ROWS if spec.per_token else SAVED_ROWS
+
+
 def slots_of(spec: LightningSpec) -> int:
-    """Saved states of a head, one for every SAVED_ROWS rows begun; of packed sequences room for any lengths."""
-    return cdiv(spec.N, SAVED_ROWS) if spec.sequences is None else spec.N // SAVED_ROWS + spec.sequences
+    """Saved states of a head, one for every `saved_rows` rows begun; of packed sequences room for any lengths."""
+    rows = saved_rows(spec)
+    return cdiv(spec.N, rows) if spec.sequences is None else spec.N // rows + spec.sequences
 
 
 def triton_split(spec: LightningSpec, tile: TritonTile, hw: Hardware) -> Split:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fulmen.lightning.tokens import FORGOTTEN, SPAN, meet, token_decays
-from fulmen.tiles import LOG2E
+from fulmen.tiles import LOG2E, at_head
 
 
 class Rows(NamedTuple):
@@ -358,3 +358,32 @@ def lightning_sweep_kernel(
         leave(state, states, offs_state + plain, mine, scale, tl.constexpr(SWEEPS[i]))
     if tokens.keeps is not None:
         tl.store(tokens.keeps + rest, passed)
+
+
+@triton.jit
+def lightning_sum_heads_kernel(
+    x_ptr,  # (B, heads * group, N, SIZE)
+    y_ptr,  # (B, heads, N, SIZE), written
+    x_strides,  # of B, heads and N
+    y_strides,
+    heads,
+    group,
+    N,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,  # rows
+    WIDTH: tl.constexpr,
+):
+    """y = the sum over the `group` heads that share a stored one. Programs are (batch entry, head, BLOCK rows)."""
+    blocks = tl.cdiv(N, BLOCK)
+    unit, row = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK
+    b, h = unit // heads, unit % heads
+    offs_n, offs_d = row + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    mask = (offs_n < N)[:, None] & (offs_d < SIZE)[None, :]
+    rows = tl.cast(offs_n, tl.int64)[:, None]
+    at = at_head(x_ptr, x_strides, b, h * group, 0) + rows * x_strides[2] + offs_d[None, :]
+    total = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for _ in range(group):
+        total += tl.load(at, mask=mask, other=0.0)
+        at += x_strides[1]
+    to = at_head(y_ptr, y_strides, b, h, 0) + rows * y_strides[2] + offs_d[None, :]
+    tl.store(to, total.to(y_ptr.dtype.element_ty), mask=mask)

@@ -6,7 +6,11 @@ later ones, is what its decay scales; see docs/lightning.md:
 
     ds_t = -<exp(-s_t) S_{t-1}, dS_t> = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>
 
-for any r <= t. Roundings add up along that sum, so it begins anew at every SPAN-th row.
+for any r <= t. dq and dk come from rounded states, S in one sweep and dS in the other, so that their products with q
+and k do not cancel exactly: errors add up like a random walk. So the sum begins anew at every SPAN-th row, from the
+product of the two states there. Where the next such product is known, too, the sum has to arrive at it, and what it
+misses by is taken from its rows in equal parts: that halves the walk's largest error. At the end of a sequence the
+product is zero if the final state has no gradient.
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fulmen.lightning.policy import SAVED_ROWS
+from fulmen.lightning.policy import TOKEN_ROWS
 from fulmen.tiles import LOG2E, at_head, find_tile, offset_at
 
 FORGOTTEN = tl.constexpr(64)  # bits
-SPAN = tl.constexpr(SAVED_ROWS)
+SPAN = tl.constexpr(TOKEN_ROWS)
 
 
 @triton.jit
@@ -90,10 +94,13 @@ def lightning_token_gradient_kernel(
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     SPAN: tl.constexpr,
+    OPEN: tl.constexpr,  # the final states have gradients
+    SUM: tl.constexpr,  # the dtype to add up in
 ):
     """ds of SPAN rows from row r on: ds_t = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>.
 
-    Nothing passes a row that forgets: there the sum is zero, and begins anew. Programs are (batch entry, head, slot).
+    Nothing passes a row that forgets: there the sum is zero, and begins anew. Otherwise it arrives at the next anchor.
+    Programs are (batch entry, head, slot).
     """
     slot = tl.program_id(0) % slots
     unit = tl.program_id(0) // slots
@@ -106,15 +113,29 @@ def lightning_token_gradient_kernel(
         end = offset_at(cu_seqlens_ptr, sequence + 1, N)
     offs = tl.arange(0, SPAN)
     mask = begin + offs < end
-    x = tl.zeros([SPAN], tl.float64)
-    dots = unit.to(tl.int64) * TILES * N + begin + offs - 1
+    length = tl.minimum(end - begin, SPAN)
+    follows = begin + SPAN < end  # another span of this sequence
+    x = tl.zeros([SPAN], SUM)
+    after = tl.zeros([1], SUM)  # the sum after the last row, then what it misses by
+    dots = unit.to(tl.int64) * TILES * N + begin - 1
     before = mask & (offs > 0)
+    one = tl.arange(0, 1)
     for tile in tl.static_range(TILES):
-        x += tl.load(qdq_ptr + dots + tile * N, mask=before, other=0.0)
-        x -= tl.load(kdk_ptr + dots + tile * N, mask=before, other=0.0)
+        x += tl.load(qdq_ptr + dots + offs + tile * N, mask=before, other=0.0)
+        x -= tl.load(kdk_ptr + dots + offs + tile * N, mask=before, other=0.0)
+        after += tl.load(qdq_ptr + dots + length + tile * N + one, mask=length > one, other=0.0)
+        after -= tl.load(kdk_ptr + dots + length + tile * N + one, mask=length > one, other=0.0)
     for part in tl.static_range(PARTS):
-        x -= tl.load(anchors_ptr + (unit * slots + slot) * PARTS + part + offs * 0, mask=mask & (offs == 0), other=0.0)
+        anchor = anchors_ptr + (unit * slots + slot) * PARTS + part
+        x -= tl.load(anchor + offs * 0, mask=mask & (offs == 0), other=0.0)
+        after += tl.load(anchor + PARTS + one, mask=follows & (one == 0), other=0.0)
+    after += tl.sum(x, axis=0)
     s = tl.load(at_head(decay_ptr, from_strides, b, h, begin) + offs * from_strides[2], mask=mask, other=0.0)
     forgets = s * LOG2E > 0.5 * FORGOTTEN
+    arrives = tl.abs(after) < float("inf")  # NaN changes no row before it
+    arrives = arrives & (tl.max(forgets.to(tl.int32), axis=0) == 0)
+    if OPEN:
+        arrives = arrives & follows
     x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), forgets), 0, after_row)
+    x -= tl.where(arrives, after, 0.0) * offs / tl.maximum(length, 1)
     tl.store(at_head(ddecay_ptr, to_strides, b, h, begin) + offs * to_strides[2], x.to(tl.float32), mask=mask)

@@ -22,8 +22,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
-from fulmen.boundary import check_offset_values, check_scale, empty_rows
-from fulmen.flash.plan import TENSORS, plan_of, tidy_rows
+from fulmen.boundary import check_offset_values, check_scale, empty_rows, tidy_rows
+from fulmen.flash.plan import TENSORS, plan_of
 from fulmen.flash.spec import Causal, FlashSpec, Residuals, Window, check_inputs, check_mask
 from fulmen.parallel.blocks import Block, Mask, blocks, reach, shapes
 from fulmen.parallel.groups import Group, Pending, Ranks, Receive, Send, agree, exchange, ranks_of

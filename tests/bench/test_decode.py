@@ -41,7 +41,7 @@ def test_both_shapes_pass_and_stay_as_they_are(given: Any, seed: int) -> None:
     for make in (adapter.small, adapter.problem):
         problems = [make(case, CPU, seed), make(case, CPU, seed + 1)]
         found = gate.gate(problems, adapter.attend("eager"), backward=False)
-        names = {"o", "state"} if make is adapters.of("step").small else {"o"}
+        names = {"o", "state"} if make == adapters.of("step").small else {"o"}
         assert set(found) == names
         assert all(row["ok"] and row["error"] <= row["bound"] for row in found.values())
 

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from fulmen.__main__ import main
-from fulmen.bench import report, schema
-from fulmen.bench.report import html, markdown, model, plots, table, words
+from fulmen.bench import audit, comparing, report, schema, words
+from fulmen.bench.report import html, markdown, model, plots, table
 from tests.bench import sample_results
 
 
@@ -124,11 +124,10 @@ def test_payload(read):
 
 
 def test_every_word_is_explained():
-    assert set(words.STATUSES) == set(schema.STATUSES)
-    assert set(words.FLAGS) == set(schema.FLAGS)
-    from fulmen.bench import comparing
-
-    assert set(words.VERDICTS) == set(comparing.VERDICTS)
+    statuses = {"ok", "failed", "oom", "unsupported", "timeout", "withheld", "interrupted", "skipped"}
+    assert set(words.STATUSES) == set(schema.STATUSES) == statuses
+    assert set(words.FLAGS) == {*audit.OURS, *audit.GROUPS, "SIDE-STREAM"}
+    assert set(words.VERDICTS) == set(comparing.COLOURS)
 
 
 def test_hostile_text_stays_text(tmp_path):

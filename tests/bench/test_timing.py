@@ -85,7 +85,7 @@ def test_no_garbage_is_collected_while_timing() -> None:
 
 def test_a_cpu_has_no_graphs_and_no_kernels(timer: timing.Timer) -> None:
     assert timing.graph_ms(timer, lambda: lambda: None) is None
-    assert timing.kernels_of(timer, lambda: None) == ([], None)
+    assert timing.between_spacers(timing.profiled(timer, lambda: None)) == ([], None)
 
 
 def test_a_loop_is_as_long_as_its_calls(timer: timing.Timer) -> None:
@@ -117,11 +117,11 @@ def test_on_a_gpu() -> None:
     assert 0.5 < device / ms < 1.5
     b = torch.randn(256, 256, device="cuda")
     for cold in (False, True):
-        names, alone = timing.kernels_of(timer, lambda: (a @ a).add_(1.0), cold)
+        names, alone = timing.between_spacers(timing.profiled(timer, lambda: (a @ a).add_(1.0), cold))
         assert len(names) == 2
         assert alone is not None
         assert 0.5 < alone / ms < 1.5
-        names, alone = timing.kernels_of(timer, lambda: b.add(1.0), cold)
+        names, alone = timing.between_spacers(timing.profiled(timer, lambda: b.add(1.0), cold))
         assert len(names) == 1
         assert alone is not None
         assert 0 < alone < 0.05

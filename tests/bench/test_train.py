@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from fulmen.bench import baselines, environment, floors, report, runner, schema, timing
-from fulmen.bench.adapters import train
+from fulmen.bench.adapters import train as adapter
 from fulmen.bench.runner import Selection
 
 TINY = "B=1,N=12,H=2,D=16,layers=2,pattern=LG,vocab=11,dtype=fp32"
 CPU = torch.device("cpu")
+train = adapter.train
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +27,9 @@ def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_training_step(tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and torch's are right and timed, with the optimiser; fla is refused in words."""
     steps: list[Any] = []
-    plain = train.adamw
+    plain = adapter.adamw
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(train, "adamw", lambda given: lambda grads: (steps.append(len(grads)), plain(given)(grads)))
+    monkeypatch.setattr(adapter, "adamw", lambda given: lambda grads: (steps.append(len(grads)), plain(given)(grads)))
     shape = f"{TINY},compiled={compiled}"
     runner.run(Selection(("train",), device="cpu", shapes=(shape,), seconds=0.0), tmp_path / "run.jsonl")
     found = {cell.competitor: cell for cell in schema.read([tmp_path / "run.jsonl"]).cells}
@@ -73,7 +74,7 @@ def test_work_of_a_step() -> None:
     """Counted by hand for one block of each kind: dim 8, MLP 32, 10 letters, 3 tokens."""
     case = {"B": 1, "N": 3, "H": 2, "H_KV": 1, "D": 4, "layers": 2, "pattern": "LG", "vocab": 10, "dtype": "bf16"}
     matrices = 5 * 64 + (2 * 64 + 2 * 8 * 4) + 2 * 3 * 8 * 32 + 80
-    stack = train.Stack(case, torch.device("meta"), torch.float32, "auto")
+    stack = adapter.Stack(case, torch.device("meta"), torch.float32, "auto")
     assert sum(p.numel() for p in stack.parameters() if p.ndim == 2) == matrices + 80
     work = floors.of_case("train", train.function(case), case, "total")
     assert work is not None

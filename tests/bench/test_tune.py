@@ -94,7 +94,7 @@ def test_compiling_ends_with_its_time_and_has_the_first(monkeypatch: pytest.Monk
     monkeypatch.setattr(tune, "compile_one", compile_one)
     with ThreadPoolExecutor(2) as pool:
         begin = time.monotonic()
-        done = tune.compiled(job_of("flash", "dq"), order, pool, 2, begin + seconds)
+        done = tune.compiled(job_of("flash", "dq"), order, pool, begin + seconds)
     assert done[0] == order[0]
     assert order[2] not in done
     assert len(done) == (1 if seconds == 0 else len(done)) <= len(order) - (seconds == math.inf)
@@ -110,7 +110,7 @@ def test_tiles_in_use_that_do_not_compile_are_told(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tune, "compile_one", compile_one)
     with ThreadPoolExecutor(2) as pool, pytest.raises(tune.CannotTune, match="no such instruction"):
-        tune.compiled(job_of("flash", "dq"), [(64, 64, 4, 2)], pool, 2, math.inf)
+        tune.compiled(job_of("flash", "dq"), [(64, 64, 4, 2)], pool, math.inf)
 
 
 @pytest.mark.parametrize(

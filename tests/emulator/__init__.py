@@ -31,10 +31,9 @@ from fulmen.flash import spec as flash_spec
 from fulmen.flash.kernels import backward, sm90
 from fulmen.latent import cuda as latent_cuda
 from fulmen.lightning import cuda as lightning_cuda
-from fulmen.lightning import tokens
+from fulmen.lightning import sweeps, tokens
 from fulmen.lightning import triton as lightning_triton
 from fulmen.lightning import triton_split as split
-from fulmen.lightning.policy import SAVED_ROWS
 from tests import builds
 
 HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
@@ -101,13 +100,15 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"fence\.proxy\.async", "emulator::fence_async()"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.multicast::cluster .*%7",
      "emulator::tma_load({7}, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.L2::cache_hint \[.*%7",
+     "emulator::tma_load(0, {0}, {1}, {2}, {{{3}, {4}, {5}, {6}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[",
      "emulator::tma_load(0, {0}, {1}, {2}, {{{from3}}})"),
     (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.bulk_group", "emulator::tma_store({0}, {1}, {{{from2}}})"),
     (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[", "emulator::bulk_load({all})"),
     (r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "emulator::bulk_store({all}, true)"),
     (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", "emulator::bulk_store({all}, false)"),
-    (r"cp\.async\.bulk\.wait_group 0", "emulator::tma_store_wait_read(0)"),
+    (r"cp\.async\.bulk\.wait_group %0", "emulator::tma_store_wait({0})"),
     (r"cp\.async\.bulk\.commit_group", "emulator::tma_store_commit()"),
     (r"cp\.async\.bulk\.wait_group\.read", "emulator::tma_store_wait_read({0})"),
     (r"wgmma\.commit_group", "emulator::wgmma_commit()"),
@@ -116,6 +117,9 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"st\.shared\.v4\.f32 \[%0\], \{%1, %2, %3, %4\}", "emulator::store4({all})"),
     (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.lt\.s32 early, now, %1;\s*@early bra again",
      "emulator::wait_for_turn({all})"),
+    (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.eq\.s32 early, now, 0;\s*@early bra again",
+     "emulator::wait_for_first({0})"),
+    (r"ld\.acquire\.gpu\.global\.s32 %0, \[%1\]", "{0} = emulator::turns_passed({1})"),
     (r"red\.release\.gpu\.global\.add\.s32 \[%0\], 1", "emulator::pass_turn({0})"),
     (r"ld\.shared\.v4\.b32 \{%0, %1, %2, %3\}, \[%4\]", "emulator::read4({all})"),
 ]  # fmt: skip
@@ -380,6 +384,7 @@ def run_launches(launches: Any, device: Any) -> None:
             split.lightning_scan_kernel: scan,
             split.lightning_segment_offsets_kernel: find_segment_offsets,
             tokens.lightning_token_gradient_kernel: token_gradient,
+            sweeps.lightning_sum_heads_kernel: sum_heads,
         }[launch.kernel](*launch.args)
 
 
@@ -418,13 +423,25 @@ def scan(
 
 def token_gradient(ddecay: Any, decay: Any, qdq: Any, kdk: Any, anchors: Any, cu: Any, *sizes: Any) -> None:
     B, H, N = decay.shape
+    span, is_open = sizes[-3:-1]
     ends = [0, N] if cu is None else cu.tolist()
     added = (qdq - kdk).double().sum(1).view(B, H, N)
-    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
-        slot, total = begin // SAVED_ROWS + i, torch.zeros(B, H, dtype=torch.float64)
-        for t in range(begin, end):
-            if (t - begin) % SAVED_ROWS == 0:
-                total = -anchors.view(B, H, *anchors.shape[1:])[:, :, slot + (t - begin) // SAVED_ROWS].double().sum(2)
-            total = torch.where(decay[:, :, t] > 30.0, 0.0, total)
-            ddecay[:, :, t] = total
-            total = total + added[:, :, t]
+    products = anchors.double().sum(2).view(B, H, -1)
+    for i, (first, last) in enumerate(itertools.pairwise(ends)):
+        slot = first // span + i
+        for begin in range(first, last, span):
+            end, at = min(begin + span, last), slot + (begin - first) // span
+            total = -products[:, :, at]
+            for t in range(begin, end):
+                total = torch.where(decay[:, :, t] > 30.0, 0.0, total)
+                ddecay[:, :, t] = total
+                total = total + added[:, :, t]
+            if end < last:
+                total = total + products[:, :, at + 1]
+            arrives = (decay[:, :, begin:end] <= 30.0).all(2) & (end < last or not is_open)
+            parts = torch.arange(end - begin) / (end - begin)
+            ddecay[:, :, begin:end] -= torch.where(arrives, total, 0.0)[..., None] * parts
+
+
+def sum_heads(each: Any, stored: Any, *sizes: Any) -> None:
+    stored.copy_(each.unflatten(1, (stored.shape[1], -1)).sum(2, dtype=torch.float32))

@@ -46,6 +46,7 @@ struct Product {                        // of one thread; the others of its warp
 struct Copy {
     std::function<void()> run;
     bool awaited = false;               // others wait for it
+    bool lingers = false;               // its block may end before it
 };
 
 struct Fiber {
@@ -63,6 +64,8 @@ struct Fiber {
     std::deque<std::vector<Copy>> groups;
     std::vector<std::shared_ptr<Copy>> open_bulk;
     std::deque<std::vector<std::shared_ptr<Copy>>> bulk;
+    std::vector<std::shared_ptr<Copy>> open_writes;  // of bulk stores, which only read shared memory in `bulk`
+    std::deque<std::vector<std::shared_ptr<Copy>>> writes;
     std::vector<Product> products;
     std::deque<std::vector<Product>> product_groups;
     std::vector<std::pair<unsigned, unsigned>> dirty;  // what it wrote since its last fence

@@ -37,15 +37,28 @@ void store4(unsigned address, float x, float y, float z, float w) {
     write(address, all, 16);
 }
 
-void wait_for_turn(const int *turns, int turn) {  // blocks run one after the other
+static std::vector<Fiber *> waiting_for_turns;  // blocks run one after the other: for turns of their own block
+
+void wait_for_turn(const int *turns, int turn) {
     check_global(turns, 4);
-    if (*turns < turn) fail("waits for a block that starts later");
+    while (*turns < turn) suspend(waiting_for_turns, "a block that starts later");
     if (*turns > turn) fail("comes after its turn");
+}
+
+void wait_for_first(const int *turns) {
+    check_global(turns, 4);
+    while (*turns == 0) suspend(waiting_for_turns, "a block that starts later");
+}
+
+int turns_passed(const int *turns) {
+    check_global(turns, 4);
+    return *turns;
 }
 
 void pass_turn(int *turns) {
     check_global(turns, 4);
     ++*turns;
+    wake(waiting_for_turns);
 }
 
 void fence_async() {
@@ -105,8 +118,8 @@ unsigned times(unsigned x, unsigned hi, unsigned lo) {
 static void run_cluster(std::vector<Index> blocks) {
     state.cluster.clear();
     state.ready.clear();
-    state.engine.clear();
     state.all = Rendezvous();
+    waiting_for_turns.clear();
     int used = 0;
     for (size_t r = 0; r < blocks.size(); r++) {
         auto b = std::make_unique<Block>();
@@ -139,7 +152,9 @@ static void run_cluster(std::vector<Index> blocks) {
         for (auto &f : b->fibers) state.ready.push_back(&f);
     schedule(used);
     state.now = nullptr;
-    while (!state.engine.empty()) run_copy(0);
+    for (size_t i = 0; i < state.engine.size();)
+        if (state.engine[i]->lingers) i++;
+        else run_copy(i), i = 0;
     for (auto &b : state.cluster)
         for (int i = 0; i < 64; i++)
             if (b->memory[state.shared + i] != (char)0xff) fail("wrote beyond shared memory");
@@ -150,6 +165,7 @@ const char *launch(void (*kernel)(const void *), const void *arguments, Index gr
     state.kernel = kernel, state.arguments = arguments, state.grid = grid, state.threads = threads, state.shared = shared, state.error = "";
     state.loads = mode == PRESSED ? EARLY : mode, state.uses = mode == PRESSED ? LATE : mode;
     state.random.seed(seed);
+    state.engine.clear();
     state.allowed.clear();
     for (int i = 0; i < ranges; i++) state.allowed.push_back({allowed[2 * i], allowed[2 * i + 1]});
     volatile bool failed = false;
@@ -163,6 +179,7 @@ const char *launch(void (*kernel)(const void *), const void *arguments, Index gr
                 for (int r = 0; r < cluster; r++) blocks.push_back({i + r, j, k});
                 run_cluster(blocks);
             }
+    while (!state.engine.empty()) run_copy(0);
     return "";
 }
 

@@ -65,7 +65,8 @@ void check_global(const void *, uint64_t bytes);
 void write4(unsigned address, unsigned x);
 void read4(unsigned &, unsigned &, unsigned &, unsigned &, unsigned address);
 void store4(unsigned address, float, float, float, float);
-void wait_for_turn(const int *turns, int turn), pass_turn(int *turns);
+void wait_for_turn(const int *turns, int turn), wait_for_first(const int *turns), pass_turn(int *turns);
+int turns_passed(const int *turns);
 void fence_async();
 const char *launch(void (*kernel)(const void *), const void *arguments, Index grid, int threads, int shared, int cluster,
                    int mode, unsigned seed, int ranges, const unsigned long long *allowed);
@@ -87,7 +88,7 @@ void named_barrier_sync(int id, int count), named_barrier_arrive(int id, int cou
 void mbarrier_init(unsigned barrier, int count), mbarrier_arrive(unsigned barrier, long bytes), mbarrier_arrive_at(unsigned barrier, unsigned rank);
 void mbarrier_wait(unsigned barrier, int parity);
 void tma_load(unsigned blocks, unsigned to, const void *map, unsigned barrier, Coordinates);
-void tma_store(unsigned from, const void *map, Coordinates), tma_store_commit(), tma_store_wait_read(int pending);
+void tma_store(unsigned from, const void *map, Coordinates), tma_store_commit(), tma_store_wait_read(int pending), tma_store_wait(int pending);
 void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier), bulk_store(void *to, unsigned from, int bytes, bool add);
 void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc_b, int add, int trans_a, int trans_b, int half);
 void wgmma_commit(), wgmma_wait(int pending);

@@ -178,33 +178,48 @@ void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier_at) {
     start_copy(c, state.loads);
 }
 
-void bulk_store(void *to, unsigned from, int bytes, bool add) {
+void bulk_store(void *to, unsigned from, int bytes, bool add) {  // reads shared memory first, and writes later
     if (from % 16 || (uint64_t)to % 16 || bytes % 16) fail("a bulk store that is not aligned to 16 bytes");
-    auto c = std::make_shared<Copy>();
-    c->run = [=] {
-        check_global(to, bytes);
-        const Block &b = block_of(from);
-        for (int i = 0; i < bytes; i += 4) {
-            float x;
-            memcpy(&x, &b.seen[inside(from + i, 4)], 4);
-            ((float *)to)[i / 4] = add ? ((float *)to)[i / 4] + x : x;
-        }
+    auto read = std::make_shared<Copy>(), written = std::make_shared<Copy>();
+    auto held = std::make_shared<std::vector<float>>();
+    read->run = [=] {
+        const char *there = &block_of(from).seen[inside(from, bytes)];
+        held->assign((const float *)there, (const float *)(there + bytes));
     };
-    state.now->open_bulk.push_back(c);
-    start_copy(c, state.uses);
+    written->run = [=] {
+        complete(read);
+        check_global(to, bytes);
+        for (int i = 0; i < bytes / 4; i++) ((float *)to)[i] = (add ? ((float *)to)[i] : 0.0f) + (*held)[i];
+    };
+    written->lingers = true;
+    state.now->open_bulk.push_back(read);
+    state.now->open_writes.push_back(written);
+    start_copy(read, state.uses);
+    start_copy(written, state.uses);
+}
+
+typedef std::vector<std::shared_ptr<Copy>> Group;
+
+static void commit(Group &open, std::deque<Group> &groups) {
+    groups.push_back(std::move(open));
+    open.clear();
+}
+
+static void complete(std::deque<Group> &groups, int pending) {
+    for (; (int)groups.size() > pending; groups.pop_front())
+        for (auto &c : groups.front()) complete(c);
 }
 
 void tma_store_commit() {
-    state.now->bulk.push_back(std::move(state.now->open_bulk));
-    state.now->open_bulk.clear();
+    commit(state.now->open_bulk, state.now->bulk);
+    commit(state.now->open_writes, state.now->writes);
 }
 
-void tma_store_wait_read(int pending) {
-    Fiber *f = state.now;
-    while ((int)f->bulk.size() > pending) {
-        for (auto &c : f->bulk.front()) complete(c);
-        f->bulk.pop_front();
-    }
+void tma_store_wait_read(int pending) { complete(state.now->bulk, pending); }
+
+void tma_store_wait(int pending) {
+    tma_store_wait_read(pending);
+    complete(state.now->writes, pending);
 }
 
 // ----------------------------------------------------------------------------------------------------- wgmma

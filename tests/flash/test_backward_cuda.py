@@ -41,12 +41,12 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     assert sass.read_early(text) == []
     loop = text[text.index("HGMMA.") : text.rindex("HGMMA.")]
     assert not re.search(r"\b(STL|LDL)\b", loop)  # packed, where a tile lies may wait outside
-    each = {"s": call.D, "dp": call.E, "dv": tile.block_m, "dk": tile.block_m, "dq": 128}
+    each = {"s": call.D, "dp": call.E, "dv": tile.block_m, "dk": tile.block_m, "dq": 128, "last dq": 128}
     ahead = call.D // 16 if tile.overlap else 0  # s of the first tile
     assert text.count("HGMMA.") == sum(each.values()) // 16 + ahead
-    assert text.count("tnspA") == 8
+    assert text.count("tnspA") == 16
     assert text.count("UBLKRED") == 1
-    assert ("UBLKCP.G.S" in text) == call.deterministic  # the first to add stores
+    assert text.count("UBLKCP.G.S") == 1  # the first to add stores
 
 
 @pytest.mark.parametrize("call", CALLS, ids=name_of)
@@ -62,14 +62,13 @@ def test_other_tiles_fit(change):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("call", [spec(1, 16, 8192, 64), spec(1, 16, 8192, 128, True, **ALL)], ids=name_of)
-def test_prologue_and_epilogue_do_not_spill(call, dtype):
+def test_the_prologue_does_not_spill(call, dtype):
     call = call._replace(dtype=dtype)
     for sinks in {torch.float32, dtype}:
-        for variant in backward.variants(call, backward_tile(call), sinks)[::2]:
-            code, usage = cuda.compile_variant(variant)
-            assert (usage.spilled, usage.warnings) == (0, ())
-            assert sass.read_early(sass.disassemble(code)) == []
-            assert usage.registers <= 64
+        code, usage = cuda.compile_variant(backward.variants(call, backward_tile(call), sinks)[0])
+        assert (usage.spilled, usage.warnings) == (0, ())
+        assert sass.read_early(sass.disassemble(code)) == []
+        assert usage.registers <= 64
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
@@ -78,8 +77,8 @@ def test_served_and_explained(monkeypatch):
     call = spec(2, 16, 4096, 128, True, needs_grad=True)
     choice = dispatch.choose("flash", call, "cuda")
     assert choice.backward == "cuda"
-    assert choice.workspace == 4 * 2 * 16 * 4096 * 128
-    assert str(choice).endswith("backward 64 queries x 128 keys, 64.0 MiB workspace")
+    assert choice.workspace == 4 * 2 * 16 * (4096 * (128 + 2) + 2 * 64)
+    assert str(choice).endswith("backward 64 queries x 128 keys, 65.0 MiB workspace")
     assert flash.supports(call) is None
     assert not str(dispatch.choose("flash", call._replace(needs_grad=False), "cuda")).count("workspace")
     assert dispatch.choose("flash", call._replace(D=192), "cuda").backward == "cudnn"
@@ -103,10 +102,9 @@ def test_the_workspace_holds_all_tiles():
         blocks = 6 * (16 if call.sequences is None else 1000 // 64 + call.sequences)
         parts = workspace(call, tile)
         assert parts.rows == blocks * 64 * 128
-        assert parts.drawn - parts.rows == (0 if parts.rows_in_dq else blocks * 128)
-        assert parts.rows_in_dq == (call.sequences != 900)
+        assert parts.drawn - parts.rows == blocks * 128
         assert parts.turns - parts.drawn == blocks * call.has_sinks
-        assert parts.end - parts.turns == 2 * blocks * call.deterministic
+        assert parts.end - parts.turns == 2 * blocks
 
 
 def test_short_packed_sequences_do_not_fill_the_memory(monkeypatch):

@@ -26,6 +26,7 @@ CASES = {  # D, how the tile differs, the call
     "64 fewer keys": (64, {}, {"N_Q": 270, "N_KV": 100, "causal": True}),
     "64 top left": (64, {}, {"N_Q": 130, "N_KV": 270, "causal": "top_left"}),
     "64 packed": (64, {}, PACKED),
+    "64 packed, no keys": (64, {}, {"lengths_q": [70, 50], "lengths_k": [60, 0]}),
     "64 all": (64, {}, ALL),
     "64 two stages": (64, {"q_stages": 2}, {"N_Q": 200, "H_KV": 1, "causal": True}),
     "128": (128, {}, PLAIN),
@@ -35,6 +36,7 @@ CASES = {  # D, how the tile differs, the call
     "128 packed": (128, {}, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
     "128 packed full": (128, {}, {**PACKED, "causal": False}),
     "128 window": (128, {}, {"N_Q": 330, "window": (70, 30)}),
+    "128 top left": (128, {}, {"N_Q": 300, "N_KV": 130, "window": (40, None), "causal": "top_left", "H_KV": 1}),
     "128 softcap": (128, {}, {**PLAIN, "softcap": 2.0}),
     "128 all": (128, {}, ALL),
     "128 two stages": (128, {"q_stages": 2}, PACKED),
@@ -48,24 +50,24 @@ def inputs(D: int, options: dict, dtype: torch.dtype = torch.bfloat16, **more: o
 
 def launched(
     x: testing.Inputs, o: torch.Tensor, lse: torch.Tensor, tile: BackwardTile, mode: int, seed: int = 0,
-    edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"), deterministic: bool = False,
+    edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"), deterministic: bool = False, sm_count: int = 132,
 ) -> testing.Outputs:  # fmt: skip
     spec = x.spec(needs_grad=True, with_lse="lse" in use)._replace(deterministic=deterministic)
     choice = Choice("cuda", "sm90", None, 1, "cuda", tile)
     cu_k = x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
     tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
-    with emulator.serve("flash", mode, seed, edit) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
+    with emulator.serve("flash", mode, seed, edit, sm_count) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
         found = dispatch.kernels("flash")["cuda"].backward(
             spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None
         )
-        assert emulated.launches == 2 * bool(spec.N_Q) + bool(spec.N_KV)
+        assert emulated.launches == bool(spec.N_Q) + bool(spec.N_KV)
     return testing.Outputs(o, lse, *found)
 
 
 def gradients(
     case: str, mode: int, seed: int = 0, edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"),
-    dtype: torch.dtype = torch.bfloat16, deterministic: bool = False,
+    dtype: torch.dtype = torch.bfloat16, deterministic: bool = False, sm_count: int = 132,
 ) -> testing.Outputs:  # fmt: skip
     """Compared with fp64."""
     D, tile, options = CASES[case]
@@ -73,7 +75,7 @@ def gradients(
     exact = testing.reference(x, use)
     o, lse = exact.o.to(dtype), exact.lse.float()
     chosen = backward_tile(x.spec()._replace(deterministic=deterministic))._replace(**tile)
-    outputs = launched(x, o, lse, chosen, mode, seed, edit, use, deterministic)
+    outputs = launched(x, o, lse, chosen, mode, seed, edit, use, deterministic, sm_count)
     testing.compare(x, outputs, use)
     return outputs
 
@@ -85,9 +87,20 @@ def test_right_on_the_emulator(case, mode):
     gradients(case, mode, len(case), dtype=dtype, use=("o",) if len(case) % 3 == 0 else ("o", "lse"))
 
 
+@pytest.mark.parametrize("case", ["64 causal", "64 packed", "128", "128 GQA", "128 packed full", "128 window"])
+def test_blocks_convert_dq_of_others(case):
+    """On one SM, two blocks before; else, in calls as small as these, after all others."""
+    gradients(case, ANY, sm_count=1)
+    gradients(case, LATE, sm_count=1, deterministic=True)
+
+
 @pytest.mark.parametrize(
-    "case", ["64 causal", "64 packed", "64 fewer keys", "128", "128 all", "128 GQA", "128 window", "128 fewer keys"]
-)
+    "case",
+    [
+        "64 causal", "64 packed", "64 fewer keys", "128", "128 all", "128 GQA", "128 window", "128 fewer keys",
+        "128 top left",
+    ],
+)  # fmt: skip
 def test_deterministic_sums_are_right_and_the_same(case):
     """Every block waits for its turn, which must have come: blocks run in the order they start in."""
     first, *others = (gradients(case, mode, seed, deterministic=True) for seed, mode in enumerate((ANY, LATE, ANY)))
@@ -136,14 +149,16 @@ def test_wrong_offsets_lead_nowhere(D):
     launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
-def test_nobody_waits_forever_for_wrong_offsets(D, causal):
-    """Of the three tiles of keys of the first sequence the search gives the last to another."""
+@pytest.mark.parametrize("ends", [(0, 384, 0, 0, 384), (0, 200, 0, 384, 384)], ids=["last", "first"])
+def test_nobody_waits_forever_for_wrong_offsets(ends, D, causal, deterministic):
+    """Of the tiles of keys of a sequence the search gives the last, or the first, to another."""
     x = inputs(D, {"lengths_q": [70, 30, 30, 30], "lengths_k": [384, 0, 0, 0], "causal": causal, "H": 1})
     exact = testing.reference(x)
-    wrong = x._replace(cu_seqlens_k=torch.tensor([0, 384, 0, 0, 384], dtype=torch.int32))
-    launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY, deterministic=True)
+    wrong = x._replace(cu_seqlens_k=torch.tensor(ends, dtype=torch.int32))
+    launched(wrong, exact.o.to(x.q.dtype), exact.lse.float(), backward_tile(x.spec()), ANY, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -183,15 +198,18 @@ DK_IS_MADE = """        wgmma_wait<0>();
 RELEASE_Q = "        if (reports) at.q.release(before);\n"
 # What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
 MISTAKES = {
-    "do not waited for": ("64 causal", "at.o.wait(o);", ";", LATE, f"{WRONG}|all wait|has ended"),
+    "do not waited for": ("64 causal", "at.o.wait(o);", ";", LATE, f"{WRONG}|all wait|has ended|more arrivals"),
     "q not waited for": ("128 causal", "at.q.wait(q);", ";", LATE, f"{WRONG}|all wait|has ended"),
     "v not waited for": ("128", "mbarrier_wait(at.v_full, 0);", "", LATE, WRONG),
     "ds not for wgmma to see": (
         "128", "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }\n    fence_async();",
         "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }", EARLY, WRONG,
     ),
-    "no barrier of the consumers": ("64 causal", "named_barrier_sync<256>(BOTH);", "", ANY, WRONG),
-    "one buffer of ds": ("128 causal", "walk.left % 2 * DS_BYTES", "0", PRESSED, WRONG),
+    "no barrier of the consumers": (
+        "64 causal", "if (!first) named_barrier_sync<256>(", "if (!first) named_barrier_arrive<256>(", ANY,
+        f"{WRONG}|all wait",
+    ),
+    "two buffers of ds": ("128 causal", "ds == at.ds + 2 * DS_BYTES ?", "ds == at.ds + DS_BYTES ?", PRESSED, WRONG),
     "do released too early": (
         "128 causal", DV_IS_MADE, "dv_is_made();\nwgmma_wait<0>();", PRESSED, WRONG,
     ),
@@ -200,17 +218,28 @@ MISTAKES = {
     ),
     "q never released": ("64 two stages", RELEASE_Q, "", EARLY, "all wait"),
     "dq overwritten while it is added": (
-        "128 GQA", "if (waits) named_barrier_sync<160>(EMPTY + consumer);",
-        "if (waits) named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
+        "128 GQA", "named_barrier_sync<160>(EMPTY + consumer);",
+        "named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
     ),
     "a key too many": ("128 GQA", "if (g + 8 * r < rows)", "if (true)", EARLY, "outside a tensor"),
-    "a query too many": ("64", "if (row < n)\n                *", "if (true)\n                *", EARLY, "outside"),
+    "a query too many": ("64", "tile.n_q - row", "64", EARLY, "outside"),
+    "the first to add does not store": ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", EARLY, WRONG),
+    "a sum passed on before it is made": (
+        "128 causal", "if (now) bulk_wait<0>();\n            else bulk_wait<1>();", "", LATE, WRONG,
+    ),
+    "the last to add never heard of": (
+        "64", "tile.last_tile(a, from) - tile.first_tile(a, from) + 1", "tile.n_kv", EARLY, "for a block that starts",
+    ),
+    "a share of other queries": ("128", "(n + 1) * queries / tiles", "n * queries / tiles", EARLY, WRONG),
+    "no zeros before the first key": ("128 fewer keys", "position + M - 1 + a.right < 0", "false", EARLY, WRONG),
+    "no zeros after the last key": ("128 top left", "position - a.left >= n_kv", "false", EARLY, WRONG),
+    "no zeros without keys": ("64 packed, no keys", "n_kv == 0 || ", "", EARLY, WRONG),
     "the diagonal hidden": ("64 causal", "at < see.first[r]", "at <= see.first[r]", EARLY, WRONG),
     "a mask too few": ("128 window", "LEFT && m > all_to", "LEFT && m > all_to + M", EARLY, WRONG),
     "no gradient of lse": ("128", "if (a.dlse) delta -= a.dlse[at];", "", EARLY, WRONG),
     "the cap's slope": ("128 softcap", "y[c] * (1.0f - x * x)", "y[c]", EARLY, WRONG),
     "the sink's weight": ("128 all", "exp2_(sink - lse) * delta", "exp2_(sink) * delta", EARLY, WRONG),
-    "heads of a group in one place": ("128 GQA", "slot += a.slots - tile.count", "slot -= tile.count", EARLY, WRONG),
+    "heads of a group in one place": ("128 GQA", "slot += a.slots;", "slot += 0;", EARLY, "no tensor's"),
 }  # fmt: skip
 
 
@@ -229,14 +258,11 @@ def test_a_mistake_is_noticed(mistake):
 @pytest.mark.parametrize(
     ("case", "passage", "instead", "words"),
     [
-        (
-            "128 causal", "DETERMINISTIC ? a.tiles - 1 - t / size : t / size", "t / size",
-            "waits for a block that starts later",
-        ),
-        ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", WRONG),  # to what nobody zeroed
-        ("128 fewer keys", "DETERMINISTIC && a.turns[2 * block + half] == 0", "false", WRONG),
+        ("128 causal", "tile = t / size", "tile = a.tiles - 1 - t / size", "for a block that starts later"),
+        ("64 causal", "wait_for_turn(a.turns + part, turn)", "wait_for_turn(a.turns + part, 1)", "comes after its"),
+        ("128 window", "max(own, (m + shift - a.left) / N)", "own", "for a block that starts later"),
     ],
-    ids=["later blocks first", "no first store", "rows without keys"],
+    ids=["later blocks first", "any order", "tiles of keys that are not seen"],
 )  # fmt: skip
 def test_a_mistake_of_the_fixed_order_is_noticed(case, passage, instead, words):
     with pytest.raises(AssertionError, match=words):

@@ -18,6 +18,8 @@ ALL = {"causal": True, "window": (200, None), "softcap": 3.0, "sinks": True, "H_
 CASES = {
     "full": {"N_Q": 700},
     "causal": {"N_Q": 1111, "causal": True},
+    "full, three waves": {"N_Q": 1300, "H": 40},  # blocks convert dq of others from the third on
+    "causal, three waves": {"N_Q": 1300, "H": 40, "causal": True},
     "one query": {"N_Q": 1, "N_KV": 333},
     "no queries": {"N_Q": 0, "N_KV": 70},
     "no keys": {"N_Q": 70, "N_KV": 0},
@@ -32,7 +34,7 @@ CASES = {
     "packed": {**LENGTHS, "causal": True},
     "packed full": {**LENGTHS, "H_KV": 2},
     "packed, all": {**LENGTHS, **ALL},
-    "packed, short": {"lengths_q": [1, 2, 0, 3] * 100, "causal": True},  # lse and delta do not fit where dq will be
+    "packed, short": {"lengths_q": [1, 2, 0, 3] * 100, "causal": True},
 }
 
 

@@ -297,6 +297,12 @@ MISTAKES = {
     "the page of the block before": (
         "cache pages of 64", "here = next;", "", EARLY, WRONG,
     ),
+    "a lane that waits for a stage that is refilled": (
+        "hopper 128x128", "__syncwarp();                   // no lane", "// no lane", EARLY, "all wait",
+    ),
+    "keys that are seen left out": (
+        "hopper 128x128", "end - key <= 64", "end - key <= 100", EARLY, WRONG,
+    ),
     "an entry too many": (
         "cache pages of 48", "min(key / PAGE, a.row_pages - 1)", "key / PAGE", EARLY, "no tensor's",
     ),

@@ -290,6 +290,18 @@ def test_operator(case):
     torch.library.opcheck(torch.ops.fulmen.cache_append.default, append_arguments(case))
 
 
+def test_autograd_counts_the_change_of_a_kernel(ran) -> None:
+    """A backward that saved the cache before is refused, whichever way the cache was written."""
+    arguments = append_arguments("pages")
+    k_cache, v_cache = arguments[3:5]
+    before = k_cache._version, v_cache._version
+    appending.append(*arguments[:-2])
+    assert ran == ["cache_append_kernel"]
+    assert (k_cache._version, v_cache._version) > before
+    with pytest.raises(NotImplementedError, match="cache_append has no gradient"):
+        appending.append(arguments[0].requires_grad_(), *arguments[1:-2])
+
+
 def test_a_page_out_of_range_is_not_written():
     arguments = append_arguments("pages")
     table, before = arguments[6], arguments[3].clone()

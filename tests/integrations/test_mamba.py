@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fulmen.integrations import mamba, mamba_step
+from fulmen.integrations import mamba
+from fulmen.layers.fused import state_update
+from fulmen.layers.scan import Steps
 
 ROWS, L, H, P, N, G = 2, 41, 6, 8, 16, 2
 OPTIONS = {
@@ -142,7 +144,7 @@ def plainly(state, *, slots, **given):
 
 def by_kernel(state, *, slots, dt_softplus, **given):
     order = (given[k] for k in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"))
-    return mamba_step.update(state, *order, dt_softplus, slots)
+    return state_update.update(state, *order, Steps(dt_softplus, -torch.inf, torch.inf), slots)
 
 
 @pytest.mark.parametrize("update", [plainly, by_kernel])

@@ -75,29 +75,51 @@ def assert_close(got, want, family):
 # ------------------------------------------------------------------------------------- training, logits
 
 
+def trained(model, weights):
+    """Logits, and gradients of all parameters."""
+    logits = model.train()(ids_of().to(model.device), use_cache=False).logits
+    loss = (logits * weights.to(model.device)).sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    model.eval()
+    return logits.detach().cpu(), [None if g is None else g.cpu() for g in grads]
+
+
+def check_training(family, ours, theirs):
+    """One model against the model's own fp64, by how far off the other is."""
+    weights = torch.randn(3, N, 61, dtype=torch.float64)
+    (exact, exact_grads), (logits, grads), (rough, rough_grads) = (
+        trained(model, weights) for model in (own(family), ours, theirs)
+    )
+    assert error(logits, exact) <= 2 * error(rough, exact)
+    names = [name for name, _ in own(family).named_parameters()]
+    for name, got, their, want in zip(names, grads, rough_grads, exact_grads, strict=True):
+        assert (got is None) == (want is None), name
+        if want is not None and want.norm() > 0:
+            # a gradient of a few elements can be right by luck: a quarter of the logits' error is allowed, too
+            limit = 3 * error(their, want) + 0.25 * error(rough, exact)
+            assert error(got, want) <= limit, (name, error(got, want), limit)
+
+
 @pytest.mark.parametrize("family", passing("training"))
 def test_logits_and_gradients(family):
-    ids, weights = ids_of(), torch.randn(3, N, 61, dtype=torch.float64)
-
-    def run(model):
-        logits = model.train()(ids, use_cache=False).logits
-        grads = torch.autograd.grad((logits * weights).sum(), list(model.parameters()), allow_unused=True)
-        model.eval()
-        return logits.detach(), grads
-
-    exact, exact_grads = run(own(family))
     for dtype, rough in ((torch.float64, torch.float32), (torch.bfloat16, torch.bfloat16)):
-        logits, grads = run(served(family, dtype)[0])
-        theirs, their_grads = run(own(family, rough))
-        assert error(logits, exact) <= 2 * error(theirs, exact)
-        for (name, _), got, their, want in zip(
-            own(family).named_parameters(), grads, their_grads, exact_grads, strict=True
-        ):
-            assert (got is None) == (want is None), name
-            if want is not None and want.norm() > 0:
-                # a gradient of a few elements can be right by luck: a quarter of the logits' error is allowed, too
-                limit = 3 * error(their, want) + 0.25 * error(theirs, exact)
-                assert error(got, want) <= limit, (name, error(got, want), limit)
+        check_training(family, served(family, dtype)[0], own(family, rough))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "minimax", "granitemoehybrid"])
+def test_on_a_gpu(family):
+    """Logits and gradients in bf16, and the tokens of fp32, also with a static cache."""
+    model = copy.deepcopy(own(family, torch.bfloat16)).cuda()
+    ours.accelerate(model, verbose=False)
+    check_training(family, model, copy.deepcopy(own(family, torch.bfloat16)).cuda())
+    model = copy.deepcopy(own(family, torch.float32)).cuda()
+    accelerated, ids = ours.accelerate(model, verbose=False), ids_of(2)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    want = own(family).generate(ids, use_cache=False, **options)
+    options["attention_mask"] = options["attention_mask"].cuda()
+    for cache in (accelerated.new_cache(), accelerated.new_cache(32)):
+        assert torch.equal(model.generate(ids.cuda(), past_key_values=cache, **options).cpu(), want)
 
 
 def test_gradient_checkpointing_and_packed_sequences():
@@ -422,6 +444,51 @@ def recurrent(q, k, v, g, initial_state=None, output_final_state=False):
         state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
         o.append(torch.einsum("bhd,bhde->bhe", q[:, t], state) * q.shape[3] ** -0.5)
     return torch.stack(o, 1), state
+
+
+def chunk_simple_gla(q, k, v, g_gamma, scale, initial_state=None, output_final_state=False):
+    o, state = recurrent(q, k, v, g_gamma.expand(*q.shape[:3]), initial_state)
+    return o * scale * q.shape[3] ** 0.5, state
+
+
+def fused_recurrent_simple_gla(*args, **kwargs):
+    raise AssertionError("fla's own kernel")
+
+
+class SalaAttention(torch.nn.Module):
+    """The parts of MiniCPM-SALA's linear layer that matter: fla's functions, called by name in one of its methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (torch.nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def attn_fn(self, q, k, v, decay, scale, initial_state=None):
+        function = chunk_simple_gla if scale < 1 else fused_recurrent_simple_gla
+        return function(q, k, v, g_gamma=decay, scale=scale, initial_state=initial_state, output_final_state=True)
+
+    def forward(self, x, state=None, scale=0.5):
+        q, k, v = (part(x).unflatten(2, (2, 8)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        o, state = self.attn_fn(q, k, v, torch.tensor([-0.5, -0.1]), scale, state)
+        return self.o_proj(o.flatten(2)), state
+
+
+def test_layers_of_minicpm_sala_are_found_by_what_they_call():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(SalaAttention(), SalaAttention()).double()
+    x, layer = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True), model[0]
+    want = layer(x)
+    want_grad = torch.autograd.grad(want[0].sum(), [x, *layer.parameters()])
+    accelerated = ours.accelerate(model, verbose=False)
+    assert str(accelerated).splitlines()[1] == "{0-1}   SalaAttention  lightning"
+    got = layer(x)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    grads = torch.autograd.grad(got[0].sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(grads, want_grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x, scale=2.0)[1], want[1], rtol=1e-6, atol=1e-6)  # the other function, too
+    accelerated.undo()
+    assert "attn_fn" not in vars(layer)
+    with pytest.raises(AssertionError, match="fla's own kernel"):
+        layer(x, scale=2.0)
 
 
 def test_ring_layers_are_found_by_their_parts():

@@ -320,6 +320,10 @@ def test_no_gradients_checkpoints_and_hooks(forced) -> None:
     grads = torch.autograd.grad(y.sum(), layer.parameters())
     again = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), layer.parameters())
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]):
+        strided = layer(x)
+    for a, b in zip(grads, torch.autograd.grad(strided.sum(), layer.parameters()), strict=True):
+        torch.testing.assert_close(a, b)
     forced.clear()
     seen = []
     handle = layer.kv_b_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -363,7 +367,7 @@ def test_autocast_casts_the_weight(forced) -> None:
 @pytest.mark.parametrize("interleaved", [True, False], ids=["neighbours", "halves"])
 def test_compiles_without_spills(compiler, arch, interleaved) -> None:
     used = compiler(RotaryCase(arch, interleaved))
-    assert len(used) == 11 + 2 * (arch == 90)
+    assert len(used) == 9 + 2 * (arch == 90)
     for usage in used:
         assert usage.stack == 0
         assert usage.shared <= TARGETS[arch].smem_bytes

@@ -130,6 +130,16 @@ def test_what_is_saved(kind, launched) -> None:
     assert x.untyped_storage().data_ptr() in kept
 
 
+@pytest.mark.parametrize("kind", ["minimax", "ring"])
+def test_hooks_that_hand_back_other_strides(kind, launched) -> None:
+    layer, x = made(kind), drawn(2, 9, WIDTH)
+    want = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]):
+        y = layer(x).square().sum()
+    for got, wanted in zip(torch.autograd.grad(y, layer.parameters()), want, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("frozen", ["qkv_proj", "norm", "output_gate", "out_proj"])
 @pytest.mark.parametrize("kind", ["minimax", "ring"])

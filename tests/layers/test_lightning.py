@@ -1,4 +1,4 @@
-"""The lightning layer: against transformers' MiniMax, against the definition of both presets, and its own ways."""
+"""The lightning layer: against transformers' MiniMax, against the definition of all presets, and its own ways."""
 
 from __future__ import annotations
 
@@ -104,6 +104,28 @@ def test_from_hf_refuses_whole():
         assert torch.equal(x, before[name])
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_weights_of_minicpm_sala(kv_heads):
+    """Separate projections become one; slopes do not depend on the layer."""
+    own = made("sala", num_kv_heads=kv_heads)
+    q, k, v = own.qkv_proj.weight.unflatten(0, (kv_heads, -1)).split([64 // kv_heads, 16, 16], 1)
+    names = {"out_proj": "o_proj", "output_gate": "z_proj", "norm": "o_norm"}
+    state = {names.get(n.split(".")[0], n.split(".")[0]) + ".weight": x for n, x in own.state_dict().items()}
+    del state["qkv_proj.weight"]
+    state |= {f"{part}_proj.weight": x.flatten(0, 1) for part, x in zip("qkv", (q, k, v), strict=True)}
+    config = {"hidden_size": 48, "num_hidden_layers": 4, "lightning_nh": 4, "lightning_nkv": kv_heads,
+              "lightning_head_dim": 16, "lightning_scale": "1/sqrt(d)", "rope_theta": 10_000.0, "use_output_norm": True,
+              "use_output_gate": True}  # fmt: skip
+    layer = LightningAttention.from_hf(state, config, layer=3)
+    close(layer(tokens()), own(tokens()))
+    assert torch.equal(layer.decay, decay.alibi(4))
+    assert layer.rope.dim == 16
+    with pytest.raises(NotImplementedError, match="lightning_scale='d'"):
+        LightningAttention.from_hf(state, config | {"lightning_scale": "d"}, layer=3)
+    with pytest.raises(ValueError, match=r"missing qkv_proj\.weight"):
+        LightningAttention.from_hf({n: x for n, x in state.items() if n != "v_proj.weight"}, config, layer=3)
+
+
 # ------------------------------------------------------------------------------------------- definitions
 
 
@@ -151,6 +173,7 @@ def definition(layer: LightningAttention, x: torch.Tensor) -> torch.Tensor:
 VARIANTS = {
     "minimax": {},
     "ring": {"preset": "ring"},
+    "sala": {"preset": "sala"},
     "shared keys": {"preset": "ring", "num_kv_heads": 2, "value_dim": 24, "bias": True},
     "bare": {"activation": None, "output_norm": None, "gate": False, "decay": None},
     "mixed": {"activation": "relu", "qk_norm": "after", "rope": {"dim": 4, "interleaved": True}, "scale": 0.3},
@@ -178,7 +201,11 @@ def test_presets():
     assert (layer.scale, layer.activation, layer.norm.groups, layer.rope) == (1.0, "silu", 1, None)
     assert torch.equal(layer.decay, decay.minimax(4, 1, 4))
     assert torch.equal(made(decay="alibi").decay, decay.alibi(4))
-    assert set(PRESETS) == {"minimax", "ring"}
+    layer = made("sala")
+    assert (layer.scale, layer.activation, layer.norm.groups) == (0.25, None, 1)
+    assert (layer.rope.dim, layer.rope.base, layer.rope.interleaved) == (16, 10_000.0, False)
+    assert torch.equal(layer.decay, decay.alibi(4))
+    assert set(PRESETS) == {"minimax", "ring", "sala"}
 
 
 def test_ring_weights():

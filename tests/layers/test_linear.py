@@ -65,14 +65,24 @@ def test_the_first_is_activated(rows, activation, dtype, ran) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", ["none", "all"])
+@pytest.mark.parametrize("rows", [1, 3, 16])
 @torch.no_grad()
-def test_a_norm_of_one_row(dtype, ran) -> None:
-    modules, x, weight = linears(200, (20,), dtype), drawn(1, 1, 200, dtype=dtype), drawn(200, dtype=dtype, seed=2)
-    (y,) = few_rows(x, *modules, norm=weight, facts=Facts(None, 1e-3))
-    formula = lambda x, g, w: F.linear(F.rms_norm(x, (200,), g, 1e-3), w)  # noqa: E731
-    (wanted,) = expected(formula, [x, weight, modules[0].weight.detach()], [y])
-    assert_close("y", y, *wanted)
-    assert few_rows(x.expand(2, 1, 200), *modules, norm=weight) is None
+def test_a_norm_between_products(rows, bias, dtype, ran) -> None:
+    first, other = linears(96, (200, 24), dtype, bias)
+    (last,) = linears(200, (100,), dtype)
+    x, weight = drawn(rows, 1, 96, dtype=dtype), drawn(200, dtype=dtype, seed=2)
+    c, y, squares = few_rows(x, first, other, norm=weight)
+    assert squares.dtype == torch.float32
+    assert torch.equal(y, few_rows(x, first, other)[1])
+    (z,) = few_rows(c, last, squares=squares, facts=Facts(None, 1e-3))
+
+    def formula(x, g, v, w, *b):
+        return F.linear(F.rms_norm(F.linear(x, w, *b), (200,), g, 1e-3), v)
+
+    given = [x, weight, last.weight, first.weight, *([] if first.bias is None else [first.bias])]
+    (wanted,) = expected(formula, [t.detach() for t in given], [z])
+    assert_close("z", z, *wanted)
 
 
 @torch.no_grad()
@@ -227,8 +237,8 @@ def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> Non
         results.append((torch.cat(y, 1), *pool.memory))
         if DEVICE == "cpu":
             assert bool(set(ran) & set(PRODUCTS)) == served
-            if served and kind == "latent" and B == 1:
-                assert "norm_kernel" not in ran[-4:]  # folded into the products
+            if served and kind == "latent":
+                assert "norm_kernel" not in ran[-4:]  # part of the products
     for fast, plain in zip(*results, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
 

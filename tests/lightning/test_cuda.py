@@ -383,8 +383,7 @@ class SweepArgs(ctypes.Structure):
 
 class ProductArgs(ctypes.Structure):
     _fields_ = [
-        ("out", u64), ("rows", u64), ("rows_b", u64), ("rows_h", u64), ("rows_n", u64), ("anchors", u64),
-        ("group", i32), ("pad", ctypes.c_char * 12),
+        ("out", u64), ("anchors", u64), ("rows", i32), ("pad", ctypes.c_char * 12),
     ]  # fmt: skip
 
 
@@ -406,7 +405,7 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     assert ctypes.sizeof(SweepArgs) == sweep.SWEEP.size == 112
     front = sweep.ARGUMENTS.packer()
     assert front.size == ctypes.sizeof(Args)
-    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1728
+    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1600
     packed: list[bytes] = []
     pack = SimpleNamespace(at=lambda addresses, values: packed.append(front.pack(*values(addresses))))
     monkeypatch.setattr(sweep, "launch_of", lambda *args: pack)
@@ -501,7 +500,7 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
 )
 def test_what_a_benchmark_asks_the_resources_of(shape, pass_, names, h200):
     """As many launches as `forward` and `backward` make, of the same variants."""
-    from fulmen.bench.adapters import lightning as adapter
+    from fulmen.bench.adapters.lightning import lightning as adapter
     from fulmen.bench.kernels import launches
 
     B, H, N, D = shape

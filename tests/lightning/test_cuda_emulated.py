@@ -40,7 +40,12 @@ SPLIT = {  # over blocks, and how many launches that takes
     "packed": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "mixed"}, 4),
     "D=64 token": ({"H": 1, "N": 1100, "D": 64, "decay": "token", "initial_state": True}, 4),
     "D=128 token": ({"H": 1, "N": 1100, "D": 128, "decay": "token", "initial_state": True}, 6),
-    "packed token": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "extreme"}, 4),
+    "D=128 E=64 token": (
+        {"H": 2, "groups": 1, "N": 1100, "D": 128, "E": 64, "decay": "token", "initial_state": True},
+        6,
+    ),
+    "packed token": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "token"}, 4),
+    "packed extreme": ({"H": 1, "D": 64, "lengths": [700, 0, 600], "decay": "extreme"}, 4),
     "left over": ({"B": 3, "H": 3, "N": 1100, "D": 64, "decay": "mixed", "initial_state": True}, 4),
 }
 
@@ -107,6 +112,13 @@ MISTAKES = {
     ),
     "registers a product reads": (
         "D=64 decay", "fetch(n + 1, next);", "fetch(n + 1, c);", LATE, WRONG,
+    ),
+    "products with rows that did not come yet": (
+        "D=64 token", "mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);", "", LATE,
+        f"{WRONG}|has ended",
+    ),
+    "rows into an output that is yet to be stored": (
+        "D=64 token, groups", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
     ),
     "a row below 0 stored": (
         "D=64", "if (left >= C || !(PACKED || w.reverse)) {", "if (true) {", LATE, "below 0",

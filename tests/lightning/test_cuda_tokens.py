@@ -66,6 +66,6 @@ def test_it_saves_states_for_the_gradient(h200):
     """(heads, slots, E, D), at any D: where the sum that is the decay's gradient begins anew."""
     for D, E, groups in SHAPES.values():
         call = spec(2, 4, 1100, D, True, E=E, groups=groups, per_token=True)
-        assert cuda.saves(call) == (8, 3, E, D)
+        assert cuda.saves(call) == (8, 5, E, D)
         assert cuda.tiles_of(call).training.save == 1
-        assert cuda.saves(call._replace(B=1, sequences=5)) == (4, 2 + 5, E, D)
+        assert cuda.saves(call._replace(B=1, sequences=5)) == (4, 4 + 5, E, D)

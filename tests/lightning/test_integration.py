@@ -25,6 +25,7 @@ from fulmen.testing import lightning as testing
 ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(dispatch.kernels("lightning"))
 BACKEND_MODULES = tuple(f"fulmen.lightning.{name}" for name in BACKENDS)
+DERIVED = [name for name in BACKENDS if dispatch.kernels("lightning")[name].backward is not None]
 ON_GPU = [name for name in BACKENDS if name.startswith(("triton", "cuda"))]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
@@ -261,6 +262,42 @@ def test_activation_checkpointing(device):
     assert_same(again, testing.evaluate(attend, x))
 
 
+HOOKS = {
+    "every other number": lambda x: torch.stack([x, x], -1)[..., 0],
+    "rows apart": lambda x: torch.nn.functional.pad(x, (0, 4))[..., :-4],  # not by multiples of 16 bytes
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim >= 3 else x,
+    "negative": lambda x: torch._neg_view(-x) if x.is_floating_point() else x,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [*(("split", hook) for hook in (*HOOKS, "save_on_cpu")), *((kind, "rows apart") for kind in ("packed", "tokens"))],
+)
+@pytest.mark.parametrize("backend", DERIVED)
+def test_hooks_of_saved_tensors(backend, kind, hook):
+    """They may hand back other strides. The last calls are prepared."""
+    gpu = torch.cuda.is_available()
+    where = {"D": 64, "dtype": torch.bfloat16, "device": "cuda"} if gpu else {"D": 16}
+    cases = {
+        "split": {"N": 1100 if gpu else 40, "decay": "mixed"}, "tokens": {"N": 20, "decay": "token"},
+        "packed": {"lengths": [9, 0, 12], "decay": "mixed"},
+    }  # fmt: skip
+    x = testing.inputs(H=2, initial_state=True, **cases[kind], **where)
+    serving(x, backend)
+    attend = testing.backend(backend)
+
+    def hooked(x: testing.Inputs):
+        graph = torch.autograd.graph
+        with graph.saved_tensors_hooks(lambda t: t, HOOKS[hook]) if hook in HOOKS else graph.save_on_cpu():
+            return attend(x)
+
+    for _ in range(3 if gpu else 1):
+        found = testing.evaluate(hooked, x)
+        for name, wanted in testing.expected(x).items():
+            testing.assert_close(name, getattr(found, name), *wanted)
+
+
 # --------------------------------------------------------------------------------- inputs, bits, overflow
 
 
@@ -299,7 +336,7 @@ def test_fp16_state_beyond_65504(backend, device):
     assert all(y is None or y.isfinite().all() for y in out)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if dispatch.kernels("lightning")[b].backward is not None])
+@pytest.mark.parametrize("backend", DERIVED)
 def test_double_backward_raises(backend):
     x = testing.inputs(1, 2, 20, 16)
     serving(x, backend)

@@ -1,18 +1,6 @@
-"""Operations as the benchmark sees them: one module each, named after the operation, with these names.
+"""Operations as the benchmark sees them: a subclass of `Operation` each, whose instance has the operation's name.
 
-    KEYS                               the keys of a case with their defaults; None: derived by `complete`
-    complete(case)                     the case with every key filled in
-    function(case)                     what is computed, in words
-    problem(case, device, seed)        arguments of the timed shape (`gate.Problem`), compared in part
-    small(case, device, seed, fully)   an odd shape with the case's options, compared whole; `fully`: with states or lse
-    attend(backend)                    our implementation as it is timed
-    attend_fully(backend)              the same with every output it has; None: it has no more
-    small_case(case)                   the case of `small`
-    spec(case, device)                 what the backends are asked about
-    without_data(case, fully)          a `Call` that records the launches of our kernels
-    BACKENDS_OF                        the operation whose backends serve it, where that is another; or a case -> it
-
-A new operation is a module here and a suite.
+A new operation is a class, a row of OPS and a suite.
 """
 
 from __future__ import annotations
@@ -20,33 +8,94 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable
-from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fulmen import dispatch
 from fulmen.bench.cases import DTYPES, odd_heads
+from fulmen.bench.gate import Problem
 
+OPS = {  # and the module of each
+    "flash": "flash", "flash_cache": "flash", "latent": "latent", "layer": "layer", "layer_parts": "layer",
+    "layer_step_gqa": "layer_step", "layer_step_lightning": "layer_step", "layer_step_mla": "layer_step",
+    "lightning": "lightning", "step": "step", "train": "train",
+}  # fmt: skip
 ODD_TOKENS = 333  # no multiple of any tile
+Case = dict[str, Any]
+Attend = Callable[[Any], Any]
 Call = tuple[Any, Any, Callable[..., tuple[Any, ...]]]  # spec, residuals; forward's results -> backward's arguments
 
 
+class Operation:
+    """What is drawn, computed and called for a case.
+
+    KEYS      the keys of a case with their defaults; None: derived by `complete`
+    backends  the operation of the registry whose backends serve it, unless `within` names another
+    function  case -> what is computed, in words
+    drawn     case, source, fully -> a `Problem`; fully: with states or lse
+    attend    backend -> our implementation as it is timed
+    call      case, fully -> a `Call`, without data
+    """
+
+    KEYS: ClassVar[Case]
+    backends: ClassVar[str]
+    function: Any
+    drawn: Any
+    attend: Any
+    call: Any
+
+    def complete(self, case: Case) -> Case:
+        """The case with every key filled in; raises ValueError."""
+        done = self.KEYS | case
+        done |= {key: done[key] or done[usual] for key, usual in (("H_KV", "H"), ("E", "D")) if key in done}
+        if done.get("grad") and self.KEYS.get("grad") is False:
+            raise ValueError("grad=yes: decoding has no gradient")
+        self.check(done)
+        return done
+
+    def check(self, case: Case) -> None:
+        """Raises ValueError for values that do not go together."""
+
+    def attend_fully(self, backend: str) -> Attend | None:
+        """Our implementation with every output it has; None: it has no more."""
+        return None
+
+    def within(self, case: Case) -> tuple[Operation, Case]:
+        """The operation of the registry that a case calls, and its case."""
+        return self, case
+
+    def problem(self, case: Case, device: torch.device, seed: int) -> Problem:
+        """Arguments of the timed shape, compared in part."""
+        problem: Problem = self.drawn(case, Source(device, seed, whole=False))
+        return problem
+
+    def small(self, case: Case, device: torch.device, seed: int, fully: bool = False) -> Problem:
+        """An odd shape with the case's options, compared whole."""
+        problem: Problem = self.drawn(self.small_case(case), Source(device, seed), fully)
+        return problem
+
+    def small_case(self, case: Case) -> Case:
+        """The shape of the gate: an odd length and few heads, as many to a head of k and v as in the case."""
+        few = {"B": 2, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2, "N": min(ODD_TOKENS, case["N"] | 1)}
+        return case | few | ({"N_Q": min(few["N"], case["N_Q"])} if "N_Q" in case else {})
+
+    def spec(self, case: Case, device: torch.device) -> Any:
+        """What the backends are asked about."""
+        operation, own = self.within(case)
+        return operation.call(own)[0]._replace(device=device)
+
+
 def of(op: str) -> Any:
-    if op not in ops():
-        raise ValueError(f"op = {op!r}: must be one of {', '.join(ops())}")
-    return importlib.import_module(f"fulmen.bench.adapters.{op}")
+    if op not in OPS:
+        raise ValueError(f"op = {op!r}: must be one of {', '.join(OPS)}")
+    return getattr(importlib.import_module(f"fulmen.bench.adapters.{OPS[op]}"), op)
 
 
-def ops() -> list[str]:
-    names = (f.name for f in resources.files("fulmen.bench.adapters").iterdir())
-    return sorted(n.removesuffix(".py") for n in names if n.endswith(".py") and not n.startswith("_"))
-
-
-def backends_of(op: str, case: dict[str, Any]) -> str:
+def backends_of(op: str, case: Case) -> str:
     """The operation of the registry whose backends serve a case of `op`."""
-    named = getattr(of(op), "BACKENDS_OF", op)
-    return str(named(case) if callable(named) else named)
+    return str(of(op).within(case)[0].backends)
 
 
 # ------------------------------------------------------------------------------------------------------- cases
@@ -56,7 +105,7 @@ def keys_of(op: str) -> list[str]:
     return [*of(op).KEYS, "grad"]
 
 
-def check(op: str, case: dict[str, Any]) -> None:
+def check(op: str, case: Case) -> None:
     """Raises ValueError for a key that `op` does not have, and for a value that its key cannot have."""
     if unknown := sorted(set(case) - set(keys_of(op))):
         raise ValueError(f"{op} has no {', '.join(unknown)}; a case says {', '.join(of(op).KEYS)}")
@@ -77,56 +126,30 @@ def check(op: str, case: dict[str, Any]) -> None:
         raise ValueError(why)
 
 
-def complete(op: str, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def complete(op: str, case: Case, device: torch.device) -> Case:
     """The case, checked, with every key filled in; dtype "auto" is fp32 on a CPU and bf16 on a GPU."""
     check(op, case)
-    full: dict[str, Any] = of(op).complete(case)
+    full: Case = of(op).complete(case)
     usual = "float32" if device.type == "cpu" else "bfloat16"
     return full | {"dtype": usual if full["dtype"] == "auto" else DTYPES.get(full["dtype"], full["dtype"])}
 
 
-def small_case(case: dict[str, Any]) -> dict[str, Any]:
-    """The shape of the gate: an odd length and few heads, as many to a head of k and v as in the case."""
-    few = {"B": 2, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2, "N": min(ODD_TOKENS, case["N"] | 1)}
-    return case | few | ({"N_Q": min(few["N"], case["N_Q"])} if "N_Q" in case else {})
-
-
-def makers(drawn: Callable[..., Any], small_case: Callable[..., Any]) -> tuple[Any, Any]:
-    """`problem` and `small` of an operation whose problems are `drawn(case, device, seed, fully, one_head)`.
-
-    one_head  the seed that draws the head which is compared; None: all are
-    """
-
-    def problem(case: dict[str, Any], device: torch.device, seed: int) -> Any:
-        return drawn(case, device, seed, one_head=seed)
-
-    def small(case: dict[str, Any], device: torch.device, seed: int, fully: bool = False) -> Any:
-        return drawn(small_case(case), device, seed, fully)
-
-    return problem, small
-
-
-def dtype_of(case: dict[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, DTYPES.get(case["dtype"], case["dtype"]))
+def dtype_of(case: Case) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, str(DTYPES.get(case["dtype"], case["dtype"])))
     return dtype
 
 
-def shapes(case: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
     """Of q, k, v and o."""
     B, H, H_KV, N, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
     N_Q = case.get("N_Q", N)
     return (B, H, N_Q, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N_Q, E)
 
 
-def empty(case: dict[str, Any]) -> list[torch.Tensor]:
-    """q, k, v and o without data."""
-    return [torch.empty(shape, dtype=dtype_of(case), device="meta") for shape in shapes(case)]
-
-
 # ---------------------------------------------------------------------------------------------------- backends
 
 
-def refuses(op: str, case: dict[str, Any], device: torch.device, backend: str) -> str | None:
+def refuses(op: str, case: Case, device: torch.device, backend: str) -> str | None:
     """None, or why that backend cannot; the others are not asked, since to answer one may have to compile."""
     if backend == "auto":
         return None
@@ -137,7 +160,7 @@ def refuses(op: str, case: dict[str, Any], device: torch.device, backend: str) -
     return kernel.supports(of(op).spec(case, device))
 
 
-def chosen(op: str, case: dict[str, Any], device: torch.device, backend: str) -> str:
+def chosen(op: str, case: Case, device: torch.device, backend: str) -> str:
     """What "auto" takes, with its kernel where the backend has several."""
     registered, spec = backends_of(op, case), of(op).spec(case, device)
     choice = dispatch.choose(registered, spec, dispatch.pick(registered, spec, backend).name)
@@ -147,9 +170,40 @@ def chosen(op: str, case: dict[str, Any], device: torch.device, backend: str) ->
 # ------------------------------------------------------------------------------------------------------ inputs
 
 
-def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Drawn on the generator's device: at the timed sizes the CPU would take longer than all the rest."""
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+class Source:
+    """Random numbers of a seed, drawn on their device: at the timed sizes a CPU would take longer than all the rest.
+
+    whole  all of a call is compared; otherwise one head, which the seed draws
+    """
+
+    def __init__(self, device: torch.device, seed: int, whole: bool = True) -> None:
+        self.device, self.seed, self.whole = device, seed, whole
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+        self.make: dict[str, Any] = {"generator": generator, "device": device}
+
+    def heads(self, q: Tensor, k: Tensor) -> Heads:
+        """What is compared of a call on q and k."""
+        if self.whole:
+            return Heads(0, 0, q.shape[1] // k.shape[1], whole=True)
+        batch, head = divmod(random.Random(self.seed).randrange(max(1, k.shape[0] * k.shape[1])), k.shape[1])
+        return Heads(batch, head, q.shape[1] // k.shape[1], whole=False)
+
+    def normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, dtype=torch.float32, **self.make).to(dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, **self.make)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, **self.make)
+
+    def permutation(self, n: int) -> Tensor:
+        return torch.randperm(n, **self.make)
+
+
+def lengths_of(case: Case, source: Source) -> Tensor:
+    """int32 (B,): the keys of each row of a cache of N; all of them at the timed shape."""
+    return source.integers(1 if source.whole else case["N"], case["N"] + 1, case["B"]).int()
 
 
 class Heads(NamedTuple):
@@ -162,15 +216,16 @@ class Heads(NamedTuple):
     last: int | None = None  # queries
     shared: tuple[str, ...] = ("k", "v", "dk", "dv")
 
-    @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, seed: int | None) -> Heads:
-        """`seed` draws the head, so that nobody knows which; None: the whole call."""
-        batch, head = divmod(random.Random(seed).randrange(max(1, k.shape[0] * k.shape[1])), k.shape[1])
-        return cls(batch, head, q.shape[1] // k.shape[1], seed is None)
-
-    def pick(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def pick(self, name: str, x: Tensor) -> Tensor:
         if self.whole:
             return x
         each = 1 if name in self.shared else self.group
         part = x[self.batch : self.batch + 1, self.head * each : (self.head + 1) * each]
         return part[:, :, -self.last :] if self.last and name in ("q", "o", "do") else part
+
+    def slopes(self, decay: Tensor) -> Tensor:
+        """Of a decay (H,) those of the heads that are compared."""
+        return decay if self.whole else decay[self.head * self.group : (self.head + 1) * self.group]
+
+
+META = Source(torch.device("meta"), 0)  # shapes only

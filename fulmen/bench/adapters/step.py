@@ -1,4 +1,4 @@
-"""A decoding step of lightning attention for the benchmark; the package describes the names.
+"""A decoding step of lightning attention for the benchmark.
 
 A step changes its states, and the benchmark repeats a call with the same arguments. So the timed states are a fixed
 point: with keep = exp(-s) = 1 - 2^-j the step S <- keep S + k v^T maps 2^j k v^T to itself. k and v have four
@@ -11,25 +11,19 @@ N is the number of tokens of a step, `state_dtype` that of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulmen import decay
-from fulmen.bench.adapters import Call, Heads, dtype_of, empty, makers, normal, shapes
+from fulmen.bench.adapters import META, Attend, Call, Case, Operation, Source, dtype_of, shapes
 from fulmen.bench.cases import DTYPES
 from fulmen.bench.gate import Problem
 from fulmen.step.op import lightning_step
-from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors
+from fulmen.step.spec import MAX_TOKENS, Tensors, spec_of
 from fulmen.testing import Expected
 from fulmen.testing import step as testing
-
-KEYS: dict[str, Any] = {
-    "B": 64, "H": 64, "H_KV": None, "N": 1, "D": 128, "E": None, "dtype": "auto", "state_dtype": "float32",
-    "grad": False,
-}  # fmt: skip
 
 
 class Inputs(NamedTuple):
@@ -37,50 +31,62 @@ class Inputs(NamedTuple):
     copied: bool  # the call works on a copy of the states and returns it
 
 
-def complete(case: dict[str, Any]) -> dict[str, Any]:
-    done = KEYS | case
-    state_dtype = DTYPES.get(done["state_dtype"], done["state_dtype"])
-    if state_dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"state_dtype={done['state_dtype']}: must be fp32 or bf16")
-    if done["N"] > MAX_TOKENS:
-        raise ValueError(f"N={done['N']}: a step takes 1 to {MAX_TOKENS} tokens")
-    if done["grad"]:
-        raise ValueError("grad=yes: a step has no gradient")
-    return done | {"H_KV": done["H_KV"] or done["H"], "E": done["E"] or done["D"], "state_dtype": state_dtype}
+class Step(Operation):
+    KEYS: ClassVar[Case] = {
+        "B": 64, "H": 64, "H_KV": None, "N": 1, "D": 128, "E": None, "dtype": "auto", "state_dtype": "float32",
+        "grad": False,
+    }  # fmt: skip
+    backends = "step"
 
+    def complete(self, case: Case) -> Case:
+        done = super().complete(case)
+        return done | {"state_dtype": DTYPES.get(done["state_dtype"], done["state_dtype"])}
 
-def function(case: dict[str, Any]) -> str:
-    return "a decoding step of linear attention with decay"
+    def check(self, case: Case) -> None:
+        if case["state_dtype"] not in ("float32", "fp32", "bfloat16", "bf16"):
+            raise ValueError(f"state_dtype={case['state_dtype']}: must be fp32 or bf16")
+        if case["N"] > MAX_TOKENS:
+            raise ValueError(f"N={case['N']}: a step takes 1 to {MAX_TOKENS} tokens")
 
+    def function(self, case: Case) -> str:
+        return "a decoding step of linear attention with decay"
 
-def small_case(case: dict[str, Any]) -> dict[str, Any]:
-    return case | {"B": 3, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2}
+    def small_case(self, case: Case) -> Case:
+        return case | {"B": 3, "H": 2 * (case["H"] // case["H_KV"]), "H_KV": 2}
 
+    def drawn(self, case: Case, source: Source, fully: bool = False) -> Problem:
+        q, k, v, o = (source.normal(shape, dtype_of(case)) for shape in shapes(case))
+        if source.whole:
+            slopes = decay.alibi(case["H"]).to(source.device)
+            state = source.normal((case["B"], case["H"], case["D"], case["E"]), torch.float32)
+        else:
+            k, v, slopes, state = fixed_point(k, v, case["H"])
+        state = state.to(getattr(torch, case["state_dtype"]))
+        x = testing.Inputs(q, k, v, slopes, state, None, None, None, 1.0)
+        heads = source.heads(q, k)
 
-def drawn(
-    case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
-) -> Problem:
-    generator = torch.Generator(device).manual_seed(seed)
-    q, k, v, o = (normal(shape, dtype_of(case), generator) for shape in shapes(case))
-    if one_head is None:
-        slopes = decay.alibi(case["H"]).to(device)
-        state = normal((case["B"], case["H"], case["D"], case["E"]), torch.float32, generator)
-    else:
-        k, v, slopes, state = fixed_point(k, v, case["H"])
-    state = state.to(getattr(torch, case["state_dtype"]))
-    x = testing.Inputs(q, k, v, slopes, state, None, None, None, 1.0)
-    heads = Heads.of(q, k, one_head)
+        def expected() -> dict[str, Expected]:
+            part: dict[str, Any] = {name: heads.pick(name, getattr(x, name)) for name in ("q", "k", "v", "state")}
+            found = testing.expected(x._replace(**part, decay=heads.slopes(slopes)))
+            return found if heads.whole else {"o": found["o"]}
 
-    def expected() -> dict[str, Expected]:
-        if heads.whole:
-            return testing.expected(x)
-        part: dict[str, Any] = {name: heads.pick(name, getattr(x, name)) for name in ("q", "k", "v", "state")}
-        part["decay"] = slopes[heads.head * heads.group : (heads.head + 1) * heads.group]
-        return {"o": testing.expected(x._replace(**part))["o"]}
+        constants = {"q": q, "k": k, "v": v, "decay": slopes, "state": state}
+        douts = {"o": o, "state": torch.zeros_like(state)} if heads.whole else {"o": o}
+        return Problem(Inputs(x, heads.whole), {}, douts, expected, constants, heads.pick)
 
-    constants = {"q": q, "k": k, "v": v, "decay": slopes, "state": state}
-    douts = {"o": o, "state": torch.zeros_like(state)} if heads.whole else {"o": o}
-    return Problem(Inputs(x, heads.whole), {}, douts, expected, constants, heads.pick)
+    def attend(self, backend: str) -> Attend:
+        def step(given: Inputs) -> Any:
+            x = given.call
+            if given.copied:
+                return testing.evaluate(x, backend)[:2]
+            return lightning_step(x.q, x.k, x.v, x.decay, x.state, backend=backend)
+
+        return step
+
+    def call(self, case: Case, fully: bool = False) -> Call:
+        x = self.drawn(case, META).x.call
+        tensors = Tensors(x.q, x.k, x.v, x.decay, x.state, None, None, None, None)
+        return spec_of(tensors, 1.0), tensors, lambda o: ()
 
 
 def fixed_point(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,31 +98,4 @@ def fixed_point(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor, Tensor, T
     return k, v, -torch.log1p(-1 / power).float(), state
 
 
-problem, small = makers(drawn, small_case)
-
-
-def attend(backend: str) -> Callable[[Inputs], Any]:
-    def step(given: Inputs) -> Any:
-        x = given.call
-        if given.copied:
-            return testing.evaluate(x, backend)[:2]
-        return lightning_step(x.q, x.k, x.v, x.decay, x.state, backend=backend)
-
-    return step
-
-
-def attend_fully(backend: str) -> None:
-    return None
-
-
-def spec(case: dict[str, Any], device: torch.device) -> StepSpec:
-    B, H, H_KV, T, D, E = (case[key] for key in ("B", "H", "H_KV", "N", "D", "E"))
-    state_dtype = getattr(torch, case["state_dtype"])
-    return StepSpec(B, H, H_KV, T, D, E, dtype_of(case), device, state_dtype, slots=B, has_decay=True)
-
-
-def without_data(case: dict[str, Any], fully: bool) -> Call:
-    q, k, v, _ = empty(case)
-    slopes = torch.empty(case["H"], device=q.device)
-    state = q.new_empty(case["B"], case["H"], case["D"], case["E"], dtype=getattr(torch, case["state_dtype"]))
-    return spec(case, q.device), Tensors(q, k, v, slopes, state, None, None, None, None), lambda o: ()
+step = Step()

@@ -1,4 +1,4 @@
-"""A training step of a stack of layers for the benchmark; the package describes the names.
+"""A training step of a stack of layers for the benchmark.
 
 The stack is that of examples/hybrid_lm.py: an embedding, blocks of attention and a gated MLP, each behind an RMSNorm,
 and the product that makes logits. `pattern` says which attention the blocks have, in turn: L lightning, G grouped-query
@@ -12,69 +12,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fulmen.bench import adapters
-from fulmen.bench.adapters import Call, dtype_of, layer, lightning
+from fulmen.bench.adapters import Attend, Case, Operation, Source, dtype_of
+from fulmen.bench.adapters.layer import filled
+from fulmen.bench.adapters.lightning import lightning
 from fulmen.bench.gate import Formula, Problem
-from fulmen.layers import GroupedQueryAttention, LightningAttention
+from fulmen.layers import AddNorm, GatedMLP, GroupedQueryAttention, LightningAttention, linear_cross_entropy
 from fulmen.testing import Expected
 
-BACKENDS_OF = "lightning"
-KEYS: dict[str, Any] = {
-    "B": 64, "N": 8192, "H": 16, "H_KV": None, "D": 128, "layers": 8, "pattern": "LLLLLLLG", "vocab": 32000,
-    "compiled": False, "dtype": "auto",
-}  # fmt: skip
 EPS = 1e-6  # of norms; torch's own default depends on the dtype
-Attend = Callable[[Any, Tensor], Tensor]  # an attention layer, x -> y
-
-
-def complete(case: dict[str, Any]) -> dict[str, Any]:
-    done = KEYS | case
-    if not done["pattern"] or set(done["pattern"]) - set("LG"):
-        raise ValueError(f"pattern={done['pattern']}: must be made of L (lightning) and G (grouped-query)")
-    return done | {"H_KV": done["H_KV"] or max(done["H"] // 2, 1)}
-
-
-def function(case: dict[str, Any]) -> str:
-    kinds = {"L": "linear", "G": "softmax"}
-    return f"a training step, {' and '.join(kinds[kind] for kind in kinds if kind in case['pattern'])} attention"
-
-
-def small_case(case: dict[str, Any]) -> dict[str, Any]:
-    """A block of each kind, and few letters."""
-    kinds = "".join(dict.fromkeys(case["pattern"]))
-    return adapters.small_case(case) | {
-        "D": 32,
-        "layers": len(kinds),
-        "pattern": kinds,
-        "vocab": min(case["vocab"], 50),
-    }
 
 
 # ------------------------------------------------------------------------------------------------- the stack
 
 
+class Parts(NamedTuple):
+    """Who computes the parts of a stack, from its modules: ours, or others on the same parameters."""
+
+    attention: Callable[[Any, Tensor], Tensor]
+    norm: Callable[[AddNorm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    mlp: Callable[[GatedMLP, Tensor], Tensor]
+    losses: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); y is what the block before adds to x, and what this one does."""
 
     def __init__(self, attention: nn.Module, dim: int, kind: dict[str, Any]) -> None:
         super().__init__()
-        hidden = -(-8 * dim // 3 // 32) * 32
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(dim, EPS, **kind) for _ in range(2))
-        self.attention = attention
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False, **kind) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False, **kind)
+        self.attention_norm, self.mlp_norm = (AddNorm(dim, EPS, **kind) for _ in range(2))
+        self.attention, self.mlp = attention, GatedMLP(dim, -(-8 * dim // 3 // 32) * 32, **kind)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        x = x + attend(self.attention, self.attention_norm(x))
-        normed = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+    def forward(self, x: Tensor, y: Tensor | None, parts: Parts) -> tuple[Tensor, Tensor]:
+        x, normed = parts.norm(self.attention_norm, x, y)
+        x, normed = parts.norm(self.mlp_norm, x, parts.attention(self.attention, normed))
+        return x, parts.mlp(self.mlp, normed)
 
 
 class Stack(nn.Module):
@@ -94,15 +72,14 @@ class Stack(nn.Module):
 
         self.embed = nn.Embedding(vocab, dim, **kind)
         self.blocks = nn.ModuleList(Block(attention(i), dim, kind) for i in range(layers))
-        self.norm, self.head = nn.RMSNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
+        self.norm, self.head = AddNorm(dim, EPS, **kind), nn.Linear(dim, vocab, bias=False, **kind)
 
-    def forward(self, ids: Tensor, targets: Tensor, attend: Attend) -> Tensor:
-        x = self.embed(ids)
+    def forward(self, ids: Tensor, targets: Tensor, parts: Parts) -> Tensor:
+        x, y = self.embed(ids), None
         for block in self.blocks:
-            x = block(x, attend)
-        logits = self.head(self.norm(x))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            x, y = block(x, y, parts)
+        _, normed = parts.norm(self.norm, x, y)
+        return parts.losses(normed.flatten(0, 1), self.head.weight, targets.flatten())
 
 
 class Inputs(NamedTuple):
@@ -111,33 +88,75 @@ class Inputs(NamedTuple):
     targets: Tensor
 
 
-def our_layer(own: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = own(x)
+def our_module(own: Any, *tensors: Any) -> Any:
+    return own(*tensors)
+
+
+def torch_norm(own: AddNorm, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if y is None else x + y
+    return x, F.rms_norm(x, tuple(own.normalized_shape), own.weight, own.eps)
+
+
+def torch_mlp(own: GatedMLP, x: Tensor) -> Tensor:
+    y: Tensor = own.down(F.silu(own.gate(x)) * own.up(x))
     return y
 
 
-# -------------------------------------------------------------------------------------------------- problems
+def torch_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
 
 
-def drawn(
-    case: dict[str, Any], device: torch.device, seed: int, fully: bool = False, one_head: int | None = None
-) -> Problem:
-    generator = torch.Generator(device).manual_seed(seed)
-    text = torch.randint(case["vocab"], (case["B"], case["N"] + 1), generator=generator, device=device)
-    stack = layer.filled(Stack(case, device, dtype_of(case), "auto"), generator)
-    parameters, ids, targets = dict(stack.named_parameters()), text[:, :-1].clone(), text[:, 1:].clone()
+OURS = Parts(our_module, our_module, our_module, linear_cross_entropy)
+PLAIN = Parts(our_module, torch_norm, torch_mlp, torch_losses)  # our attention between torch's operations
 
-    def formula(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
-        values = dict(zip(parameters, weights, strict=True))
-        plain = Stack(case, device, weights[0].dtype, "eager")
-        losses: Tensor = functional_call(plain, values, (ids, targets, our_layer))
-        return losses
 
-    run = torch.compile(stack, fullgraph=True, dynamic=False) if case["compiled"] else stack
-    arguments, names = (ids, targets, *parameters.values()), ["ids", "targets", *parameters]
-    made = Formula(formula).problem(Inputs(run, ids, targets), arguments, names, seed)
-    made.after = adamw(list(parameters.values()))
-    return made if one_head is None else replace(made, expected=lambda: losses_alone(formula, arguments))
+# --------------------------------------------------------------------------------------------- the operation
+
+
+class Train(Operation):
+    KEYS: ClassVar[Case] = {
+        "B": 64, "N": 8192, "H": 16, "H_KV": None, "D": 128, "layers": 8, "pattern": "LLLLLLLG", "vocab": 32000,
+        "compiled": False, "dtype": "auto",
+    }  # fmt: skip
+
+    def complete(self, case: Case) -> Case:
+        done = self.KEYS | case
+        if not done["pattern"] or set(done["pattern"]) - set("LG"):
+            raise ValueError(f"pattern={done['pattern']}: must be made of L (lightning) and G (grouped-query)")
+        return done | {"H_KV": done["H_KV"] or max(done["H"] // 2, 1)}
+
+    def function(self, case: Case) -> str:
+        kinds = {"L": "linear", "G": "softmax"}
+        return f"a training step, {' and '.join(kinds[kind] for kind in kinds if kind in case['pattern'])} attention"
+
+    def within(self, case: Case) -> tuple[Operation, Case]:
+        return lightning, lightning.complete({key: case[key] for key in ("B", "H", "N", "D", "dtype") if key in case})
+
+    def small_case(self, case: Case) -> Case:
+        """A block of each kind, and few letters."""
+        kinds, vocab = "".join(dict.fromkeys(case["pattern"])), min(case["vocab"], 50)
+        return super().small_case(case) | {"D": 32, "layers": len(kinds), "pattern": kinds, "vocab": vocab}
+
+    def drawn(self, case: Case, source: Source, fully: bool = False) -> Problem:
+        text = source.integers(0, case["vocab"], case["B"], case["N"] + 1)
+        stack = filled(Stack(case, source.device, dtype_of(case), "auto"), source)
+        parameters, ids, targets = dict(stack.named_parameters()), text[:, :-1].clone(), text[:, 1:].clone()
+
+        def formula(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
+            values = dict(zip(parameters, weights, strict=True))
+            plain = Stack(case, source.device, weights[0].dtype, "eager")
+            losses: Tensor = functional_call(plain, values, (ids, targets, PLAIN))
+            return losses
+
+        run = torch.compile(stack, fullgraph=True, dynamic=False) if case["compiled"] else stack
+        arguments, names = (ids, targets, *parameters.values()), ["ids", "targets", *parameters]
+        made = Formula(formula).problem(Inputs(run, ids, targets), arguments, names, source.seed)
+        made.after = adamw(list(parameters.values()))
+        return made if source.whole else replace(made, expected=lambda: losses_alone(formula, arguments))
+
+    def attend(self, backend: str) -> Attend:
+        return lambda p: p.stack(p.ids, p.targets, OURS)
 
 
 def losses_alone(formula: Callable[..., Tensor], arguments: Sequence[Tensor]) -> dict[str, Expected]:
@@ -160,24 +179,4 @@ def adamw(parameters: list[Tensor]) -> Callable[[Sequence[Tensor | None]], None]
     return step
 
 
-problem, small = adapters.makers(drawn, small_case)
-
-
-def attend(backend: str) -> Callable[[Inputs], Tensor]:
-    return lambda p: p.stack(p.ids, p.targets, our_layer)
-
-
-def attend_fully(backend: str) -> None:
-    return None
-
-
-def of_lightning(case: dict[str, Any]) -> dict[str, Any]:
-    return lightning.complete({key: case[key] for key in ("B", "H", "N", "D", "dtype")})
-
-
-def spec(case: dict[str, Any], device: torch.device) -> Any:
-    return lightning.spec(of_lightning(case), device)
-
-
-def without_data(case: dict[str, Any], fully: bool) -> Call:
-    return lightning.without_data(of_lightning(case), fully)
+train = Train()

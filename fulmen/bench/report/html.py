@@ -15,15 +15,15 @@ import re
 import zlib
 from html import escape
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
-from fulmen.bench import comparing, schema
+from fulmen.bench import comparing, schema, words
 from fulmen.bench.audit import SHORTEST_MS, number
-from fulmen.bench.report import model, words
+from fulmen.bench.report import model
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("base.js", "charts.js", "sections.js", "details.js", "table.js", "compare.js", "main.js")
-MAX_SAMPLES = 500_000  # in one page; beyond it every k-th one is embedded
 
 
 def render(report: model.Report) -> str:
@@ -52,7 +52,6 @@ def clean(value: Any) -> Any:
 
 
 def payload(report: model.Report) -> dict[str, Any]:
-    step = max(1, math.ceil(sum(len(row.cell.samples_ms) for row in report.rows if row.timed) / MAX_SAMPLES))
     family = {id(row.cell): report.families.index(row.family) for row in report.rows}
     kinds = {"status": words.KINDS, "flag": words.FLAGS, "verdict": words.VERDICTS}
     fits = [
@@ -71,15 +70,15 @@ def payload(report: model.Report) -> dict[str, Any]:
         "flops_unit": report.flops_unit(),
         "runs": [run_data(run) for run in report.results.runs.values()],
         "baselines": {suite: model.baseline(report.of(suite)) for suite in report.suites},
-        "rows": [row_data(row, family[id(row.cell)], step) for row in report.rows],
+        "rows": [row_data(row, family[id(row.cell)]) for row in report.rows],
         "fits": fits,
         "correctness": model.correctness(report),
         "words": [(kind, list(known.items())) for kind, known in kinds.items()],  # lists keep their order
         "counts": list(model.counts(report.rows).items()),
         "rule": {
-            "p": comparing.P_VALUE, "change": comparing.CHANGE, "equal": comparing.EQUAL, "room": comparing.ROOM,
-            "clock": comparing.CLOCK_MOVED, "few": comparing.MIN_SAMPLES, "most": comparing.MAX_SAMPLES,
-            "shortest": SHORTEST_MS,
+            "sigmas": NormalDist().inv_cdf(1 - comparing.P_VALUE / 2), "change": comparing.CHANGE,
+            "equal": comparing.EQUAL, "room": comparing.ROOM, "clock": comparing.CLOCK_MOVED,
+            "few": comparing.MIN_SAMPLES, "most": comparing.MAX_SAMPLES, "shortest": SHORTEST_MS,
         },
     }  # fmt: skip
 
@@ -92,15 +91,13 @@ def run_data(run: schema.Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row_data(row: model.Row, family: int, step: int) -> dict[str, Any]:
-    """The cell, as in the results file but with every `step`-th sample, and what the report reads off it."""
+def row_data(row: model.Row, family: int) -> dict[str, Any]:
+    """The cell, as in the results file, and what the report reads off it."""
     cell = row.cell
-    clocks = cell.clocks_mhz[::step] if len(cell.clocks_mhz) == len(cell.samples_ms) else cell.clocks_mhz
     spread = model.ratio(row.high - row.low, 2 * (row.median or 0)) if row.low and row.high else None
     return vars(cell) | {
-        "config_hash": cell.config_hash, "samples_ms": cell.samples_ms[::step], "clocks_mhz": clocks, "every": step,
-        "family": family, "label": row.family.label, "where": row.label, "n": row.n, "kind": row.kind,
-        "median": row.median, "low": row.low, "high": row.high, "spread": spread, "flags": row.flags,
+        "config_hash": cell.config_hash, "family": family, "label": row.family.label, "where": row.label, "n": row.n,
+        "kind": row.kind, "median": row.median, "low": row.low, "high": row.high, "spread": spread, "flags": row.flags,
         "flops_rate": row.rate("flops"), "bytes_rate": row.rate("bytes"), "replaced": row.replaced, "worst": row.worst,
         **{name: row.of_audit(name) for name in ("flops", "bytes", "floor_ms", "efficiency")},
     }  # fmt: skip

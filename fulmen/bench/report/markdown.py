@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from fulmen.bench import schema
+from fulmen.bench import schema, words
 from fulmen.bench.audit import grouped, number
-from fulmen.bench.report import model, words
+from fulmen.bench.report import model
 
 MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~])")
 

@@ -17,9 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fulmen.bench import audit, schema
+from fulmen.bench import audit, schema, words
 from fulmen.bench.audit import grouped, number, time_ms
-from fulmen.bench.report import words
 from fulmen.bench.schema import text
 
 LENGTHS = ("N", "N_Q", "N_KV")
@@ -261,14 +260,10 @@ def size(x: float | None) -> str:
     return f"{digits(x / 1024**power, 4 if power else 1)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-LABELS = {
-    "device": "device", "arch": "compute capability", "sm_count": "SMs", "l2_bytes": "L2 cache",
-    "memory_bytes": "memory", "power_limit_w": "power limit, W", "driver": "driver", "cuda": "CUDA",
-    "torch": "torch", "triton": "triton", "python": "python", "cpu": "CPU", "commit": "commit",
-    "flops_measured": "arithmetic, measured", "flops_nominal": "arithmetic, rated",
-    "flops_hard": "arithmetic, at the highest clock", "bytes_measured": "memory, measured copy",
-    "bytes_hard": "memory, at the highest clock", "clock_max_mhz": "highest SM clock",
-}  # fmt: skip
+FIRST = ("device", "arch", "sm_count", "l2_bytes", "memory_bytes", "power_limit_w", "driver", "cuda", "torch", "triton",
+         "python", "cpu", "commit", "flops_measured", "flops_hard", "bytes_measured", "bytes_hard")  # fmt: skip
+
+UNITS = {"bytes": "B", "mhz": "MHz", "w": "W", "c": "°C", "ms": "ms"}
 
 
 def environment(run: schema.Run) -> list[tuple[str, str]]:
@@ -276,32 +271,19 @@ def environment(run: schema.Run) -> list[tuple[str, str]]:
     facts = {k: v for k, v in (run.environment | run.ceilings).items() if v not in (None, "", [], {})}
     changed = " with changes" if run.commit.get("dirty") else ""
     facts["commit"] = str(run.commit.get("sha") or "unknown")[:12] + changed
-    if not number(facts.get("arch")):  # a CPU
-        facts.pop("arch", None)
-        if facts.get("cpu") == facts.get("device"):
-            facts.pop("cpu", None)
-    rows, known = [], list(LABELS)
-    for name in sorted(facts, key=lambda k: (known.index(k) if k in known else len(known), k)):
-        start = next((k for k in known if name == k or name.startswith(f"{k}_")), "")  # flops_measured_bf16
-        label = LABELS[start] + name[len(start) :].replace("_", ", ") if start else name.replace("_", " ")
-        rows.append((label, fact(name, facts[name])))
+    names = sorted(facts, key=lambda k: (FIRST.index(k) if k in FIRST else len(FIRST), k))
     when = run.time[:16].replace("T", " ") + (" UTC" if run.time.endswith(("Z", "+00:00")) else "")
-    return [*rows, ("measured", when), ("run", run.run_id), ("protocol", run.protocol)]
+    return [*(fact(k, facts[k]) for k in names), ("measured", when), ("run", run.run_id), ("protocol", run.protocol)]
 
 
-def fact(name: str, value: Any) -> str:
-    """The value in the unit that its name implies."""
-    x = number(value)
+def fact(name: str, value: Any) -> tuple[str, str]:
+    """A name in words, and the value in the unit that the name ends or begins with."""
+    x, (what, _, unit) = number(value), name.rpartition("_")
+    words = name.replace("_", " ")
     if x is not None and name.startswith("flops"):
-        return f"{digits(x / 1e12, 3)} TFLOP/s" if x >= 1e12 else f"{digits(x / 1e9, 3)} GFLOP/s"
+        return words, f"{digits(x / 1e12, 3)} TFLOP/s" if x >= 1e12 else f"{digits(x / 1e9, 3)} GFLOP/s"
     if x is not None and name.startswith("bytes"):
-        return f"{digits(x / 1e9)} GB/s"
-    if x is not None and name.endswith("_bytes"):
-        return size(x)
-    if name == "arch" and isinstance(value, int) and value >= 10:
-        return f"{value // 10}.{value % 10}"
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {fact(k, v)}" for k, v in sorted(value.items()))
-    if isinstance(value, list):
-        return ", ".join(map(text, value))
-    return f"{digits(x)} MHz" if x is not None and name.endswith("mhz") else text(value)
+        return words, f"{digits(x / 1e9)} GB/s"
+    if x is not None and unit in UNITS:
+        return what.replace("_", " "), size(x) if unit == "bytes" else f"{digits(x)} {UNITS[unit]}"
+    return words, ", ".join(map(text, value)) if isinstance(value, list) else text(value)

@@ -26,7 +26,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#c4c5c1", "axes.grid": True,
     "grid.color": "#e8e8e5", "legend.frameon": False, "savefig.dpi": 110, "text.parse_math": False,
-    "font.family": "DejaVu Sans", "svg.hashsalt": "fulmen",
+    "font.family": "DejaVu Sans",
 }  # fmt: skip
 MAX_PANELS = 3  # families that one figure shows
 MAX_LINES = 24  # cases that one heatmap shows
@@ -35,8 +35,6 @@ MAX_LINES = 24  # cases that one heatmap shows
 def draw(report: model.Report, folder: Path) -> list[Path]:
     """Draws what the results allow; file names hold the suite's name, made fit for a file."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
@@ -45,13 +43,24 @@ def draw(report: model.Report, folder: Path) -> list[Path]:
             name = re.sub(r"[^a-z0-9]+", "-", suite.lower())[:40].strip("-") or "suite"
             rows = [row for row in report.of(suite) if row.cell.cache == "cold"] or report.of(suite)
             for paint in (speedup, scaling, roofline, memory):
-                figure = Figure()
-                FigureCanvasAgg(figure)
-                if paint(report, rows, figure):
+                if (figure := paint(report, rows)) is not None:
                     names = (folder / f"{paint.__name__}-{name}{f'-{n}' if n > 1 else ''}.png" for n in range(1, 1000))
                     written.append(next(path for path in names if path not in written))
                     figure.savefig(written[-1], metadata={"Software": None})
     return written
+
+
+def panels(rows: int, columns: int, wide: float, tall: float) -> tuple[Figure, list[Axes]]:
+    """A figure with axes of about so many inches, row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((columns * wide, rows * tall), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).ravel())
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    labelled = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4)
 
 
 def plain(text: str, most: int = 40) -> str:
@@ -66,23 +75,6 @@ def look(rows: Iterable[model.Row]) -> dict[str, dict[str, Any]]:
         name: {"color": COLOURS[i % 8], "marker": MARKERS[(i + i // 8) % 8], "label": plain(name), "markersize": 4}
         for i, name in enumerate(dict.fromkeys(row.cell.competitor for row in rows))
     }
-
-
-def panels(
-    figure: Figure, rows: int, columns: int, wide: float, tall: float, left: float, legend: int = 0
-) -> list[Axes]:
-    """Axes of so many inches, row by row; room `left` of each for labels, and below all for a legend of such length."""
-    down, below = 0.75, 0.75 + 0.2 * math.ceil(legend / 4)
-    full = (columns * (wide + left) + 0.3, rows * (tall + down) - down + below + 0.45)
-    figure.set_size_inches(*full)
-    edges = (left / full[0], below / full[1], 1 - 0.3 / full[0], 1 - 0.45 / full[1])
-    figure.subplots_adjust(*edges, wspace=left / wide, hspace=down / tall)
-    return list(figure.subplots(rows, columns, squeeze=False).ravel())
-
-
-def legend(figure: Figure, axes: Axes) -> None:
-    labelled = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(labelled.values(), labelled.keys(), loc="lower center", ncols=4)
 
 
 def logarithmic(axes: Axes, which: str) -> None:
@@ -101,15 +93,14 @@ def pass_of(rows: list[model.Row], *order: str) -> str:
 # ---------------------------------------------------------------------------------------------- kinds
 
 
-def speedup(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+def speedup(report: model.Report, rows: list[model.Row]) -> Figure | None:
     from matplotlib.colors import LinearSegmentedColormap
 
     base, names, pass_ = model.baseline(rows), list(look(rows)), pass_of(rows, "total", "forward", "backward")
     if not base or len(names) < 2:
-        return False
+        return None
     lines = list(grouped((r for r in rows if r.cell.pass_ == pass_), lambda r: (r.family, r.n)).values())[:MAX_LINES]
-    labels = [plain(line[0].label, 48) for line in lines]
-    (axes,) = panels(figure, 1, 1, 0.95 * len(names), 0.3 * len(lines), 0.3 + 0.068 * max(map(len, labels)))
+    figure, (axes,) = panels(1, 1, 3.5 + 0.95 * len(names), 1.0 + 0.3 * len(lines))
     grid = [[math.nan] * len(names) for _ in lines]
     for i, line in enumerate(lines):
         here = {row.cell.competitor: row for row in line}
@@ -126,27 +117,27 @@ def speedup(report: model.Report, rows: list[model.Row], figure: Figure) -> bool
     colours = LinearSegmentedColormap.from_list("slower-faster", HEAT)
     axes.imshow(grid, cmap=colours, vmin=-math.log2(10), vmax=math.log2(10), aspect="auto")
     axes.set_xticks(range(len(names)), ["\n".join(textwrap.wrap(plain(name, 36), 13)) or "?" for name in names])
-    axes.set_yticks(range(len(lines)), labels)
+    axes.set_yticks(range(len(lines)), [plain(line[0].label, 48) for line in lines])
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.set_title(plain(f"{rows[0].cell.suite}, {pass_}: times as fast as {base}", 70))
-    return True
+    return figure
 
 
-def scaling(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+def scaling(report: model.Report, rows: list[model.Row]) -> Figure | None:
     rows = [row for row in rows if row.timed and row.n]
     families = [f for f, some in grouped(rows, lambda r: r.family).items() if len({r.n for r in some}) > 1][:MAX_PANELS]
     passes = [p for p in ("forward", "backward", "total") if any(row.cell.pass_ == p for row in rows)]
     if not families:
-        return False
+        return None
     looks, wanted = look(rows), [(family, pass_) for family in families for pass_ in passes]
-    grid = panels(figure, len(families), len(passes), 3.3, 2.4, 0.55, len(looks) + 1)
+    figure, grid = panels(len(families), len(passes), 3.9, 3.1)
     for (family, pass_), axes in zip(wanted, grid, strict=True):
         curves(axes, [row for row in rows if row.family == family and row.cell.pass_ == pass_], looks)
         axes.set_title(plain(f"{family.label}, {pass_}, ms", 50))
     legend(figure, grid[0])
-    return True
+    return figure
 
 
 def curves(axes: Axes, rows: list[model.Row], looks: dict[str, dict[str, Any]]) -> None:
@@ -164,15 +155,15 @@ def curves(axes: Axes, rows: list[model.Row], looks: dict[str, dict[str, Any]]) 
     axes.minorticks_off()
 
 
-def roofline(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+def roofline(report: model.Report, rows: list[model.Row]) -> Figure | None:
     rows = [row for row in rows if row.rate("flops") and row.rate("bytes")]
     run = report.results.runs[rows[0].cell.run_id] if rows else None
     ceilings = {k: x for k, v in run.ceilings.items() if (x := number(v))} if run else {}
     flops, size = ceilings.get("flops_measured"), ceilings.get("bytes_measured")
     if run is None or not flops or not size:
-        return False
+        return None
     scale, unit = report.flops_unit()
-    (axes,) = panels(figure, 1, 1, 7.6, 3.6, 0.75, len(look(rows)) + 3)
+    figure, (axes,) = panels(1, 1, 8.6, 5.2)
     works = {row: float(row.cell.audit["flops"]) / float(row.cell.audit["bytes"]) for row in rows}
     for name, style in look(rows).items():
         some = [row for row in rows if row.cell.competitor == name]
@@ -189,22 +180,22 @@ def roofline(report: model.Report, rows: list[model.Row], figure: Figure) -> boo
     axes.set_xlabel("FLOP per byte, at the floor")
     axes.set_title(plain(f"{run.environment.get('device', '')}, {rows[0].cell.suite}: {unit}", 70))
     legend(figure, axes)
-    return True
+    return figure
 
 
-def memory(report: model.Report, rows: list[model.Row], figure: Figure) -> bool:
+def memory(report: model.Report, rows: list[model.Row]) -> Figure | None:
     rows = [row for row in rows if row.size() is not None]
     pass_ = pass_of(rows, "total", "backward", "forward")
     families = list(grouped(rows, lambda row: row.family).values())[:MAX_PANELS]
     if not families:
-        return False
-    grid = panels(figure, len(families), 1, 5.0, 0.4 + 0.24 * len(look(rows)), 1.8, len(PARTS))
+        return None
+    figure, grid = panels(len(families), 1, 7.1, 1.3 + 0.24 * len(look(rows)))
     for some, axes in zip(families, grid, strict=True):
         longest = max(row.n or 0 for row in some)
         stacks(axes, [row for row in some if (row.n or 0) == longest and row.cell.pass_ == pass_])
         axes.set_title(plain(f"{some[0].family.label} · N {longest:,}, {pass_}", 60))
     legend(figure, grid[0])
-    return True
+    return figure
 
 
 def stacks(axes: Axes, rows: list[model.Row]) -> None:

@@ -87,7 +87,17 @@ __device__ __forceinline__ void prefetch(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
 
+constexpr u64 EVICT_FIRST = 0x12f0000000000000;    // a cache policy, as createpolicy.fractional.L2::evict_first makes it
+
+// LAST: nobody reads this again, so that it leaves L2 before anything else.
+template <bool LAST = false>
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
+    if (LAST) {
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                     :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(EVICT_FIRST) : "memory");
+        return;
+    }
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
@@ -187,20 +197,20 @@ __device__ __forceinline__ void wgmma_wait() {
 
 constexpr int PANEL = 64 * 128;         // bytes of 64 rows of a panel
 
-// Starts y = x z^T over D columns, of 64 of the X_ROWS rows of x and all ROWS rows of z.
-template <int D, int ROWS, int X_ROWS = 64, int COUNT>
+// Starts y = x z^T over D columns, of 64 of the X_ROWS rows of x and ROWS of the Z_ROWS rows of z.
+template <int D, int ROWS, int X_ROWS = 64, int Z_ROWS = ROWS, int COUNT>
 __device__ __forceinline__ void start_over_columns(float (&y)[COUNT], u32 x, u32 z) {
     const u64 a = descriptor(x, 16), b = descriptor(z, 16);
 #pragma unroll
     for (int d = 0; d < D / 16; d++)
-        wgmma(y, a + (d / 4 * X_ROWS * 128 + d % 4 * 32) / 16, b + (d / 4 * ROWS * 128 + d % 4 * 32) / 16, d > 0);
+        wgmma(y, a + (d / 4 * X_ROWS * 128 + d % 4 * 32) / 16, b + (d / 4 * Z_ROWS * 128 + d % 4 * 32) / 16, d > 0);
     wgmma_commit();
 }
 
-// Starts y = x z, or y += x z, over the ROWS rows of z, with x in registers.
-template <int ROWS, int COUNT>
+// Starts y = x z, or y += x z, over ROWS of the Z_ROWS rows of z, with x in registers.
+template <int ROWS, int Z_ROWS = ROWS, int COUNT>
 __device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[ROWS / 4], u32 z, bool add) {
-    const u64 b = descriptor(z, ROWS * 128);
+    const u64 b = descriptor(z, Z_ROWS * 128);
 #pragma unroll
     for (int j = 0; j < ROWS / 16; j++) wgmma(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
     wgmma_commit();
@@ -248,6 +258,14 @@ __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 panel, int row,
     const int lane = threadIdx.x % 32, matrix = lane / 8;
     u32 from = swizzled(panel, row + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// Units j and j + 1 of a warp's 16 rows, two columns in a register: as accumulators 4 j to 4 j + 7 lie, see store_rows.
+__device__ __forceinline__ void load_rows_of(u32 (&x)[4], u32 panel, int j, int warp) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    u32 from = swizzled(panel, 16 * warp + matrix % 2 * 8 + lane % 8, j + matrix / 2);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
 

@@ -1,28 +1,30 @@
 // Softmax attention, backward, for Hopper (sm_90a): dk and dv of a tile of keys, and what its keys add to dq.
 //
-// A block owns 128 keys of one head of k and v and walks the query tiles, of BLOCK_M rows, that see them, of all query
-// heads of the group. Two consumer warpgroups own 64 keys each; dk and dv stay in their registers and are written once.
+// A block owns 128 keys of one head of k and v and walks the query tiles, of BLOCK_M rows, that see them, from the last to
+// the first, each for all query heads of the group. Two consumer warpgroups own 64 keys each; dk and dv stay in their
+// registers and are written once.
 //
 //     producer    one thread issues TMA loads: k and v once, then q into a ring of Q_STAGES stages, and do with lse and
 //                 delta (backward_prologue.cu) into one of O_STAGES
 //     consumer    for each query tile: start s^T = k q^T and dp^T = v do^T; wait for s; p = exp2(s - lse);
-//                 start dv += p^T do; wait for dp; ds = p (dp - delta), to shared memory; barrier of both consumers;
-//                 start dq = ds k and dk += ds^T q; wait for dv and dq; dq to shared memory; wait for dk
+//                 start dv += p^T do; wait for dp; ds = p (dp - delta), to shared memory; start dk += ds^T q and, of
+//                 the tile before, dq = ds k; wait for dv and dq; dq to shared memory; wait for dk
 //     adders      two warps, one for each consumer, add that dq to the workspace with bulk reductions
 //
-// OVERLAP: s of the next tile is started after dv, ahead of the barrier, and dp of the next tile before dk is waited for.
+// OVERLAP: s of the next tile is started after dv, and dp of the next tile before dk is waited for.
 //
 // Keys are the rows of every product but dq, so p^T and ds^T are A operands as they come out of the tensor cores. Only dq
 // needs ds from shared memory, from both consumers: each makes one half of it, of the columns (BLOCK_M = 64) or of the
-// queries (128). ds has two buffers, so that one barrier a tile is enough.
+// queries (128). dq comes a tile late, from ds in three buffers, so that the consumers are not in step: one takes
+// exponentials while the other's products run.
 //
 // The workspace of dq is fp32 and lies as the accumulators do: (B * H, slots, consumer, chunk of 4, thread, 4). A slot is a
-// query tile; a packed sequence has slots of its own, as in packed.cuh, so no sum needs a bound. backward_epilogue.cu turns
-// it into dq.
-//
-// DETERMINISTIC: sums have a fixed order. The last tile of keys that a query tile sees stores, the others add one after the
-// other; `turns` counts for each slot and consumer. Blocks start in the same order, so nobody waits for a block that has
-// not started.
+// query tile; a packed sequence has slots of its own, as in packed.cuh, so no sum needs a bound. `turns` counts for each
+// slot and consumer how many tiles of keys have been added. The first tile of keys that a query tile sees stores and the
+// others add, so the workspace need not be zeroed. Sums become dq while they are in L2: before its own work, while k and
+// v are loaded, a block converts those of the tile of keys `lag` blocks before it. Blocks after the last tile do no more.
+// DETERMINISTIC: tiles of keys add in ascending order. Blocks start in the same order, so nobody waits for a block that has
+// not started; and since all walk from the last queries to the first, those of fewer queries do not wait for others.
 //
 // Rows beyond a sequence are zeroed in shared memory (PACKED; else TMA does it), and their lse is infinity: p is 0.
 //
@@ -32,16 +34,18 @@
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
 #include "cuda/include/packed.cuh"
+#include "cuda/include/bulk.cuh"
 #include "cuda/include/tile_scheduler.cuh"
 
 constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, N = 128;
 constexpr int THREADS = 384, WARPS = 8;                     // WARPS: of the consumers
-constexpr int S = M / 2, P = M / 4, DQ = M * D / 256;       // registers
+constexpr int S = M / 2, P = M / 4, DQ = 32;                // registers
+constexpr int AT_ONCE = 3;                                  // query tiles that are converted
 constexpr int DS_BYTES = N * M * 2, ROW_BYTES = 8 * M;      // ROW_BYTES: lse and delta
 constexpr bool DP_LATE = SOFTCAP && (M == 128 || LEFT || PACKED);  // after p is made: the cap takes registers
-static_assert(M == 64 || (M == 128 && D == 64), "a half of dq is 64 rows of a product");
+static_assert(M * D == 8192, "a half of dq is 64 x 64: some columns (M = 64) or some rows");
 
-enum { BOTH = 1, OWN = 2, FULL = 4, EMPTY = 6 };            // named barriers; from OWN on one for each consumer
+enum { OWN = 1, FULL = 3, EMPTY = 5, STORED = 7 };         // named barriers, for each consumer; STORED: of odd tiles, too
 
 // A ring of stages of M rows; full, empty: a barrier for each stage.
 template <int SIZE, int COUNT>
@@ -71,7 +75,7 @@ struct Shared {
         q.stages = v + N * E * 2;
         o.stages = q.stages + Q_STAGES * q.BYTES;
         ds = o.stages + O_STAGES * o.BYTES;
-        dq = ds + 2 * DS_BYTES;
+        dq = ds + 3 * DS_BYTES;
         rows = dq + M * D * 4;
         k_full = rows + O_STAGES * ROW_BYTES;
         v_full = k_full + 8;
@@ -84,23 +88,22 @@ struct Shared {
 
 // ----------------------------------------------------------------------------------------------------- tiles
 
-// The tile of keys of this block. L2 swizzle: all tiles of `swizzle` heads come before those of the next heads, so that
+// A tile of keys. L2 swizzle: all tiles of `swizzle` heads come before those of the next heads, so that
 // their q, do and dq stay in L2. Of these heads, under a causal mask, the longest tiles come first (LPT).
 struct Tile {
     int b, h, n0;                           // its batch, head of k and v, first key
     int begin_q, begin_k, n_q, n_kv, slot;  // of its sequence; slot: the first
-    int last;                               // the last of its keys in a tile that is its own
+    int own, last;                          // the sequence's first tile of keys, and last key in a tile
     int shift;                              // query i stands at position i + shift
     int first, count;                       // queries, from which on, and how many times M
 
-    __device__ __forceinline__ explicit Tile(const Args &a) {
-        int t = blockIdx.x;
+    __device__ __forceinline__ Tile(const Args &a, int t) {
         const int from = t / (a.swizzle * a.tiles) * a.swizzle, size = min(a.swizzle, a.heads - from);
         t -= from * a.tiles;
         const int head = from + t % size;
-        const int tile = DETERMINISTIC ? a.tiles - 1 - t / size : t / size;
+        const int tile = t / size;
         b = head / a.h, h = head % a.h;
-        begin_q = begin_k = slot = 0, n_q = a.n_q, n_kv = a.n_kv, n0 = tile * N, last = n_kv - 1;
+        begin_q = begin_k = slot = own = 0, n_q = a.n_q, n_kv = a.n_kv, n0 = tile * N, last = n_kv - 1;
         if (PACKED) {
             const int i = sequence_of_tile(a.cu_k, a.sequences, a.n_kv, N, tile);
             begin_q = offset(a.cu_q, i, a.n_q);
@@ -110,71 +113,51 @@ struct Tile {
             n0 = first_row(a.cu_k, i, a.n_kv, N, tile);
             slot = begin_q / M + i;
             last = n_kv - 1;
-            while (DETERMINISTIC && last >= n0 + N &&   // offsets that decrease give tiles to another sequence
-                   sequence_of_tile(a.cu_k, a.sequences, a.n_kv, N, tile + (last - n0) / N) != i) last -= N;
+            auto is_own = [&](int key) {            // offsets that decrease give tiles to another sequence
+                return sequence_of_tile(a.cu_k, a.sequences, a.n_kv, N, tile + (key - n0) / N) == i;
+            };
+            while (n0 < n_kv && !is_own(own * N)) own++;
+            while (n0 < n_kv && !is_own(last / N * N)) last -= N;
         }
         shift = a.top_left ? 0 : n_kv - n_q;
-        first = RIGHT ? max(0, n0 - shift - a.right) / M * M : 0;
+        first = RIGHT ? first_query(a, n0) : 0;
         const int end = LEFT ? min(n_q, min(n0 + N, n_kv) - shift + a.left) : n_q;
         count = n0 < n_kv ? max(0, end - first + M - 1) / M : 0;
     }
 
-    // How many tiles of keys add to the queries from m on before this one.
-    __device__ __forceinline__ int turn(const Args &a, int m) const {
-        return (RIGHT ? min(last, m + M - 1 + shift + a.right) : last) / N - n0 / N;
+    // The first queries that see the keys from `key` on.
+    __device__ __forceinline__ int first_query(const Args &a, int key) const {
+        return max(0, key - shift - a.right) / M * M;
+    }
+
+    // The tiles of keys that the queries from m on see.
+    __device__ __forceinline__ int first_tile(const Args &a, int m) const {
+        return LEFT ? max(own, (m + shift - a.left) / N) : own;
+    }
+    __device__ __forceinline__ int last_tile(const Args &a, int m) const {
+        return (RIGHT ? min(last, m + M - 1 + shift + a.right) : last) / N;
     }
 };
 
-// The query tiles of a block, one head of the group after the other.
+// The query tiles of a block: from the last to the first, of all heads of the group.
 struct Walk {
-    int left, m, head, slot;            // tiles, with this one; first query; query head; place in the workspace
+    int left, m, i, slot;               // tiles, with this one; first query; head of the group; place in the workspace
 
     __device__ __forceinline__ Walk(const Args &a, const Tile &tile)
-        : left(tile.count * a.group), m(tile.first), head(tile.h * a.group),
-          slot((tile.b * a.h * a.group + head) * a.slots + tile.slot + tile.first / M) {}
+        : left(tile.count * a.group), m(tile.first + (tile.count - 1) * M), i(0),
+          slot((tile.b * a.h + tile.h) * a.group * a.slots + tile.slot + m / M) {}
 
-    __device__ __forceinline__ void next(const Args &a, const Tile &tile) {
-        left--, slot++, m += M;
-        if (m == tile.first + tile.count * M) m = tile.first, head++, slot += a.slots - tile.count;
+    __device__ __forceinline__ void next(const Args &a) {
+        left--, slot += a.slots;
+        if (++i == a.group) i = 0, m -= M, slot -= a.group * a.slots + 1;
     }
 };
 
 // ---------------------------------------------------------------------------------------------------- memory
 
-// Contiguous bytes of memory to shared memory; the barrier counts them.
-__device__ __forceinline__ void bulk_load(u32 to, const void *from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-// Adds contiguous fp32 numbers of shared memory to memory.
-__device__ __forceinline__ void bulk_add(void *to, u32 from, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 :: "l"(to), "r"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void bulk_store(void *to, u32 from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 :: "l"(to), "r"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 __device__ __forceinline__ void store4(u32 to, const float *x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                  :: "r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-}
-
-// Waits until `turn` others have passed their turn; what they added is visible then.
-__device__ __forceinline__ void wait_for_turn(const int *turns, int turn) {
-    asm volatile("{.reg .pred early; .reg .s32 now;\n"
-                 "again: ld.acquire.gpu.global.s32 now, [%0]; setp.lt.s32 early, now, %1;\n"
-                 "@early bra again;}" :: "l"(turns), "r"(turn) : "memory");
-    asm volatile("fence.proxy.async.global;" ::: "memory");     // bulk copies follow
-}
-
-__device__ __forceinline__ void pass_turn(int *turns) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turns) : "memory");
 }
 
 // Rows of a matrix of ROWS rows from `from` on become zero. Every consumer does it for itself, before it reads any.
@@ -199,40 +182,59 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at, const T
     for (int i = 0; i < D / 64; i++) tma_load(at.k + i * N * 128, a.k, at.k_full, 64 * i, row, tile.h, tile.b);
     bool once = true;
 #pragma unroll 1
-    for (Walk walk(a, tile); walk.left > 0; walk.next(a, tile)) {
-        at.q.fetch(a.q, q, 0, tile.begin_q + walk.m, walk.head, tile.b);
+    for (Walk walk(a, tile); walk.left > 0; walk.next(a)) {
+        at.q.fetch(a.q, q, 0, tile.begin_q + walk.m, tile.h * a.group + walk.i, tile.b);
         if (once) {
             mbarrier_expect(at.v_full, N * E * 2);
 #pragma unroll
             for (int i = 0; i < E / 64; i++) tma_load(at.v + i * N * 128, a.v, at.v_full, 64 * i, row, tile.h, tile.b);
             once = false;
         }
-        at.o.fetch(a.dout, o, ROW_BYTES, tile.begin_q + walk.m, walk.head, tile.b);
+        at.o.fetch(a.dout, o, ROW_BYTES, tile.begin_q + walk.m, tile.h * a.group + walk.i, tile.b);
         bulk_load(at.rows + o.stage * ROW_BYTES, a.rows + walk.slot * (2LL * M), ROW_BYTES, at.o.full + 8 * o.stage);
         q.next();
         o.next();
     }
 }
 
-// Adds what one consumer leaves in shared memory to dq: one warp.
+// Adds what one consumer leaves in shared memory to the sums: one warp.
 __device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Tile &tile, int consumer) {
     constexpr int BYTES = M * D * 2;
+    const bool leads = threadIdx.x % 32 == 0;
+    int before = -1;                    // the part that is not passed on yet: its sum may be on its way
+    bool ready = false;                 // its turn has come
+    if (tile.count > 0) named_barrier_arrive<160>(EMPTY + consumer);
+    Walk walk(a, tile);
 #pragma unroll 1
-    for (Walk walk(a, tile); walk.left > 0; walk.next(a, tile)) {
-        const int part = 2 * walk.slot + consumer;
-        named_barrier_sync<160>(FULL + consumer);
-        if (threadIdx.x % 32 == 0) {
-            const int turn = DETERMINISTIC ? tile.turn(a, walk.m) : 1;
-            float *to = a.dq + part * (BYTES / 4LL);
+    while (walk.left > 0) {
+        const int part = 2 * walk.slot + consumer, turn = tile.n0 / N - tile.first_tile(a, walk.m);
+        if (leads && turn && !ready) {
             if (DETERMINISTIC) wait_for_turn(a.turns + part, turn);
+            else wait_for_first(a.turns + part);
+        }
+        __syncwarp();
+        walk.next(a);
+        named_barrier_sync<160>(FULL + consumer);
+        if (leads) {
+            float *to = a.sums + part * (BYTES / 4LL);
             if (turn) bulk_add(to, at.dq + consumer * BYTES, BYTES);
             else bulk_store(to, at.dq + consumer * BYTES, BYTES);
             tma_store_commit();
-            if (DETERMINISTIC) bulk_wait(), pass_turn(a.turns + part);
-            else tma_store_wait_read<0>();
+            if (walk.left > 0)                                  // the next one, while shared memory is read
+                ready = turns_passed(a.turns + 2 * walk.slot + consumer) >=
+                        (DETERMINISTIC ? tile.n0 / N - tile.first_tile(a, walk.m) : 1);
+            tma_store_wait_read<0>();
         }
         __syncwarp();
-        if (walk.left > 1) named_barrier_arrive<160>(EMPTY + consumer);
+        if (walk.left > 0) named_barrier_arrive<160>(EMPTY + consumer);
+        const bool now = DETERMINISTIC || turn == 0 || walk.left == 0;      // others wait for it
+        if (leads) {
+            if (now) bulk_wait<0>();
+            else bulk_wait<1>();
+            if (before >= 0) pass_turn(a.turns + before);
+            if (now) pass_turn(a.turns + part);
+        }
+        before = now ? -1 : part;
     }
 }
 
@@ -310,6 +312,15 @@ __device__ __forceinline__ void start_dq(float (&dq)[DQ], u32 ds, u32 k, int con
     wgmma_commit();
 }
 
+// The consumer's half of dq to shared memory, for its adder.
+__device__ __forceinline__ void stage_dq(const float (&dq)[DQ], u32 to, int consumer) {
+#pragma unroll
+    for (int i = 0; i < DQ / 4; i++)
+        store4(to + consumer * (M * D * 2) + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
+    fence_async();
+    named_barrier_arrive<160>(FULL + consumer);
+}
+
 // Writes the 16 rows of one warp that are there, in units of 16 bytes.
 template <int COUNT>
 __device__ __forceinline__ void store(const float (&x)[COUNT], char *to, long long step, float factor, int rows) {
@@ -326,6 +337,45 @@ __device__ __forceinline__ void store(const float (&x)[COUNT], char *to, long lo
             if (g + 8 * r < rows)
                 *reinterpret_cast<uint4 *>(to + (g + 8 * r) * step + (c + t) * 16) = make_uint4(y[0], y[1], y[2], y[3]);
         }
+}
+
+// Turns the consumer's half of sums into dq. A tile of keys has its share of the queries of its sequence: with a limit on
+// the right those that see no later tile of keys.
+__device__ __forceinline__ void convert_dq(const Args &a, const Tile &tile, int consumer) {
+    if (tile.n0 >= tile.n_kv) return;
+    const int tiles = tile.last / N + 1, n = tile.n0 / N, queries = (tile.n_q + M - 1) / M;
+    const int from = RIGHT ? tile.first : n * queries / tiles * M;
+    int to = n + 1 == tiles ? tile.n_q : RIGHT ? tile.first_query(a, tile.n0 + N) : (n + 1) * queries / tiles * M;
+    if (LEFT) to = min(to, tile.n_kv - tile.shift + a.left);
+    if (from >= min(to, tile.n_q)) return;
+    const int head = (tile.b * a.h + tile.h) * a.group, slot = tile.slot + from / M;
+    // all walk from the last queries to the first: when the last head's first are done, all are
+    wait_for_turn(a.turns + 2 * ((head + a.group - 1) * a.slots + slot) + consumer,
+                  tile.last_tile(a, from) - tile.first_tile(a, from) + 1);
+    const int warp = threadIdx.x % 128 / 32 * 16 + (M == 64 ? 0 : 64 * consumer);   // its first row
+    const int items = (min(to, tile.n_q) - from + M - 1) / M * a.group;
+#pragma unroll 1
+    for (int first = 0; first < items; first += AT_ONCE) {
+        float x[AT_ONCE][DQ];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int item = first + i;
+            if (item >= items) break;
+            const long long part = 2LL * ((head + item % a.group) * a.slots + slot + item / a.group) + consumer;
+#pragma unroll
+            for (int c = 0; c < DQ / 4; c++)
+                *reinterpret_cast<float4 *>(x[i] + 4 * c) =
+                    reinterpret_cast<const float4 *>(a.sums)[part * (M * D / 8) + c * 128 + threadIdx.x % 128];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int item = first + i, row = from + item / a.group * M + warp;
+            if (item >= items) break;
+            store(x[i], a.dq + tile.b * a.dq_strides.b + (tile.h * a.group + item % a.group) * a.dq_strides.h +
+                            (tile.begin_q + row) * a.dq_strides.n + (M == 64 ? consumer * D : 0),
+                  a.dq_strides.n, a.scale, tile.n_q - row);
+        }
+    }
 }
 
 // What a consumer keeps.
@@ -370,9 +420,10 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         pin(w.s);
     }
     auto before = q;                    // the tile before
+    u32 ds = at.ds, made = ds;          // of this tile, and of the tile before
     while (walk.left > 0) {
         const int m = walk.m;
-        const u32 ds = at.ds + walk.left % 2 * DS_BYTES;
+        const bool first = walk.left == all;
         const float *rows = reinterpret_cast<const float *>(shared + (at.rows - at.k) + o.stage * ROW_BYTES);
         float dp[S], dq[DQ];
         at.o.wait(o);
@@ -387,7 +438,7 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         if (OVERLAP) {
             pin(w.dk);
             pin(w.ds);
-            if (reports && walk.left < all) at.q.release(before);
+                if (reports && !first) at.q.release(before);
         }
         pin(w.s);
         const Queries see(a, tile, keys);
@@ -403,11 +454,12 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         wgmma_wait<1>();
         pin(dp);
         gradients(w.ds, w.s, dp, rows + M);                                 // dv
+        if (!first) named_barrier_sync<256>(STORED + (walk.left + 1) % 2 * 2 + 1 - consumer);
         store_ds(w.ds, ds, consumer);
+        named_barrier_arrive<256>(STORED + walk.left % 2 * 2 + consumer);
 
-        const bool waits = walk.left < all;
         before = q;
-        walk.next(a, tile);
+        walk.next(a);
         q.next();
         if (walk.left > 0) await_q(q, walk.m);
         auto dv_is_made = [&] {
@@ -423,23 +475,20 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
             wgmma_fence();
             start_over_columns<D, M, N>(w.s, k, at.q[q]);                   // beyond the last tile: of no use
         }
-        named_barrier_sync<256>(BOTH);
         fresh(dq);
         pin(w.ds);
         pin(w.dk);
         wgmma_fence();
-        start_dq(dq, ds, at.k, consumer);
+        start_dq(dq, made, at.k, consumer);                                 // before the first tile: of no use
+        made = ds;
+        ds = ds == at.ds + 2 * DS_BYTES ? at.ds : ds + DS_BYTES;
         start_over_rows<M>(w.dk, w.ds, at.q[before], true);
-        if (waits) named_barrier_sync<160>(EMPTY + consumer);
+        if (!first) named_barrier_sync<160>(EMPTY + consumer);
         wgmma_wait<1>();
         if (!OVERLAP) dv_is_made();
         pin(dq);
         pin(w.s);
-#pragma unroll
-        for (int i = 0; i < DQ / 4; i++)                                    // dk
-            store4(at.dq + consumer * (M * D * 2) + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
-        fence_async();
-        named_barrier_arrive<160>(FULL + consumer);
+        if (!first) stage_dq(dq, at.dq, consumer);                          // dk
         if (OVERLAP) continue;
         wgmma_wait<0>();
         pin(w.dk);
@@ -451,6 +500,15 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         pin(w.dk);
         pin(w.ds);
     }
+    float dq[DQ];                       // of the last tile
+    named_barrier_sync<256>(STORED + 2 + 1 - consumer);
+    fresh(dq);
+    wgmma_fence();
+    start_dq(dq, made, at.k, consumer);
+    named_barrier_sync<160>(EMPTY + consumer);
+    wgmma_wait<0>();
+    pin(dq);
+    stage_dq(dq, at.dq, consumer);
 }
 
 __device__ __forceinline__ void consume(const Args &a, const Shared &at, const Tile &tile, const char *shared,
@@ -482,13 +540,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward_kernel(c
     }
     __syncthreads();
     wait_for_previous_kernel();
+    const bool works = blockIdx.x < a.heads * a.tiles;
     if (threadIdx.x < 128) {
         give_registers<24>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (threadIdx.x == 0) produce(a, at, Tile(a));
-        if (warp == 1 || warp == 2) add_dq(a, at, Tile(a), warp - 1);
+        if (works && threadIdx.x == 0) produce(a, at, Tile(a, blockIdx.x));
+        if (works && (warp == 1 || warp == 2)) add_dq(a, at, Tile(a, blockIdx.x), warp - 1);
     } else {
         take_registers<240>();
-        consume(a, at, Tile(a), shared, __shfl_sync(~0u, threadIdx.x / 128, 0) - 1);
+        const int consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+        if (blockIdx.x >= a.lag) convert_dq(a, Tile(a, blockIdx.x - a.lag), consumer);
+        if (works) consume(a, at, Tile(a, blockIdx.x), shared, consumer);
     }
 }

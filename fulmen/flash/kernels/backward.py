@@ -1,21 +1,20 @@
-"""The launches of the backward for Hopper: backward_prologue.cu, backward.cu and backward_epilogue.cu.
+"""The launches of the backward for Hopper: backward_prologue.cu and backward.cu.
 
 Shared memory of a block (bytes) and registers of a consumer thread, by head dim; tiles are queries x keys:
 
                                        D = E = 64, 128 x 128    D = E = 128, 64 x 128
     k, v                                              32,768                   65,536
-    q, 3 stages                                       49,152                   49,152
+    q, 2 and 3 stages                                 32,768                   49,152
     do, lse and delta, 2 stages                       34,816                   33,792
-    ds, 2 buffers                                     65,536                   32,768
+    ds, 3 buffers                                     98,304                   49,152
     dq                                                32,768                   32,768
-    sum, of 232,448                                  215,040                  214,016
+    sum, of 232,448                                  231,424                  230,400
     dk, dv                                           32 + 32                  64 + 64
     s (D128: of the next tile), dq, p, ds      64 + 32 + 32 + 32        32 + 32 + 16 + 16
     sum, of 240                                          224                      224
 
-The workspace is fp32 dq and little else: lse and delta of every query tile lie in the memory of the result dq, if they
-fit, until the epilogue writes that. torch's caching allocator owns both, so that calls on several streams, or in CUDA
-graphs, do not share them.
+The workspace is fp32 dq, and lse and delta of every query. torch's caching allocator owns it, so that calls on several
+streams, or in CUDA graphs, do not share it.
 """
 
 from __future__ import annotations
@@ -29,35 +28,33 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.flash.kernels import combine
 from fulmen.flash.kernels.sm90 import MAX_TILES, MAX_TOKENS, strides
-from fulmen.flash.policy_backward import BACKWARD_KEYS, BackwardTile, swizzle, workspace
+from fulmen.flash.policy_backward import BACKWARD_KEYS, BackwardTile, lag, swizzle, workspace
 from fulmen.flash.spec import FlashSpec, Residuals, tiles_of
 
 THREADS = 384
-THREADS_OF_ENDS, SHARED_OF_ENDS = 256, 32  # of prologue and epilogue
+PROLOGUE_THREADS, PROLOGUE_SHARED = 256, 32
 
-INPUTS = (("h", "int"), ("n", "int"), ("slots", "int"), ("sequences", "int"))  # H, N_Q, query tiles of a head
+MASK = (
+    ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
+    ("slots", "int"),  # query tiles of a head
+)  # fmt: skip
 PROLOGUE = cuda.Struct(
     "Args",
     ("o", "const char *"), ("dout", "const char *"), ("lse", "const float *"), ("dlse", "const float *"),  # or null
-    ("sinks", "const char *"), ("cu", "const int *"),
-    ("dq", "float *"), ("rows", "float *"), ("drawn", "float *"), ("turns", "int *"),
-    ("o_strides", cuda.STRIDES), ("dout_strides", cuda.STRIDES), *INPUTS,
+    ("sinks", "const char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
+    ("dq", "char *"), ("rows", "float *"), ("drawn", "float *"), ("turns", "int *"),
+    ("o_strides", cuda.STRIDES), ("dout_strides", cuda.STRIDES), ("dq_strides", cuda.STRIDES),
+    ("h", "int"), *MASK,  # H
 )  # fmt: skip
 MAIN = cuda.Struct(
     "Args",
     ("q", "TensorMap"), ("k", "TensorMap"), ("v", "TensorMap"), ("dout", "TensorMap"),  # boxes of 64 columns
-    ("dk", "char *"), ("dv", "char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
-    ("dq", "float *"), ("rows", "const float *"), ("turns", "int *"),
-    ("dk_strides", cuda.STRIDES), ("dv_strides", cuda.STRIDES),
-    ("heads", "int"), ("h", "int"), ("group", "int"),  # B * H_KV, H_KV, H / H_KV
-    ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
-    ("tiles", "int"), ("slots", "int"), ("swizzle", "int"),  # of keys, of queries; heads of one L2 swizzle group
+    ("dq", "char *"), ("dk", "char *"), ("dv", "char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
+    ("sums", "float *"), ("rows", "const float *"), ("turns", "int *"),
+    ("dq_strides", cuda.STRIDES), ("dk_strides", cuda.STRIDES), ("dv_strides", cuda.STRIDES),
+    ("heads", "int"), ("h", "int"), ("group", "int"), *MASK,  # B * H_KV, H_KV, H / H_KV
+    ("tiles", "int"), ("swizzle", "int"), ("lag", "int"),  # of keys; heads of one L2 swizzle group; blocks
     ("factor", "float"), ("inner", "float"), ("scale", "float"),  # scale * log2(e); softcap: as in sm90.py
-)  # fmt: skip
-EPILOGUE = cuda.Struct(
-    "Args",
-    ("sums", "const float *"), ("dq", "char *"), ("cu", "const int *"), ("turns", "const int *"),
-    ("dq_strides", cuda.STRIDES), *INPUTS, ("scale", "float"),
 )  # fmt: skip
 
 
@@ -83,7 +80,7 @@ def key_tiles(spec: FlashSpec) -> int:
 
 def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
     M, N = tile.block_m, BACKWARD_KEYS
-    tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E + 2 * N * M
+    tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E + 3 * N * M
     return 2 * tensors + 4 * M * spec.D + tile.o_stages * 8 * M + 16 + 16 * (tile.q_stages + tile.o_stages)
 
 
@@ -91,21 +88,17 @@ def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
 
 
 def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = None) -> list[cuda.Variant]:
-    """Of the prologue, the kernel itself and the epilogue."""
+    """Of the prologue and the kernel itself."""
     macros = {
         "HEAD_DIM": spec.D, "VALUE_DIM": spec.E, "BLOCK_M": tile.block_m, "BF16": int(spec.dtype == torch.bfloat16),
-        "PACKED": int(spec.sequences is not None), "DETERMINISTIC": int(spec.deterministic),
+        "LEFT": int(spec.left is not None), "RIGHT": int(spec.right is not None),
+        "PACKED": int(spec.sequences is not None),
     }  # fmt: skip
     main = macros | {
         "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": int(tile.overlap),
-        "LEFT": int(spec.left is not None), "RIGHT": int(spec.right is not None),
-        "SOFTCAP": int(spec.softcap is not None),
+        "DETERMINISTIC": int(spec.deterministic), "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
-    found = [
-        ("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE),
-        ("", main, MAIN),
-        ("_epilogue", {name: macros[name] for name in macros if name != "VALUE_DIM"}, EPILOGUE),
-    ]
+    found = [("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE), ("", main, MAIN)]
     return [
         cuda.Variant(
             f"flash/kernels/backward{name}.cu", f"flash_backward{name}_kernel", "90a", tuple(m.items()), fields
@@ -118,27 +111,28 @@ def launches(
     spec: FlashSpec, tile: BackwardTile, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     sinks: torch.dtype | None,
 ) -> list[cuda.Launch]:  # fmt: skip
-    prologue, main, epilogue = variants(spec, tile, sinks)
-    queries = {"h": spec.H, "n": spec.N_Q, "slots": slots(spec, tile), "sequences": spec.sequences or 0}
+    prologue, main = variants(spec, tile, sinks)
     factor, inner = spec.scale * math.log2(math.e), 0.0
     if spec.softcap is not None:
         factor, inner = spec.softcap * math.log2(math.e), spec.scale / spec.softcap
-    constants = {
-        "dk_strides": strides(dk), "dv_strides": strides(dv), "heads": spec.B * spec.H_KV, "h": spec.H_KV,
-        "group": max(spec.group, 1), "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0,
-        "right": spec.right or 0, "top_left": int(spec.top_left), "sequences": spec.sequences or 0,
-        "tiles": key_tiles(spec), "slots": slots(spec, tile),
-        "swizzle": swizzle(spec, hardware.of(spec.device)), "factor": factor, "inner": inner,
-        "scale": spec.scale,
+    tiles, heads = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, swizzle(spec, hardware.of(spec.device))
+    behind = min(tiles, lag(spec, heads, hardware.of(spec.device)))
+    mask = {
+        "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0, "right": spec.right or 0,
+        "top_left": int(spec.top_left), "sequences": spec.sequences or 0, "slots": slots(spec, tile),
     }  # fmt: skip
-    ends = slots(spec, tile) * spec.B * spec.H, 1, 1
-    tiles = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, 1, 1
-    both = {"o_strides": strides(o), "dout_strides": strides(do), **queries}
-    of_dq = {"dq_strides": strides(dq), **queries, "scale": spec.scale}
+    of_prologue = {
+        "o_strides": strides(o), "dout_strides": strides(do), "dq_strides": strides(dq), "h": spec.H, **mask,
+    }  # fmt: skip
+    of_main = {
+        "dq_strides": strides(dq), "dk_strides": strides(dk), "dv_strides": strides(dv), "heads": spec.B * spec.H_KV,
+        "h": spec.H_KV, "group": max(spec.group, 1), **mask, "tiles": key_tiles(spec),
+        "swizzle": heads, "lag": behind, "factor": factor, "inner": inner, "scale": spec.scale,
+    }  # fmt: skip
+    blocks = slots(spec, tile) * spec.B * spec.H, 1, 1
     return [
-        cuda.Launch(prologue, spec.device, ends, THREADS_OF_ENDS, SHARED_OF_ENDS, both, early=True),
-        cuda.Launch(main, spec.device, tiles, THREADS, shared_bytes(spec, tile), constants, early=True),
-        cuda.Launch(epilogue, spec.device, ends, THREADS_OF_ENDS, 0, of_dq, early=True),
+        cuda.Launch(prologue, spec.device, blocks, PROLOGUE_THREADS, PROLOGUE_SHARED, of_prologue, early=True),
+        cuda.Launch(main, spec.device, (tiles + behind, 1, 1), THREADS, shared_bytes(spec, tile), of_main, early=True),
     ]
 
 
@@ -147,32 +141,24 @@ def launcher(
 ) -> Callable[[tuple[int, ...]], None]:
     """Launches calls with these shapes and strides: a function of the addresses of x, o, lse, do, dlse, the workspace,
     dq, dk and dv."""
-    before, main, after = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
-    parts = workspace(spec, tile)
+    before, main = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
+    rows, drawn, turns = (4 * part for part in workspace(spec, tile)[:3])
     k_map, v_map = (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
     q_map, do_map = (cuda.tensor_maps(t, tile.block_m) for t in (x.q, do)) if spec.N_Q else (k_map, v_map)
 
-    def rows_at(work: int, dq: int) -> int:
-        return dq if parts.rows_in_dq else work + 4 * parts.rows
-
     def of_prologue(at: tuple[int, ...]) -> tuple[int, ...]:
-        _, _, _, sinks, cu_q, _, o, lse, do, dlse, work, dq, _, _ = at
-        return o, do, lse, dlse, sinks, cu_q, work, rows_at(work, dq), work + 4 * parts.drawn, work + 4 * parts.turns
+        _, _, _, sinks, cu_q, cu_k, o, lse, do, dlse, work, dq, _, _ = at
+        return o, do, lse, dlse, sinks, cu_q, cu_k, dq, work + rows, work + drawn, work + turns
 
     def of_main(at: tuple[int, ...]) -> tuple[int | bytes, ...]:
         q, k, v, _, cu_q, cu_k, _, _, do, _, work, dq, dk, dv = at
         q, do = (q, do) if spec.N_Q else (k, v)  # without queries nothing is read through their maps
         maps = q_map(q), k_map(k), v_map(v), do_map(do)
-        return *maps, dk, dv, cu_q, cu_k, work, rows_at(work, dq), work + 4 * parts.turns
-
-    def of_epilogue(at: tuple[int, ...]) -> tuple[int, ...]:
-        cu_q, work, dq = at[4], at[10], at[11]
-        return work, dq, cu_q, work + 4 * parts.turns
+        return *maps, dq, dk, dv, cu_q, cu_k, work, work + rows, work + turns
 
     def run(at: tuple[int, ...]) -> None:
         before.at(at, of_prologue)
         main.at(at, of_main)
-        after.at(at, of_epilogue)
 
     return run
 

@@ -2,13 +2,14 @@
 //
 //     rows    lse in base 2, and delta = rowsum(do * o) - dlse, side by side; a row that sees nothing, or is beyond its
 //             sequence, has an lse of infinity, so that its weights are 0
-//     dq      zeros, or with DETERMINISTIC, where the first sum is stored:
 //     turns   zeros
+//     dq      zeros of queries that see no key; backward.cu writes the others
 //     drawn   what this block adds to the gradient of the head's sink (SINKS)
 //
 // E / 8 lanes share a row, 16 bytes each.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, BF16, PACKED, DETERMINISTIC and SINKS (1: fp32, 2: as q).
+// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, BF16, LEFT and RIGHT (whether there is such a limit), PACKED
+// and SINKS (1: fp32, 2: as q).
 
 #include "cuda/include/softmax.cuh"
 #include "cuda/include/packed.cuh"
@@ -39,12 +40,13 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
     const long long block = blockIdx.x, head = blockIdx.x / a.slots;
     const int slot = blockIdx.x % a.slots, h = head % a.h, b = head / a.h, lane = threadIdx.x % LANES;
     wait_for_previous_kernel();
-    int m0 = slot * M, begin = 0, n = a.n;
+    int m0 = slot * M, begin = 0, n = a.n_q, n_kv = a.n_kv;
     if (PACKED) {
-        const int i = sequence_of_tile(a.cu, a.sequences, a.n, M, slot);
-        begin = offset(a.cu, i, a.n);
-        n = max(0, offset(a.cu, i + 1, a.n) - begin);
-        m0 = first_row(a.cu, i, a.n, M, slot);
+        const int i = sequence_of_tile(a.cu_q, a.sequences, a.n_q, M, slot);
+        begin = offset(a.cu_q, i, a.n_q);
+        n = max(0, offset(a.cu_q, i + 1, a.n_q) - begin);
+        m0 = first_row(a.cu_q, i, a.n_q, M, slot);
+        n_kv = max(0, offset(a.cu_k, i + 1, a.n_kv) - offset(a.cu_k, i, a.n_kv));
     }
     const float sink = SINKS ? sink_of(a.sinks, h, SINKS) : 0.0f;
     float drawn = 0.0f;
@@ -60,13 +62,12 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
                 a.dout + b * a.dout_strides.b + h * a.dout_strides.h + at * a.dout_strides.n + lane * 16);
         }
     }
-    if (DETERMINISTIC) {
-        if (threadIdx.x < 2) a.turns[2 * block + threadIdx.x] = 0;
-    } else {
-#pragma unroll
-        for (int i = 0; i < M * D / 4 / THREADS; i++)
-            reinterpret_cast<float4 *>(a.dq)[block * (M * D / 4) + i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
-    }
+    if (threadIdx.x < 2) a.turns[2 * block + threadIdx.x] = 0;
+    const int position = m0 + (a.top_left ? 0 : n_kv - n);
+    if (n_kv == 0 || (RIGHT && position + M - 1 + a.right < 0) || (LEFT && position - a.left >= n_kv))
+        for (int i = threadIdx.x; i < min(M, n - m0) * (D / 8); i += THREADS)
+            *reinterpret_cast<uint4 *>(a.dq + b * a.dq_strides.b + h * a.dq_strides.h +
+                                       (begin + m0 + i / (D / 8)) * a.dq_strides.n + i % (D / 8) * 16) = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < M / AT_ONCE; i++) {
         const int r = i * AT_ONCE + threadIdx.x / LANES, row = m0 + r;
@@ -75,7 +76,7 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
         for (int bit = 1; bit < LANES; bit *= 2) delta += __shfl_xor_sync(~0u, delta, bit);
         if (lane == 0) {
             if (row < n) {
-                const long long at = head * a.n + begin + row;
+                const long long at = head * a.n_q + begin + row;
                 lse = a.lse[at] * LOG2_E;
                 if (lse == -INFINITY_) lse = INFINITY_;
                 if (a.dlse) delta -= a.dlse[at];

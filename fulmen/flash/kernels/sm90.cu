@@ -13,7 +13,8 @@
 // consumer, and is released as soon as the last logits are there, so that the next tile's q comes while this tile ends.
 // p is written only after the wait for the product that reads it. Results leave straight from registers.
 //
-// Keys come from the last the tile sees to the first, so that the blocks a mask cuts come first. D = 128 takes two panels.
+// Keys come from the last the tile sees to the first, so that the blocks a mask cuts come first. A consumer skips the blocks
+// that none of its rows sees, and of the first it takes 64 or 128 keys if its rows see no more. D = 128 takes two panels.
 //
 // Packed sequences are found as in triton.py: sequence i has the tile slots from begin_i / ROWS + i on. TMA does not know
 // where a sequence ends, so keys beyond its end are masked, and rows of v beyond it are zeroed before they are used: what
@@ -35,7 +36,8 @@
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, CONSUMERS, BLOCK_N, STAGES, BLOCKS_PER_SM, TAKE_TURNS (consumers start
 // their products one after the other), BF16, LEFT and RIGHT (whether there is such a limit), SOFTCAP, PACKED, PACK_GQA,
-// SPLIT, SINKS (1: fp32, 2: as q), LENGTHS, PAGE (0: k and v are not paged) and BOX (rows of a TMA load of k or v).
+// SPLIT, SINKS (1: fp32, 2: as q), LENGTHS, PAGE (0: k and v are not paged), BOX (rows of a TMA load of k or v) and
+// ONCE (no other block reads the same keys).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
@@ -51,6 +53,7 @@ constexpr int Q_BYTES = 64 * D * 2;     // of one consumer
 constexpr int S = BLOCK_N / 2, O = E / 2, P = BLOCK_N / 4;  // registers
 constexpr int WARPS = 4 * CONSUMERS;
 constexpr bool RAGGED = PACKED || LENGTHS;  // what lies beyond n_kv is there, and may be no number
+constexpr bool NARROW = CONSUMERS > 1 && BLOCK_N >= 128 && !SOFTCAP;  // consumers leave out keys that their rows do not see
 static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products");
 constexpr int BOXES = BLOCK_N / BOX;    // of a block of keys; threads of the producer
 static_assert(BLOCK_N % BOX == 0 && PAGE % BOX == 0 && BOX % 8 == 0 && BOXES <= 32, "whole boxes");
@@ -68,19 +71,20 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap &map, u32 barrier
 // -------------------------------------------------------------------------------------------------- softmax
 
 // s becomes p, still in fp32; alpha is what o must be scaled with.
-template <bool MASK>
-__device__ __forceinline__ void softmax(float (&s)[S], Softmax &x, float (&alpha)[2], int key, const Keys &seen,
+template <bool MASK, int N>
+__device__ __forceinline__ void softmax(float (&s)[N], Softmax &x, float (&alpha)[2], int key, const Keys &seen,
                                         float factor, float inner) {
     if (SOFTCAP)
 #pragma unroll
-        for (int i = 0; i < S; i++) s[i] = tanh_(s[i] * inner);
+        for (int i = 0; i < N; i++) s[i] = tanh_(s[i] * inner);
     if (MASK) mask<LEFT>(s, key, seen);
     x.step<false, MASK>(s, alpha, factor);
 }
 
-__device__ __forceinline__ void to_operand(u32 (&p)[P], const float (&s)[S]) {
+template <int N>
+__device__ __forceinline__ void to_operand(u32 (&p)[N / 2], const float (&s)[N]) {
 #pragma unroll
-    for (int i = 0; i < P; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < N / 2; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
 // --------------------------------------------------------------------------------------------------- tiles
@@ -179,8 +183,8 @@ struct Ring {
         if (threadIdx.x == 0) mbarrier_expect(full + 8 * x.stage, BYTES);
 #pragma unroll
         for (int i = 0; i < SIZE / 64; i++)
-            tma_load((*this)[x] + (i * BLOCK_N + threadIdx.x * BOX) * 128, map, full + 8 * x.stage, 64 * i, from.row, h,
-                     from.page);
+            tma_load<ONCE>((*this)[x] + (i * BLOCK_N + threadIdx.x * BOX) * 128, map, full + 8 * x.stage, 64 * i,
+                           from.row, h, from.page);
         x.next();
     }
 };
@@ -249,20 +253,25 @@ struct Work {
     Keys seen;
 };
 
-// One block of keys, whose k has arrived: its logits, and the product of p and v of the block before.
-template <bool MASK>
+// The first N of an array.
+template <int N, class T, int ALL>
+__device__ __forceinline__ T (&part(T (&x)[ALL]))[N] { return reinterpret_cast<T (&)[N]>(x); }
+
+// One block of keys, whose k has arrived: its logits, and the product of p and v of the block before, of which the first
+// WIDTH keys count.
+template <bool MASK, int WIDTH = BLOCK_N>
 __device__ __forceinline__ void step(Work &w, const Args &a, const Shared &at, Stage &k, Stage &v, u32 q, int consumer,
                                      int key, int first) {
     const bool reports = threadIdx.x % 32 == 0;
     wait_for_turn(consumer);
-    pin(w.s);
+    fresh(w.s);
     pin(w.o);
     pin(w.p);
     wgmma_fence();
     start_over_columns<D, BLOCK_N>(w.s, q, at.k[k]);
     at.v.wait(v);
     wgmma_fence();                      // again: the wait may have taken another path
-    start_over_rows<BLOCK_N>(w.o, w.p, at.v[v], true);
+    start_over_rows<WIDTH, BLOCK_N>(w.o, part<WIDTH / 4>(w.p), at.v[v], true);
     pass_turn(consumer);
     wgmma_wait<1>();
     pin(w.s);
@@ -289,27 +298,51 @@ __device__ __forceinline__ void zero_rows(u32 v, int from, int consumer) {
     named_barrier_sync<128>(1 + CONSUMERS + consumer);
 }
 
-// All keys of a tile, from the last to the first.
-__device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, const Tile &tile, Stage &k, Stage &v,
-                                     u32 q, int consumer, int all_from, int all_to) {
-    const int lane = threadIdx.x % 32;
-    int key = tile.first + (tile.blocks - 1) * BLOCK_N;
-    at.k.wait(k);
-    pin(w.s);
+// The first block of a tile, of which no row sees more than WIDTH keys, and the step after it if part of it counts.
+template <int WIDTH>
+__device__ __forceinline__ void begin(Work &w, const Args &a, const Shared &at, const Tile &tile, Stage &k, Stage &v,
+                                      u32 q, int consumer, int &key) {
+    float (&s)[WIDTH / 2] = part<WIDTH / 2>(w.s);
+    fresh(s);
     wgmma_fence();
-    start_over_columns<D, BLOCK_N>(w.s, q, at.k[k]);
+    start_over_columns<D, WIDTH, 64, BLOCK_N>(s, q, at.k[k]);
     wgmma_wait<0>();
-    pin(w.s);
-    if (lane == 0) at.k.release(k);
+    pin(s);
+    if (threadIdx.x % 32 == 0) at.k.release(k);
     k.next();
-    softmax<true>(w.s, w.x, w.alpha, key, w.seen, a.factor, a.inner);
-    to_operand(w.p, w.s);
+    softmax<true>(s, w.x, w.alpha, key, w.seen, a.factor, a.inner);
+    to_operand(part<WIDTH / 4>(w.p), s);
+#pragma unroll
+    for (int i = WIDTH / 4; i < P; i++) w.p[i] = 0;
     if (RAGGED && key + BLOCK_N > tile.n_kv) {
         at.v.wait(v);
         zero_rows(at.v[v], tile.n_kv - key, consumer);
     }
     if (key > tile.first) at.k.wait(k);
     key -= BLOCK_N;
+    if (WIDTH < BLOCK_N && key >= tile.first) {
+        step<true, WIDTH>(w, a, at, k, v, q, consumer, key, tile.first);
+        key -= BLOCK_N;
+    }
+}
+
+// All keys of a tile, from the last to the first; this consumer's rows see those before `end`.
+__device__ __forceinline__ void walk(Work &w, const Args &a, const Shared &at, const Tile &tile, Stage &k, Stage &v,
+                                     u32 q, int consumer, int end, int all_from, int all_to) {
+    const int lane = threadIdx.x % 32;
+    int key = tile.first + (tile.blocks - 1) * BLOCK_N;
+    for (; NARROW && RIGHT && key > tile.first && key >= end; key -= BLOCK_N) {
+        wait_for_turn(consumer);        // consumers take equally many turns
+        pass_turn(consumer);
+        at.k.wait(k), at.v.wait(v);
+        __syncwarp();                   // no lane still waits for a stage that is refilled
+        if (lane == 0) at.k.release(k), at.v.release(v);
+        k.next(), v.next();
+    }
+    at.k.wait(k);
+    if (NARROW && end - key <= 64) begin<64>(w, a, at, tile, k, v, q, consumer, key);
+    else if (NARROW && BLOCK_N > 128 && end - key <= 128) begin<128>(w, a, at, tile, k, v, q, consumer, key);
+    else begin<BLOCK_N>(w, a, at, tile, k, v, q, consumer, key);
     for (; key >= tile.first && key + BLOCK_N - 1 > all_to; key -= BLOCK_N)
         step<true>(w, a, at, k, v, q, consumer, key, tile.first);
     for (; key >= (LEFT ? max(tile.first, all_from) : tile.first); key -= BLOCK_N)
@@ -413,12 +446,13 @@ __device__ __forceinline__ void consume(const Args &a, const Shared &at, int con
             w.seen.first[r] = position - a.left;
             w.seen.last[r] = last_key<RIGHT>(last, position + a.right);
         }
-        const int all_from = top + positions(a, 63) + tile.shift - a.left;  // keys that all rows see
+        const int end = last_key<RIGHT>(last, top + positions(a, 63) + tile.shift + a.right) + 1;   // that any row sees
+        const int all_from = top + positions(a, 63) + tile.shift - a.left;                          // that all rows see
         const int all_to = last_key<RIGHT>(last, top + tile.shift + a.right);
         if (tile.blocks > 0) {
             mbarrier_wait(at.q_full + 8 * consumer, parity);
             parity ^= 1;
-            walk(w, a, at, tile, k, v, at.q + consumer * Q_BYTES, consumer, all_from, all_to);
+            walk(w, a, at, tile, k, v, at.q + consumer * Q_BYTES, consumer, end, all_from, all_to);
         }
         close(w.x, w.alpha, a, tile.head);
         if (SPLIT) store_split(a, w.o, w.x, tile, first);

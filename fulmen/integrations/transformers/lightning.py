@@ -31,9 +31,10 @@ from fulmen.boundary import needs_gradient
 from fulmen.integrations.transformers import packing
 from fulmen.integrations.transformers.cache import cache_type
 from fulmen.integrations.transformers.forward import set_forward
-from fulmen.layers.fused import kernels_for
-from fulmen.layers.fused.projections import project
+from fulmen.layers.fused import fused_call, kernels_for
+from fulmen.layers.fused.projections import Facts, few_rows, project
 from fulmen.layers.inputs import Padding, many_rows, one_row
+from fulmen.layers.lightning import MAX_GATE_WIDTH
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM
 from fulmen.step.op import lightning_step
@@ -94,21 +95,31 @@ class Lightning:
                 )
             padding = Padding.of(attention_mask.bool())
             x = padding.front(x)
-        qkv, gate = project(x, layer.qkv_proj, layer.output_gate)
-        q, k, v = self._heads(qkv)
+        q, k, v, gate = self._projected(x)
         if past_key_values is not None:
             o = self._with_state(q, k, v, padding, past_key_values)
         else:
             packed = packing.offsets(x, kwargs) if padding is None else _rows(padding)
             o = self._alone(q, k, v, packed)
-        y = layer.out_proj(self._gated(o.transpose(1, 2).flatten(2), gate))
+        (y,) = project(self._gated(o.transpose(1, 2).flatten(2), gate), layer.out_proj, early=True)
         return y if padding is None else padding.back(y), None
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v (B, H, N, D) and the gate (B, N, H * D)."""
+        layer, activation = self.module, ACTIVATIONS.get(type(self.module.act_fn).__name__)
+        found = None
+        if activation is not None:  # a decoding step: one launch
+            found = few_rows(x, layer.qkv_proj, layer.output_gate, facts=Facts(activation))
+        if found is None:
+            qkv, gate = project(x, layer.qkv_proj, layer.output_gate)
+            return *self._heads(qkv, activation), gate
+        q, k, v = found[0].unflatten(2, (-1, 3 * layer.head_dim)).transpose(1, 2).split(layer.head_dim, dim=3)
+        return q, k, v, found[1]
+
+    def _heads(self, qkv: Tensor, activation: str | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, H, N, D) of the projection's output."""
         layer = self.module
         H, D = qkv.shape[2] // (3 * layer.head_dim), layer.head_dim  # of a tensor-parallel rank: its own heads
-        activation = ACTIVATIONS.get(type(layer.act_fn).__name__)
         kernels = kernels_for("lightning", qkv) if activation is not None and qkv.is_contiguous() else None
         if kernels is not None:
             facts = kernels.Heads(H, H, D, D, activation, None, 0.0, False)
@@ -120,10 +131,16 @@ class Lightning:
     def _gated(self, o: Tensor, gate: Tensor) -> Tensor:
         """norm(o) * sigmoid(gate), (B, N, H * D)."""
         norm = self.module.norm
-        kernels = kernels_for("lightning", o, gate) if o.is_contiguous() and gate.is_contiguous() else None
         plain = not (norm._forward_hooks or norm._forward_pre_hooks) and hasattr(norm, "variance_epsilon")
-        if kernels is not None and plain and o.shape[2] <= kernels.MAX_WIDTH and norm.weight.dtype == o.dtype:
-            return kernels.Gated.apply(1, norm.variance_epsilon, o, gate, norm.weight)
+        fits = o.shape[2] <= MAX_GATE_WIDTH and o.is_contiguous() and gate.is_contiguous()
+        if plain and fits and norm.weight.dtype == o.dtype:
+            if not torch.is_grad_enabled():
+                found = fused_call("lightning", "gated", (1, norm.variance_epsilon), o, gate, norm.weight)
+                if found is not None:
+                    return found[0]
+            kernels = kernels_for("lightning", o, gate)
+            if kernels is not None:
+                return kernels.Gated.apply(1, norm.variance_epsilon, o, gate, norm.weight)
         return norm(o) * torch.sigmoid(gate)
 
     def _options(self, q: Tensor) -> dict[str, Any]:

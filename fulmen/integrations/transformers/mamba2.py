@@ -7,15 +7,17 @@ one mixer a forward of the same code that finds fulmen's functions there; parame
 | name in their module | here |
 |---|---|
 | mamba2_chunk_scan | `fulmen.integrations.mamba.mamba_chunk_scan_combined` |
-| mamba2_selective_state_update | `fulmen.integrations.mamba.selective_state_update` |
+| mamba2_selective_state_update | `scan_step` of `fulmen.layers.scan` |
 | mamba2_split_conv1d_scan_combined | nothing: the mixer calls the others one by one |
-| causal_conv1d_fn | theirs; within packed sequences `conv` |
+| causal_conv1d_fn, causal_conv1d_update | `convolve`, `convolve_step` of `fulmen.layers.scan` |
+| the forward of `norm` | `gated_norm` of `fulmen.layers.scan`, where the gate comes before the norm |
 
 Packed sequences reach the mixers as `seq_idx`, which `announce`, a forward pre-hook of the model, makes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -28,7 +30,8 @@ from torch import Tensor, nn
 
 from fulmen.integrations import mamba
 from fulmen.integrations.transformers import packing
-from fulmen.integrations.transformers.forward import set_forward
+from fulmen.integrations.transformers.forward import set_forward, with_names
+from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan_step
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
 CALLS = {"mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"}
@@ -56,16 +59,21 @@ def replace(module: Any, backend: str) -> Callable[[], None]:
         "mamba2_chunk_scan": functools.partial(chunk_scan, backend=backend),
         "mamba2_selective_state_update": functools.partial(state_update, dt_limit=module.time_step_limit),
         "mamba2_split_conv1d_scan_combined": no_fused,
-        "causal_conv1d_fn": functools.partial(conv, own=own.__globals__["causal_conv1d_fn"]),
+        "causal_conv1d_fn": conv,
+        "causal_conv1d_update": conv_update,
     }
-    names = {**own.__globals__, **functions}
-    del names["__name__"]  # by which torch.compile would look these names up in transformers' module
-    forward = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__)
-    forward.__kwdefaults__ = own.__kwdefaults__
+    forward = with_names(own, functions)
     if own is not type(module).forward:  # transformers' decorator, which loads offloaded weights of the convolution
         hooks = importlib.import_module("transformers.integrations.accelerate")
         forward = hooks.force_accelerate_hooks("conv1d")(forward)
-    return set_forward(module, types.MethodType(forward, module))
+    undo = set_forward(module, types.MethodType(forward, module))
+    norm = getattr(module, "norm", None)
+    if norm is None or getattr(norm, "norm_before_gate", False) or not hasattr(norm, "variance_epsilon"):
+        return undo
+    stack = contextlib.ExitStack()
+    stack.callback(undo)
+    stack.callback(set_forward(norm, types.MethodType(gated, norm)))
+    return stack.close
 
 
 def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -106,11 +114,7 @@ def state_update(
     dt_limit: tuple[float, float] = (0.0, float("inf")), **others: Any,
 ) -> Tensor:  # fmt: skip
     """y of one token; `state` is updated in place. dt_limit holds as in the scan; transformers' own step forgets it."""
-    if tuple(dt_limit) != (0.0, float("inf")):
-        dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-        dt, dt_bias = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit), None
-        dt_softplus = False
-    return mamba.selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    return scan_step(state, x, dt, A, B, C, D, z, dt_bias, Steps(dt_softplus, *map(float, dt_limit)))
 
 
 def no_fused(*args: Any, **kwargs: Any) -> None:
@@ -119,18 +123,31 @@ def no_fused(*args: Any, **kwargs: Any) -> None:
 
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
-    own: Callable[..., Tensor], seq_idx: Tensor | None = None, **others: Any,
+    seq_idx: Tensor | None = None, **others: Any,
 ) -> Tensor:  # fmt: skip
-    """The causal convolution (B, channels, N) of each channel: transformers' own, but within packed sequences."""
-    if seq_idx is None:
-        y = own(x, weight, bias, activation=activation)
-        return y.transpose(1, 2).contiguous().transpose(1, 2)  # one copy for x, B and C, whose heads the scan reads
-    y = x * weight[:, -1:]
-    for back in range(1, min(weight.shape[1], x.shape[2])):
-        same = seq_idx[:, None, back:] == seq_idx[:, None, :-back]
-        y = y + nn.functional.pad(x[:, :, :-back] * same, (back, 0)) * weight[:, -1 - back, None]
-    if bias is not None:
-        y = y + bias[:, None]
-    if activation is not None:
-        y = importlib.import_module("transformers.activations").ACT2FN[activation](y)
-    return y.to(x.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    """The causal convolution of each channel, x (B, channels, N); a token's channels lie together in y."""
+    y = convolve(x.to(weight.dtype).transpose(1, 2), weight, bias, activation == "silu", seq_idx)
+    return _activated(y, activation).to(x.dtype).transpose(1, 2)
+
+
+def conv_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """The convolution of one token, x (B, channels, 1); conv_state (B, channels, last tokens) is updated in place."""
+    y = convolve_step(x[:, :, 0].to(weight.dtype), weight, bias, conv_state, activation == "silu")
+    return _activated(y, activation).to(x.dtype)[:, :, None]
+
+
+def _activated(y: Tensor, activation: str | None) -> Tensor:
+    if activation in (None, "silu"):
+        return y
+    return importlib.import_module("transformers.activations").ACT2FN[activation](y)
+
+
+def gated(norm: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    """The forward of a mixer's norm, (B, N, width)."""
+    width = hidden_states.shape[-1]
+    groups = getattr(norm, "n_groups", width // getattr(norm, "group_size", width))
+    if gate is None or hidden_states.ndim != 3:
+        return type(norm).forward(norm, hidden_states, gate)
+    return gated_norm(hidden_states, gate, Norm(norm.weight, groups, norm.variance_epsilon))

@@ -26,7 +26,7 @@
 // SPLIT: blocks that share a row's keys leave sums, not divided yet, in fp32, and m and l of every query for
 // flash/kernels/combine.cu; a block without keys leaves m = -infinity alone.
 //
-// The compiler defines BLOCK_N, STAGES, BF16, CAUSAL, SPLIT, PAGED, BOX.
+// The compiler defines BLOCK_N, STAGES, BF16, CAUSAL, SPLIT, PAGED, BOX and ONCE (no other block reads the same keys).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/cp_async.cuh"
@@ -110,8 +110,8 @@ __device__ __forceinline__ void produce(const Args &a, const Task &task, const S
 #pragma unroll
                 for (int i = 0; i < BOXES; i++)
                     if (i < boxes)
-                        tma_load(at.stage(j) + panel * KV_PANEL + i * BOX * 128, a.kv, at.full + barrier, 64 * panel, row[i],
-                                 0, where[i]);
+                        tma_load<ONCE>(at.stage(j) + panel * KV_PANEL + i * BOX * 128, a.kv, at.full + barrier,
+                                       64 * panel, row[i], 0, where[i]);
             }
         }
     }

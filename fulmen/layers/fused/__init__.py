@@ -41,6 +41,11 @@ def kernels_for(module: str, *tensors: Tensor) -> Any:
         return None
 
 
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """The tensors that a forward saved, contiguous as they were: hooks of saved tensors may hand back other strides."""
+    return tuple(x if x is None else x.resolve_neg().contiguous() for x in ctx.saved_tensors)
+
+
 def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 

@@ -71,7 +71,7 @@ def latent_step_kernel(
     eps, NOPE: tl.constexpr, R: tl.constexpr, R_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
     INTERLEAVED: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """q (T, H, NOPE + 2 HALF); the norm's weight, the table and w may be None."""
+    """q (T, H, NOPE + 2 HALF); the latent, the norm's weight, the table and w may be None."""
     sl, sd, skv_p, skv_n, so_h, so_t, sw_h = strides
     T, N, H, page, pages, width, positions = sizes
     D: tl.constexpr = NOPE + 2 * HALF
@@ -102,7 +102,10 @@ def latent_step_kernel(
         if block == 0:
             row = kv_ptr + entry * skv_p + place * skv_n
             i = tl.arange(0, R_P2)
-            latent = tl.load(latent_ptr + token * sl + i, i < R, 0.0)
+            source = down_ptr + token * sd
+            if latent_ptr is not None:
+                source = latent_ptr + token * sl
+            latent = tl.load(source + i, i < R, 0.0)
             if norm_ptr is not None:
                 latent = latent.to(tl.float32)
                 latent *= tl.rsqrt(tl.sum(latent * latent) / R + eps)
@@ -143,14 +146,14 @@ def latent_value_kernel(
 
 
 def latent_step(
-    facts: tuple[int, bool, float], queries: Tensor, latent: Tensor, down: Tensor, norm: Tensor | None, cos: Tensor,
-    sin: Tensor, begin: Tensor, table: Tensor | None, kv: Tensor, up: Tensor | None,
+    facts: tuple[int, bool, float], queries: Tensor, latent: Tensor | None, down: Tensor, norm: Tensor | None,
+    cos: Tensor, sin: Tensor, begin: Tensor, table: Tensor | None, kv: Tensor, up: Tensor | None,
 ) -> tuple[tuple[Tensor], Launch]:  # fmt: skip
     """q_out (H, B, N, R + P) and its launch, which also writes to kv.
 
     facts       nope, whether RoPE is interleaved, the norm's eps
-    queries     (B, N, H * (nope + P)); latent (B, N, R or more); down (B, N, R + P): k_rope are its last columns
-    norm        None, or the weight of the latent's norm
+    queries     (B, N, H * (nope + P)); down (B, N, R + P): the latent, and k_rope in its last columns
+    latent      (B, N, R) in place of down's; None: those, which are normed if there is a weight `norm`
     begin       int32 (B,): tokens of each row before this step
     kv          (B, capacity, R + P), or (pages, page, R + P) with a table, int32 (B, pages of a row)
     up          kv_b_proj's weight (H, nope + E, R); None: the first R columns of q_out are left as they are
@@ -158,7 +161,8 @@ def latent_step(
     (B, N, _), (nope, interleaved, eps), half = queries.shape, facts, cos.shape[1]
     R, H = down.shape[2] - 2 * half, queries.shape[2] // (nope + 2 * half)
     out = torch.empty(H, B, N, R + 2 * half, dtype=queries.dtype, device=queries.device)
-    strides = (latent.stride(1), down.stride(1), *kv.stride()[:2], out.stride(0), out.stride(2))
+    tokens = (0 if latent is None else latent.stride(1), down.stride(1))
+    strides = (*tokens, *kv.stride()[:2], out.stride(0), out.stride(2))
     sizes = (B * N, N, H, kv.shape[1], kv.shape[0], 1 if table is None else table.shape[1], cos.shape[0])
     early = starts_early(queries.device)
     rows = 1 if B * N == 1 else MAX_ROWS

@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fulmen import hardware
 from fulmen.launch import Launch, describable, starting, starts_early
+from fulmen.layers.fused import saved
 from fulmen.layers.fused.rotary import angles, p2, pairs, per_row, run, turned
 from fulmen.layers.fused.sums import sum_launch
 
@@ -186,7 +187,7 @@ class Normed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        *given, rstd = ctx.saved_tensors
+        *given, rstd = saved(ctx)
         tensors: list[Tensor] = []
         for x, weight, dy, drest in zip(given[::2], given[1::2], grads[::2], grads[1::2], strict=True):
             (B, N, width), R = x.shape, weight.shape[0]
@@ -382,7 +383,7 @@ class Expanded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
-        latent, weight, cos, sin = ctx.saved_tensors
+        latent, weight, cos, sin = saved(ctx)
         nope, interleaved = ctx.options
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
         drope = torch.empty(*latent.shape[:2], 2 * cos.shape[-1], dtype=dk.dtype, device=dk.device)

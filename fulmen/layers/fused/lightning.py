@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fulmen.launch import Launch, starting, starts_early
+from fulmen.layers.fused import saved
 from fulmen.layers.fused.rotary import p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
@@ -366,7 +367,7 @@ class Prepared(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        x, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        x, q_weight, k_weight, cos, sin = saved(ctx)
         (B, N, _), (H, H_KV, D, E), facts = x.shape, ctx.facts[:4], ctx.facts
         shapes = (B, N, H, D), (B, N, H_KV, D), (B, N, H_KV, E)
         dq, dk, dv = (
@@ -505,7 +506,7 @@ class Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        o, gate, weight = ctx.saved_tensors
+        o, gate, weight = saved(ctx)
         dy, do = dy.contiguous(), torch.empty(o.shape, dtype=o.dtype, device=o.device)
         dgate = None if gate is None else torch.empty(o.shape, dtype=o.dtype, device=o.device)
         sums, dweight = o, None

@@ -2,7 +2,6 @@
 
     y_i = x W_i^T + b_i              x (rows, K), W_i (n_i, K), up to three of them
     y_0 = activation(y_0)            if asked for
-    x is RMSNorm(x) over K           if asked for, of one row
 
 A decoding step reads each weight once and does little else, so a product takes as long as memory needs for its weight.
 BLAS splits K over programs to fill the GPU and adds the parts in a second launch, a pair for each weight. Here a
@@ -11,11 +10,13 @@ program owns BLOCK_N columns of one y and walks all of K; the programs of all we
     one row    w * x in fp32 registers [BLOCK_N, BLOCK_K], summed over K at the end
     few rows   tensor cores: w [BLOCK_N, BLOCK_K] is the operand with many rows, x^T [BLOCK_K, ROWS] the other
 
-The norm is no pass of its own: x * norm_weight is multiplied, sum(x^2) is kept on the way, and y is scaled at the end.
+An RMSNorm between two products is no pass of its own. The first launch multiplies y_0 by the norm's weight, and each
+program writes its sum of y_0^2. The second launch takes this y_0 as x, and divides its y by sqrt(mean(y_0^2) + eps).
 
-From Hopper on an EARLY launch starts while the kernel before it still runs (programmatic dependent launch) and reads
-weights, of one row into registers, of others into L2, before it waits for that kernel to end. It must not be the first
-launch of a step: what comes before that may write weights. Inference only: there is no backward.
+From Hopper on (OVERLAPS) the kernel that follows may start at once. An EARLY launch starts while the kernel before it
+still runs (programmatic dependent launch) and reads weights, of one row into registers, of others into L2, before it
+waits for that kernel to end. It must not be the first launch of a step: what comes before that may write weights.
+Inference only: there is no backward.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fulmen.launch import Launch, shared_memory, starting, starts_early
 from fulmen.layers.fused.lightning import ACTIVATIONS, activated
 from fulmen.layers.fused.projections import MAX_WEIGHTS, Facts
+from fulmen.tiles import padded
 
 
 class Tile(NamedTuple):
@@ -42,7 +44,7 @@ class Tile(NamedTuple):
 
 # On an H200, of y in bf16, K = 4096: us, in a graph behind a kernel of 2 us; beside it cuBLAS
 ROW_TILE = Tile(2, 2048, 4)  # n = 2112: 6.5, 15.2; 4096: 8.5, 13.1; 6144: 14.1, 28.6; 16384: 31.8, 40.8
-SHORT_ROW_TILE = Tile(8, 512, 4)  # K = 1536, n = 6144: 6.5, 7.9. With a norm 2 columns take 9.2: each program reads x
+SHORT_ROW_TILE = Tile(8, 512, 4)  # K = 1536, n = 6144: 6.5, 7.9
 TILES = (  # rows up to, columns of all y up to, tile
     (16, 4096, Tile(16, 512, 2, 4)),  # 16 rows, n = 2112: 9.0, 15.7; 4096: 11.4, 13.5
     (16, 8192, Tile(64, 256, 4, 4)),  # 6144: 16.1, 29.5
@@ -62,11 +64,6 @@ def tile_of(rows: int, n: int, K: int, size: int, smem: int) -> Tile:
     while rows > 1 and block_k > 64 and smem < 3 * block_k * depth:
         block_k //= 2
     return tile._replace(block_k=block_k, stages=max(1, min(tile.stages, smem // (block_k * depth))))
-
-
-def padded(rows: int) -> int:
-    """The rows of a product."""
-    return max(16, triton.next_power_of_2(rows))
 
 
 # ------------------------------------------------------------------------------------------------- kernels
@@ -104,37 +101,47 @@ def biases(b0_ptr, b1_ptr, b2_ptr, which, offs_n, n):
 
 
 @triton.jit
+def divisors(squares_ptr, r, rows, K: tl.constexpr, SQUARES: tl.constexpr, eps):
+    """sqrt(mean(x^2) + eps) of rows r of x, whose sums of squares are (SQUARES, rows)."""
+    i = tl.arange(0, padded(SQUARES))[:, None]
+    found = tl.load(squares_ptr + i * rows + r[None, :], (i < SQUARES) & (r < rows)[None, :], 0.0)
+    return tl.sqrt(tl.sum(found, axis=0) / K + eps)
+
+
+@triton.jit
 def linear_row_kernel(
-    x_ptr, norm_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr, n0, n1, n2, eps,
-    K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, norm_ptr, squares_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr, n0, n1, n2,
+    eps, K: tl.constexpr, SQUARES: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x (K,); the norm's weight may be None."""
+    """x (K,); the weight of y_0's norm and the squares of x may be None. With the former y_2 are squares of y_0."""
     w_ptr, y_ptr, n, first, which = owned(
         tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, y0_ptr, y1_ptr, y2_ptr, n0, n1, n2, BLOCK_N
     )
     offs_n = first + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_rows = w_ptr + tl.minimum(offs_n, n - 1).to(tl.int64)[:, None] * K  # columns beyond n are not stored
+    if OVERLAPS:
+        gdc_launch_dependents()
     ahead = load_tile(w_rows, 0, offs_k, K, BLOCK_K)
     if EARLY:
-        gdc_launch_dependents()
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
     for k in range(0, K, BLOCK_K):
         w = ahead.to(tl.float32)
         if K > BLOCK_K:
             ahead = load_tile(w_rows, k + BLOCK_K, offs_k, K, BLOCK_K)
         at = k + offs_k
         x = tl.load(x_ptr + at, at < K, 0.0).to(tl.float32)
-        if norm_ptr is not None:
-            squares += x * x
-            x *= tl.load(norm_ptr + at, at < K, 0.0).to(tl.float32)
         acc += w * x[None, :]
     y = tl.sum(acc, axis=1)
-    if norm_ptr is not None:
-        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    if squares_ptr is not None:
+        y /= tl.sum(divisors(squares_ptr, tl.arange(0, 1), 1, K, SQUARES, eps))
     y += biases(b0_ptr, b1_ptr, b2_ptr, which, offs_n, n)
+    if norm_ptr is not None:
+        if which == 0:
+            tl.store(y2_ptr + tl.program_id(0), tl.sum(tl.where(offs_n < n, y * y, 0.0)))
+            y *= tl.load(norm_ptr + offs_n, offs_n < n, 0.0).to(tl.float32)
     if ACTIVATION > 0:
         y = tl.where(which == 0, activated(y, ACTIVATION), y)
     tl.store(y_ptr + offs_n, y.to(y_ptr.dtype.element_ty), offs_n < n)
@@ -152,11 +159,11 @@ def load_tile(w_rows, k, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def linear_rows_kernel(
-    x_ptr, norm_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr, n0, n1, n2, rows, sx,
-    K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, norm_ptr, squares_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr, n0, n1, n2,
+    eps, rows, sx, K: tl.constexpr, SQUARES: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, K), sx elements from row to row; ROWS is at least `rows`. There is no norm."""
+    """x (rows, K), sx elements from row to row; ROWS is at least `rows`. Else as `linear_row_kernel`."""
     w_ptr, y_ptr, n, first, which = owned(
         tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, y0_ptr, y1_ptr, y2_ptr, n0, n1, n2, BLOCK_N
     )
@@ -165,8 +172,9 @@ def linear_rows_kernel(
     r = tl.arange(0, ROWS)
     w_rows = w_ptr + tl.minimum(offs_n, n - 1).to(tl.int64)[:, None] * K
     x_rows = x_ptr + r.to(tl.int64)[None, :] * sx
-    if EARLY:
+    if OVERLAPS:
         gdc_launch_dependents()
+    if EARLY:
         prefetch_rows(w_rows, K)
         gdc_wait()
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -176,7 +184,14 @@ def linear_rows_kernel(
         w = tl.load(w_rows + at[None, :], there[None, :], 0.0, eviction_policy="evict_first")
         x = tl.load(x_rows + at[:, None], there[:, None] & (r < rows)[None, :], 0.0)  # [BLOCK_K, ROWS]
         acc = tl.dot(w, x, acc, input_precision="ieee")
+    if squares_ptr is not None:
+        acc /= divisors(squares_ptr, r, rows, K, SQUARES, eps)[None, :]
     acc += biases(b0_ptr, b1_ptr, b2_ptr, which, offs_n, n)[:, None]
+    if norm_ptr is not None:
+        if which == 0:
+            squares = tl.sum(tl.where((offs_n < n)[:, None], acc * acc, 0.0), axis=0)
+            tl.store(y2_ptr + tl.program_id(0) * rows + r, squares, r < rows)
+            acc *= tl.load(norm_ptr + offs_n, offs_n < n, 0.0).to(tl.float32)[:, None]
     if ACTIVATION > 0:
         acc = tl.where(which == 0, activated(acc, ACTIVATION), acc)
     at = r.to(tl.int64)[None, :] * n + offs_n[:, None]
@@ -199,22 +214,27 @@ def prefetch_rows(w_rows, K: tl.constexpr):
 
 
 def linears(
-    facts: Facts, x: Tensor, norm: Tensor | None, *parameters: Tensor | None
+    facts: Facts, x: Tensor, norm: Tensor | None, squares: Tensor | None, *parameters: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Launch]:
-    """x (B, N, K), whose rows are evenly spaced; the norm's weight (K,), of one row only; weights, then their biases.
+    """x (B, N, K), whose rows are evenly spaced; weights, then their biases, MAX_WEIGHTS of both, or None.
 
-    There are MAX_WEIGHTS of both, or None.
+    norm     with two weights: the weight of an RMSNorm of y_0, which is multiplied by it; a third output: its squares
+    squares  those of x, from the launch that made it
     """
     (B, N, K), rows = x.shape, x.shape[0] * x.shape[1]
     sizes = [0 if w is None else w.shape[0] for w in parameters[:MAX_WEIGHTS]]
-    ys = tuple(torch.empty(B, N, n, dtype=x.dtype, device=x.device) for n in sizes if n)
-    tensors = (x, norm, *parameters, *ys, *[None] * (MAX_WEIGHTS - len(ys)))
+    ys = [torch.empty(B, N, n, dtype=x.dtype, device=x.device) for n in sizes if n]
     tile = tile_of(rows, sum(sizes), K, x.element_size(), shared_memory(x.device))
+    if norm is not None:
+        ys.append(torch.empty(triton.cdiv(sizes[0], tile.block_n), rows, dtype=torch.float32, device=x.device))
+    tensors = (x, norm, squares, *parameters, *ys, *[None] * (MAX_WEIGHTS - len(ys)))
     grid = sum(triton.cdiv(n, tile.block_n) for n in sizes)
-    early = facts.early and starts_early(x.device)
-    constants = (K, ACTIVATIONS[facts.activation], early, tile.block_n, tile.block_k)
+    overlaps = starts_early(x.device)
+    early = facts.early and overlaps
+    count = 0 if squares is None else squares.shape[0]
+    constants = (K, count, ACTIVATIONS[facts.activation], overlaps, early, tile.block_n, tile.block_k)
     options = {"num_warps": tile.warps} | starting(early)
     if rows == 1:
-        return ys, Launch(linear_row_kernel, grid, tensors, (*sizes, facts.eps, *constants), options)
-    rest = (*sizes, rows, x.stride(0 if N == 1 else 1), *constants, padded(rows), tile.stages)
-    return ys, Launch(linear_rows_kernel, grid, tensors, rest, options)
+        return tuple(ys), Launch(linear_row_kernel, grid, tensors, (*sizes, facts.eps, *constants), options)
+    rest = (*sizes, facts.eps, rows, x.stride(0 if N == 1 else 1), *constants, padded(rows), tile.stages)
+    return tuple(ys), Launch(linear_rows_kernel, grid, tensors, rest, options)

@@ -29,7 +29,7 @@ class Facts(NamedTuple):
     """Beside the tensors.
 
     activation  of the first projection
-    eps         of the norm
+    eps         of the norm that `squares` completes
     early       whether another launch of the same step comes before, so that weights may be read before it has ended
     """
 
@@ -68,32 +68,37 @@ def is_plain(*linears: nn.Module | None, planned: bool = False) -> bool:
 
 def are_few(x: Tensor, rows: int = MAX_ROWS) -> bool:
     """Whether x (B, N, K) has at most so many rows, on a GPU, in a dtype that steps' kernels multiply."""
-    return on_gpu(x) and x.dtype in DTYPES and x.shape[0] * x.shape[1] <= rows
+    return on_gpu(x) and x.dtype in DTYPES and x.ndim == 3 and x.shape[0] * x.shape[1] <= rows
 
 
 def few_rows(
-    x: Tensor, *linears: nn.Module, norm: Tensor | None = None, facts: Facts = NO_FACTS
+    x: Tensor, *linears: nn.Module, norm: Tensor | None = None, squares: Tensor | None = None, facts: Facts = NO_FACTS
 ) -> tuple[Tensor, ...] | None:
     """linear(x) of each, in one launch (`linear.py`); None if its kernels do not compute these projections of x.
 
-    norm  of one row: the weight of an RMSNorm of x that comes first
+    norm     of two linears: the weight of an RMSNorm that the first y is about to pass. That y is multiplied by it, and
+             a third result are its squares
+    squares  of x, if it is such a y: completes the norm
     """
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
-        or not are_few(x, 1 if norm is not None else MAX_ROWS if len(linears) == 1 else MAX_ROWS_TOGETHER)
+        or not are_few(x, MAX_ROWS if len(linears) == 1 or norm is not None else MAX_ROWS_TOGETHER)
         or not (x.shape[1] == 1 or x.is_contiguous())
         or not is_plain(*linears)
         or torch._C._is_any_autocast_enabled()
     ):
         return None
-    if not all({"weight", "bias"} <= m._parameters.keys() for m in linears):  # somebody put other tensors there
-        return None
-    weights, biases = [m._parameters["weight"] for m in linears], [m._parameters["bias"] for m in linears]
-    if not all(w is not None and w.is_contiguous() for w in weights):
-        return None
+    weights, biases = [], []
+    for parameters in (m._parameters for m in linears):
+        weight = parameters.get("weight")
+        if weight is None or "bias" not in parameters or not weight.is_contiguous():  # somebody put other tensors there
+            return None
+        weights.append(weight)
+        biases.append(parameters["bias"])
     missing = [None] * (MAX_WEIGHTS - len(linears))
-    return fused_call("linear", "linears", facts, x, norm, *weights, *missing, *biases, *missing)
+    like = () if squares is None else tuple(t for t in (x, norm, *weights, *biases) if t is not None)  # squares: fp32
+    return fused_call("linear", "linears", facts, x, norm, squares, *weights, *missing, *biases, *missing, like=like)
 
 
 def project(x: Tensor, *linears: nn.Module, early: bool = False) -> Sequence[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulmen.launch import Launch, repeat
+from fulmen.layers.fused import saved
 
 HEADS = 16  # at a time
 WARPS = {"num_warps": 4}
@@ -130,7 +131,7 @@ class Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        cos, sin = ctx.saved_tensors
+        cos, sin = saved(ctx)
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dx = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
         turn(dout, dx, cos, sin, -1.0, ctx.interleaved)

@@ -27,8 +27,9 @@
 //
 // A decay for each token (TOKENS): warps beside the producer sum s over the rows of a chunk and leave the factors in the
 // chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
-// has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, and
-// every EVERY chunks the product of the state's gradient (of dv's sweep) and the state saved, at which that sum begins anew.
+// has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, with
+// rows of q or k that TMA loads into the buffer of the chunk's output, and every EVERY chunks the product of the state's
+// gradient (of dv's sweep) and the state saved, at which that sum begins anew.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
 // (heads share rows of a tensor), PACKED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
@@ -41,7 +42,7 @@
 
 struct Shared {
     u32 ring, states, staging, saved;
-    u32 full, empty, state_full, state_empty, saved_full, saved_empty;
+    u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
     Decays *decays;
     __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
@@ -53,7 +54,8 @@ struct Shared {
         state_empty = state_full + 16;
         saved_full = state_empty + 16;
         saved_empty = saved_full + 8;
-        decays = reinterpret_cast<Decays *>(shared + ((saved_empty + 8 - base + 15) & ~15u));
+        rows_full = saved_empty + 8;
+        decays = reinterpret_cast<Decays *>(shared + ((rows_full + (DOTS ? 16 * OUTS : 0) - base + 15) & ~15u));
     }
     __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
     __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
@@ -98,9 +100,9 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
 }
 
-// The decay of each row of a chunk, summed: three warps take chunks in turn, so that three loads are under way. A lane has
-// two rows; no row takes more than 64 bits, which leaves differences of the sums exact enough and 2^-64 of what came
-// before.
+// The decay of each row of a chunk, summed: three warps take chunks in turn, so that three loads are under way. A stage is
+// always one warp's: others could mistake its barrier's phase, as arrivals from other blocks come in any order. A lane has
+// two rows; no row takes more than 64 bits, which leaves differences of sums exact enough.
 __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, const Walk &w, int turn) {
     constexpr int WARPS = 3;
     const int lane = threadIdx.x % 32;
@@ -111,9 +113,11 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         return fminf(1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n), 64.0f);
     };
     float next[2] = {bits(turn, 0), bits(turn, 1)};
-    for (int n = turn; n < w.chunks; n += WARPS) {
+    for (int n = turn, after; n < w.chunks; n = after) {
         const float s[2] = {next[0], next[1]};
-        next[0] = bits(n + WARPS, 0), next[1] = bits(n + WARPS, 1);
+        const int stage = n % STAGES;
+        after = stage + WARPS < STAGES ? n + WARPS : n - stage + STAGES + turn;
+        next[0] = bits(after, 0), next[1] = bits(after, 1);
         float sum = s[0] + s[1];
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
@@ -123,7 +127,7 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         const float before = __shfl_sync(~0u, sum, max(lane - 1, 0)), total = __shfl_sync(~0u, sum, 31);
         const float a[2] = {(lane ? before : 0.0f) + s[0], sum};
         at.await_empty(n);
-        Decays &y = at.decays[n % STAGES];
+        Decays &y = at.decays[stage];
         float left[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -136,17 +140,16 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         y.left[lane] = make_uint2(hi, pack(left[0] - low(hi), left[1] - high(hi)));
         if (lane == 0) y.keep = exp2_(-total);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(at.full + n % STAGES * 8);
+        if (lane == 0) mbarrier_arrive(at.full + stage * 8);
     }
 }
 
 // A warp has no more use for a stage, into which every block of the cluster loads for all of them.
 __device__ __forceinline__ void release(u32 barrier) {
     const int lane = threadIdx.x % 32;
-    if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
-        if (CLUSTER == 1) mbarrier_arrive(barrier);
-        else mbarrier_arrive_at(barrier, lane);
-    }
+    if (lane >= CLUSTER) return;
+    if (CLUSTER == 1) mbarrier_arrive(barrier);
+    else mbarrier_arrive_at(barrier, lane);
 }
 
 // Rows of b and c that belong to another sequence: every warpgroup zeroes them for itself, before it uses any.
@@ -227,11 +230,10 @@ struct State {
         }
     }
 
-    // What the forward saved of the state before a chunk, in the order of `state`; and its product with that, summed.
+    // What the forward saved before a chunk, in the order of `state`; and its product with that, summed.
     __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int n) {
         const int lane = threadIdx.x % 32;
-        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
-        const char *from = x.saved + ((slot * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
+        const char *from = x.saved + ((w.saved_slot(x, n) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
 #pragma unroll
         for (int i = 0; i < D / 4; i++)
             saved[DOTS ? i : 0] = load_coherent(reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2));
@@ -246,8 +248,7 @@ struct State {
         }
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        const long long slot = (long long)w.head * x.slots + w.slot + w.place(n) / EVERY;
-        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(slot * TILES + w.tile) * 4 + warp] = sum * times;
+        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(w.saved_slot(x, n) * TILES + w.tile) * 4 + warp] = sum * times;
     }
 
     // Without decay c goes into the product as it lies in shared memory.
@@ -353,13 +354,11 @@ constexpr bool APART = DECAY && OUTS == 1;
 // What a warpgroup that makes outputs holds.
 struct Outputs {
     u32 seen;                       // without decay: which of its 32 pairs of rows have the earlier one first
-    float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) of these pairs, 0 of the others. Pairs
-                                    // as far apart share one: it is constant along diagonals
+    float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) or 0; one for each diagonal
     float since[2];                 // scale * lambda^(rows since the state)
     float p[32], out[32], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
-    u32 rows[DOTS ? 16 : 1];        // of the tensor whose products with `out` are written, in the order of q
-    int who, warp, buffer;
+    int who, warp, buffer, parity;  // parity: of the rows that come into the buffer
     bool leads, reports;
 
     // Rows 16 warp + g + 8 r and columns 8 j + 2 t + e: 8 (2 warp + r - j) + g - 2 t - e apart.
@@ -370,7 +369,7 @@ struct Outputs {
         who = role - 1;
         warp = threadIdx.x / 32 % 4;
         leads = threadIdx.x % 128 == 0, reports = lane == 0;
-        seen = buffer = 0;
+        seen = buffer = parity = 0;
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             const int row = 16 * warp + g + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * t + i % 2;
@@ -410,40 +409,40 @@ struct Outputs {
         }
     }
 
-    // The rows whose products with the chunk's output are written: two columns of two rows, eight times.
-    __device__ __forceinline__ void load_rows(const Args &x, const Walk &w, int n) {
-        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
+    __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
+
+    // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
+    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int n, int into) {
         const Product &y = x.product[w.which];
-        if (!y.out) return;
-        const int left = w.left(n);
-        const char *from = y.rows + w.b * y.rows_b + w.h / y.group * y.rows_h + (w.row(n) + row) * y.rows_n;
-        from += (64 * w.tile + 2 * (lane % 4)) * 2;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const bool own = row + 8 * r < left;
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                rows[DOTS ? 2 * j + r : 0] = own ? load_coherent(reinterpret_cast<const u32 *>(from + j * 16)) : 0;
-            from += 8 * y.rows_n;
-        }
+        if (!leads || !y.out) return;
+        const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
+        tma_store_wait_read<0>();   // of the output that was there
+        mbarrier_expect(full, PANEL);
+        tma_load(to, x.map[y.rows], full, 64 * w.tile, w.row(n), w.head_of(x, y.rows), w.b);
     }
 
-    __device__ __forceinline__ void write_products(const Args &x, const Walk &w, int n) {
+    __device__ __forceinline__ void write_products(const Args &x, const Shared &at, const Walk &w, int n) {
         const Product &y = x.product[w.which];
         if (!y.out) return;
         const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
         float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
+        float sum[4] = {};          // of two rows; four chains, as one sum waits for the other
+        mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            u32 two[4];
+            load_rows_of(two, output(at), j, warp);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *o = &out[4 * (j + i / 2) + 2 * (i % 2)];
+                sum[i] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), sum[i]));
+            }
+        }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const u32 two = rows[DOTS ? 2 * j + r : 0];
-                sum = fmaf(out[4 * j + 2 * r + 1], high(two), fmaf(out[4 * j + 2 * r], low(two), sum));
-            }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum;
+            sum[r] += sum[r + 2];
+            for (int bit = 1; bit <= 2; bit++) sum[r] += __shfl_xor_sync(~0u, sum[r], bit);
+            if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum[r];
         }
     }
 
@@ -464,11 +463,8 @@ struct Outputs {
 
     // Waits for p, and starts the other products of the chunk.
     __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n) {
-        if (DOTS) load_rows(x, w, n);
-        if (TOKENS) {
 #pragma unroll
-            for (int r = 0; r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
-        }
+        for (int r = 0; TOKENS && r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
         if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
@@ -506,9 +502,9 @@ struct Outputs {
         for (int i = 0; i < 32; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
             else if (!DECAY) out[i] *= since[0];
-        if (DOTS) write_products(x, w, n);
-        const u32 from = at.staging + (2 * who + buffer) * PANEL;
-        buffer ^= 1;
+        if (DOTS) write_products(x, at, w, n);
+        const u32 from = output(at);
+        buffer ^= 1, parity ^= DOTS && !buffer;
         if (leads) tma_store_wait_read<1>();
         named_barrier_sync<128>(2 + who);
         store_rows(out, from, warp);
@@ -529,6 +525,7 @@ struct Outputs {
             char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
             *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
         }
+        if (DOTS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
     }
 };
 
@@ -538,10 +535,12 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     y.prepare(x, w, role);
     int n = y.who;
     if (n >= w.chunks) return;
+    if (DOTS) y.load_rows(x, at, w, n, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + OUTS < w.chunks; n += OUTS) {
         y.start_out(x, at, w, n);
+        if (DOTS) y.load_rows(x, at, w, n + OUTS, y.buffer ^ 1);
         y.start_p(at, w, n + OUTS);
         wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n);
@@ -576,6 +575,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         for (int i = 0; i < 4; i++) mbarrier_init(at.state_full + 8 * i, 4);  // and state_empty
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
+        for (int i = 0; DOTS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
         fence_barrier_init();
     }
     if (CLUSTER > 1) cluster_sync();

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fulmen import cuda
 from fulmen.cuda.launch import address
-from fulmen.lightning.policy import SAVED_ROWS, SweepTile
+from fulmen.lightning.policy import SweepTile, saved_rows
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
 
@@ -52,10 +52,9 @@ SWEEP = cuda.Struct(
 )  # fmt: skip
 PRODUCT = cuda.Struct(
     "Product",  # of a sweep: q . dq or k . dk of every row
-    ("out", "float *"), ("rows", "const char *"),  # or null
-    ("rows_b", "long long"), ("rows_h", "long long"), ("rows_n", "long long"),  # strides in bytes
+    ("out", "float *"),  # (heads, tiles, rows), or null
     ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
-    ("group", "int"),  # heads that share one of rows
+    ("rows", "int"),  # the map of q or k
     align=16,
 )  # fmt: skip
 ARGUMENTS = cuda.Struct(
@@ -88,7 +87,7 @@ def sizes(spec: LightningSpec, names: tuple[str, ...]) -> tuple[int, int]:
 def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = ("o",)) -> int:
     """The ring, states on their way, outputs on theirs, barriers, decays of tokens."""
     panel, panels = 64 * 128, sizes(spec, names)[0] // 64
-    decays = tile.stages * DECAYS + 16 if spec.per_token else 0
+    decays = tile.stages * DECAYS + 16 * (1 + tile.outs) if spec.per_token else 0
     if not tile.outs:
         return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
     states = (3 if tile.save == 2 else 2) * panels
@@ -102,7 +101,7 @@ def variant(
     macros = {
         "HEAD_DIM": K, "TILES": V // 64, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
         "TOKENS": int(spec.per_token), "DOTS": int(products), "GROUPED": int(spec.groups is not None),
-        "PACKED": int(spec.sequences is not None), "EVERY": SAVED_ROWS // CHUNK, "SAVE": tile.save,
+        "PACKED": int(spec.sequences is not None), "EVERY": saved_rows(spec) // CHUNK, "SAVE": tile.save,
         "SHARE": int(tile.share),
     }  # fmt: skip
     return cuda.Variant("lightning/kernels/sweep.cu", "lightning_sweep_kernel", "90a", tuple(macros.items()), ARGUMENTS)
@@ -216,15 +215,13 @@ class SweepLaunch:
         self.pointers += [(at + 11, KEEPS), (at + 12, SAVED)] if decay is not None else []
         for name in names:
             own = at + len(values)
-            values += [0, 0, 0, 0, 0, 0, 1]
+            out, rows = PRODUCTS.get(name, (None, 0))
+            values += [0, 0, rows]
             if products and name == "dv":
-                self.pointers += [(own + 5, ANCHORS)]
-            elif products and name in PRODUCTS:
-                out, rows = PRODUCTS[name]
-                self.pointers += [(own, out), (own + 1, rows)]
-                values[-5:-2] = (tensors[rows].element_size() * step for step in tensors[rows].stride()[:3])
-                values[-1] = heads[rows]
-        return values + (3 - len(names)) * [0, 0, 0, 0, 0, 0, 1]
+                self.pointers += [(own + 1, ANCHORS)]
+            elif products and out is not None:
+                self.pointers += [(own, out)]
+        return values + (3 - len(names)) * [0, 0, 0]
 
     def __call__(self, at: Addresses) -> None:
         self.launch.at(at, self.arguments)

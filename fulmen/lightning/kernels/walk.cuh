@@ -101,6 +101,11 @@ struct Walk {
     __device__ __forceinline__ bool ends_first() const { return reverse && !TOKENS; }  // rows missing are the first ones
     __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
 
+    // The number of the state that is saved before the n-th chunk.
+    __device__ __forceinline__ long long saved_slot(const Args &x, int n) const {
+        return (long long)head * x.slots + slot + place(n) / EVERY;
+    }
+
     // The head of a tensor that has this block's rows.
     __device__ __forceinline__ int head_of(const Args &x, int map) const { return GROUPED ? h / x.group[map] : h; }
 

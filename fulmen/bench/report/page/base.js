@@ -16,8 +16,8 @@ function fill(node, attributes, ...children) {
   return node;
 }
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
-const s = (tag, attributes, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag),
-  attributes, children);
+const s = (tag, attributes, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 const put = (id, ...children) => { $(id).replaceChildren(); return fill($(id), {}, children); };
 const button = (attributes, ...children) => h("button", { type: "button", ...attributes }, children);
 const link = (text, row) => button({ class: "link", click: () => openDrawer(row) }, text);
@@ -59,8 +59,8 @@ const own = (table, name) => (Object.hasOwn(table, name) ? table[name] : undefin
 const GLYPHS = { ok: "✓", flagged: "▲", failed: "✕", withheld: "⊘", oom: "□", unsupported: "–", timeout: "◷",
   interrupted: "‖", skipped: "·" };
 const WORDS = Object.fromEntries(DATA.words.map(([kind, words]) => [kind, Object.fromEntries(words)]));
-const wordOf = (kind, name) => own(WORDS[kind], name)
-  || ["care", name.toLowerCase(), "A word that this report does not know."];
+const wordOf = (kind, name) =>
+  own(WORDS[kind], name) || ["care", name.toLowerCase(), "A word that this report does not know."];
 const RUNS = new Map(DATA.runs.map((run) => [run.id, run]));
 // A cell of a results file, in the words of this page.
 const rowOf = ({ run_id: run, config_hash: hash, pass_: pass, samples_ms: samples, clocks_mhz: clocks, ...cell }) =>
@@ -73,10 +73,10 @@ const sizeOf = (row, part = "peak", what = "bytes") => [row.memory[part]?.[what]
 const interval = (row) => (isNumber(row.low) ? `95 % interval ${digits(row.low)} to ${digits(row.high)}` : "");
 
 // What the charts show. Few competitors in all keep their colour everywhere; many are counted per suite.
-const state = { suite: SUITES[0], pass: "", cache: "", baseline: {}, memoryN: {}, filter: {}, sort: null };
+const state = { suite: SUITES[0], pass: "", cache: "", baseline: {}, filter: {}, sort: null };
 const competitors = (suite) => unique(LIVE.filter((row) => row.suite === suite).map((row) => row.competitor));
-const colourOf = (name) => Math.max(0, (COMPETITORS.length <= 8 ? COMPETITORS
-  : competitors(state.suite)).indexOf(name));
+const colourOf = (name) =>
+  Math.max(0, (COMPETITORS.length <= 8 ? COMPETITORS : competitors(state.suite)).indexOf(name));
 const baseline = (suite) => own(state.baseline, suite) || own(DATA.baselines, suite) || competitors(suite)[0];
 const visible = () => LIVE.filter((row) => ["suite", "pass", "cache"].every((name) => row[name] === state[name]));
 
@@ -84,38 +84,29 @@ const place = (row) => [row.family, row.n, row.pass, row.cache, row.run].join("\
 const BY_PLACE = Map.groupBy(LIVE.filter((row) => row.timed), place);
 function speedup(row) {
   const base = row.timed && BY_PLACE.get(place(row))?.find((other) => other.competitor === baseline(row.suite));
-  if (!base) return null;
-  const low = (base.low || base.median) / (row.high || row.median);
-  const high = (base.high || base.median) / (row.low || row.median);
-  return { value: base.median / row.median, low, high, other: base.function !== row.function, base };
+  return base ? { value: base.median / row.median, other: base.function !== row.function, base } : null;
 }
 function speedupWords(row) {
   const gain = speedup(row);
   if (!gain || gain.base === row) return gain || !row.timed ? "" : "no baseline";
-  const range = `${times(gain.low)} to ${times(gain.high)}`;
-  return `${times(gain.value)} as fast as ${gain.base.competitor} (${range})${gain.other ? ", another function" : ""}`;
+  return `${times(gain.value)} as fast as ${gain.base.competitor}${gain.other ? ", another function" : ""}`;
 }
 
 // ------------------------------------------------------------------------------------- small pieces
 
 const MARKS = [
-  (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0 1,0 ${-2 * r},0Z`,
-  (r) => `M${-r},${-r}H${r}V${r}H${-r}Z`,
-  (r) => `M0,${-1.25 * r}L${1.2 * r},${r}H${-1.2 * r}Z`,
-  (r) => `M0,${-1.4 * r}L${1.4 * r},0L0,${1.4 * r}L${-1.4 * r},0Z`,
-  (r) => `M0,${1.25 * r}L${1.2 * r},${-r}H${-1.2 * r}Z`,
-  (r) => `M${-r},${-r}L${r},${r}M${-r},${r}L${r},${-r}`,
-  (r) => `M${-1.3 * r},0H${1.3 * r}M0,${-1.3 * r}V${1.3 * r}`,
-  (r) => `M0,${-1.4 * r}L${1.3 * r},${-0.4 * r}L${0.8 * r},${1.1 * r}H${-0.8 * r}L${-1.3 * r},${-0.4 * r}Z`,
+  "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", "M-4,-4H4V4H-4Z", "M0,-5L4.8,4H-4.8Z", "M0,-5.6L5.6,0L0,5.6L-5.6,0Z",
+  "M0,5L4.8,-4H-4.8Z", "M-4,-4L4,4M-4,4L4,-4", "M-5.2,0H5.2M0,-5.2V5.2", "M0,-5.6L5.2,-1.6L3.2,4.4H-3.2L-5.2,-1.6Z",
 ];
 const tint = (index) => `--c: var(--s${index % 8})`;
-const mark = (index, x, y, more = "") => s("path",
-  { class: "mark " + more, style: tint(index), d: MARKS[(index + (index >> 3)) % 8](4),
-  transform: `translate(${x.toFixed(1)},${y.toFixed(1)})` });
-const key = (shape, text) => h("span", {}, s("svg",
-  { class: "swatch", viewBox: "-12 -6 24 12", "aria-hidden": "true" }, shape), " ", text);
+const mark = (index, more) => s("path",
+  { class: `mark ${more || ""}`, style: tint(index), d: MARKS[(index + (index >> 3)) % 8] });
+const key = (shape, text) => h("span", {},
+  s("svg", { class: "swatch", viewBox: "-12 -6 24 12", "aria-hidden": "true" }, shape), " ", text);
 const swatch = (name, text = name) => key([s("path", { class: "line", style: tint(colourOf(name)), d: "M-12,0H12" }),
-  mark(colourOf(name), 0, 0)], text);
+  mark(colourOf(name))], text);
+const partKeys = (parts) => Object.entries(parts).map(([part, name]) =>
+  key(s("rect", { class: "part " + part, x: -12, y: -6, width: 24, height: 12 }), name));
 const badge = ([severity, word, sentence], title = sentence) => h("span", { class: "badge " + severity, title }, word);
 const flagBadges = (row) => row.flags.map(([flag, why]) => badge(wordOf("flag", flag), why));
 function statusBadge(row) {
@@ -128,8 +119,7 @@ const facts = (pairs) => h("dl", { class: "facts" }, pairs.filter(([, value]) =>
   .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 const card = (title, ...content) => h("div", { class: "card" }, title && h("h3", {}, title), content);
 const tile = (glyph, count, [severity, word, title], more) => button({ class: "tile " + severity, title, ...more },
-  glyph,
-  h("span", { class: "count" }, commas(count)), h("span", { class: "word" }, word));
+  glyph, h("span", { class: "count" }, commas(count)), h("span", { class: "word" }, word));
 
 // A table that scrolls. columns: [name or element, (line) => content, "number" or "key" or a class].
 function tableOf(kind, columns, lines, label) {
@@ -149,32 +139,70 @@ function copyButton(text, label = "Copy") {
 }
 const command = (text) => h("div", { class: "command" }, h("code", { tabindex: "0" }, text), copyButton(text));
 
-// One tip for everything that has more to say than it shows.
+// One of several options, as radio buttons, whose arrow keys work as they should, or as a list.
+const radios = (label, name, options, chosen, select) => h("fieldset", { class: "segments" }, h("legend", {}, label),
+  options.map((value) => h("label", {}, h("input",
+    { type: "radio", name, value, checked: value === chosen, change: () => select(value) }), h("span", {}, value))));
+const dropdown = (label, id, options, chosen, select) => h("label", { class: "field", for: id }, h("span", {}, label),
+  h("select", { id, change: (event) => { select(event.target.value); $(id)?.focus(); } }, options.map(
+    ([value, text = value]) => h("option", { value, selected: String(value) === String(chosen) }, text))));
+
+// ---------------------------------------------------------------------------------------- stops and tips
+
+// A stop is a mark of a chart or a cell of a heatmap that has more to say than it shows. The pointer or the focus
+// shows the lines, a click or Enter opens the row. A `walk`, chart or heatmap, is one stop of the tab key: the arrows
+// move within it, up and down by as many stops as it has `data-across`.
+const STOPS = new WeakMap();
+function stop(node, lines, row) {
+  STOPS.set(node, { lines, row });
+  node.classList.add("stop");
+  return fill(node, { tabindex: "-1" });
+}
 const tip = $("tip");
-function showTip(x, y, lines) {
-  put("tip", lines.filter(Boolean).map((line, i) => h(i ? "div" : "strong", {}, line)));
+const hideTip = () => { tip.hidden = true; };
+const stopOf = (event) => event.target.closest?.(".stop");
+function showTip(node, x, y) {
+  put("tip", STOPS.get(node).lines().filter(Boolean).map((line, i) => h(i ? "div" : "strong", {}, line)));
   tip.hidden = false;
   ($("drawer").open ? $("drawer") : document.body).append(tip);
   const { width, height } = tip.getBoundingClientRect();
   tip.style.left = Math.max(8, Math.min(x + 14, innerWidth - width - 8)) + "px";
   tip.style.top = (y + 18 + height > innerHeight ? Math.max(8, y - height - 12) : y + 18) + "px";
 }
-const hideTip = () => { tip.hidden = true; };
 function tipLines(row) {
   const [, word, sentence] = wordOf("status", row.status);
   const flags = row.flags.filter(([flag]) => flag !== "ANOTHER-FUNCTION");
   return [row.competitor, `${row.where} · ${row.pass}`,
     row.timed ? [ms(row.median), interval(row)].filter(Boolean).join(", ") : `${word}: ${row.reason || sentence}`,
-      speedupWords(row),
-    row.timed && isNumber(row.efficiency) && `${percent(row.efficiency)} of what is possible`,
-    ...flags.map(([flag, why]) => `${wordOf("flag", flag)[1]}: ${why}`)].filter(Boolean);
+    speedupWords(row), row.timed && isNumber(row.efficiency) && `${percent(row.efficiency)} of what is possible`,
+    ...flags.map(([flag, why]) => `${wordOf("flag", flag)[1]}: ${why}`)];
 }
-
-// One of several options, as radio buttons, whose arrow keys work as they should, or as a list.
-const radios = (label, name, options, chosen, select) => h("fieldset", { class: "segments" }, h("legend", {}, label),
-  options.map((value) => h("label", {}, h("input",
-    { type: "radio", name, value, checked: value === chosen, change: () => select(value) }), h("span", {}, value))));
-const dropdown = (label, id, options, chosen, select) => h("label", { class: "field", for: id }, h("span", {}, label),
-  h("select", { id, change: (event) => { select(event.target.value); $(id)?.focus(); } },
-    options.map(([value, text = value]) =>
-    h("option", { value, selected: String(value) === String(chosen) }, text))));
+function openStop(node) {
+  const row = node && STOPS.get(node).row;
+  if (!row) return;
+  hideTip();
+  openDrawer(row);
+}
+function walk(event) {
+  const box = event.target.closest?.(".walk"), across = Number(box?.dataset.across || 1);
+  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: across, ArrowUp: -across }[event.key];
+  if (box && event.key === "Enter" && event.target.tagName !== "BUTTON") openStop(stopOf(event));
+  if (!box || !step) return;
+  event.preventDefault();
+  const places = [...box.querySelectorAll(".place")], inside = (x) => x && [x, x.firstChild].find((y) => STOPS.has(y));
+  let at = places.findIndex((x) => x.contains(event.target)) + step;
+  while (places[at] && !inside(places[at])) at += step;
+  inside(places[at])?.focus();
+}
+fill(document, {
+  keydown: walk,
+  click: (event) => openStop(stopOf(event)),
+  pointermove: (event) => (stopOf(event) ? showTip(stopOf(event), event.clientX, event.clientY) : hideTip()),
+  focusout: hideTip,
+  wheel: hideTip, // not "scroll": focus scrolls, too
+  touchmove: hideTip,
+  focusin(event) {
+    const node = stopOf(event), { left, bottom } = event.target.getBoundingClientRect();
+    if (node) showTip(node, left, bottom - 10);
+  },
+});

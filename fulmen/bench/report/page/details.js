@@ -10,11 +10,9 @@ function openDrawer(row) {
   const quiet = (label, text, click) => button({ class: "quiet", "aria-label": label, click }, text);
   put("drawer", h("div", { class: "drawer-head" },
     h("div", {}, h("p", { class: "eyebrow" }, `${row.suite} · ${row.pass} · ${row.cache} cache`),
-      h("h2", { id: "drawer-title" }, row.competitor),
-      h("p", { class: "soft" }, row.where)),
+      h("h2", { id: "drawer-title" }, row.competitor), h("p", { class: "soft" }, row.where)),
     h("div", { class: "drawer-buttons" }, quiet("Previous row", "←", () => stepDrawer(-1)),
-      quiet("Next row", "→", () => stepDrawer(1)),
-      quiet("Close", "✕", () => drawer.close()))),
+      quiet("Next row", "→", () => stepDrawer(1)), quiet("Close", "✕", () => drawer.close()))),
   h("p", {}, statusBadge(row), " ", row.timed && flagBadges(row)),
   h("p", { class: row.timed ? "soft" : "reason" }, (!row.timed && row.reason) || wordOf("status", row.kind)[2]));
   if (row.timed) drawerTimes(row);
@@ -24,29 +22,21 @@ function openDrawer(row) {
 }
 
 function drawerTimes(row) {
-  const { stats, samples, clocks } = row, box = h("figure", {});
-  const clock = clocks.length > 1 && extent(clocks, 1).map((x) => commas(Math.round(x)));
+  const { stats, samples } = row, box = h("figure", {});
   fill(drawer, {}, h("div", { class: "big" }, h("strong", {}, ms(row.median)),
     h("span", { class: "soft" }, interval(row))), box);
-  const sign = (kind, ...text) => h("span", {}, h("span", { class: kind }), " ", text);
   if (samples.length > 1) {
-    fill(box, {}, strip({ width: Math.max(260, box.clientWidth), samples, clocks, row }),
-      h("figcaption", { class: "legend" },
-      sign("dot", "one sample"), sign("dash", "median and its interval"),
-        clock && sign("dash clock-key", `SM clock, ${clock.join(" to ")} MHz`),
-      row.every > 1 && `every ${row.every}th sample; all are in the results file`));
+    fill(box, {}, strip(Math.max(260, box.clientWidth), row), h("figcaption", { class: "legend" },
+      h("span", {}, h("span", { class: "dot" }), " one sample"),
+      h("span", {}, h("span", { class: "dash" }), " median and its interval")));
   }
-  const unit = (name, text, show = (x) => digits(x, 3)) => (isNumber(stats[name]) ? show(stats[name]) + text : "");
-  fill(drawer, {}, facts([["samples", unit("n", "", commas) || samples.length],
-    ["20 % to 80 %", unit("p20", " to ", digits) && unit("p20", " to ", digits) + ms(stats.p80)],
-    ["fastest", ms(stats.min)], ["typical deviation", percent(stats.mad / row.median, 2)],
-      ["outliers", plain(stats.outliers)], ["stopped by", stats.stop],
-    ["device alone", ms(row.device_ms)], ["kernels alone", ms(row.kernels_ms)],
-      ["call, with the host", ms(row.host_ms)],
-    ["host until it returns", ms(stats.enqueue)], ["power", unit("power_w", " W")],
-      ["temperature", unit("temperature_c", " °C")],
-    ["calls per second", digits(1000 / row.median)], ["arithmetic", flops(row.flops_rate)],
-      ["memory traffic", traffic(row.bytes_rate)],
+  const inner = stats.p20 && `${digits(stats.p20)} to ${ms(stats.p80)}`;
+  fill(drawer, {}, facts([["samples", stats.n || samples.length], ["20 % to 80 %", inner],
+    ["fastest", ms(stats.min)], ["typical deviation", percent(stats.mad / row.median, 2)], ["outliers", stats.outliers],
+    ["stopped by", stats.stop], ["device alone", ms(row.device_ms)], ["kernels alone", ms(row.kernels_ms)],
+    ["call, with the host", ms(row.host_ms)], ["host until it returns", ms(stats.enqueue)],
+    ["power, W", digits(stats.power_w, 3)], ["temperature, °C", stats.temperature_c],
+    ["arithmetic", flops(row.flops_rate)], ["memory traffic", traffic(row.bytes_rate)],
     ["against the baseline", speedupWords(row)]]));
 }
 
@@ -56,24 +46,22 @@ function drawerParts(row) {
   const { arithmetic } = row.audit, audit = arithmetic || row.flags.length || isNumber(row.floor_ms);
   const flag = ([name, why]) => h("li", {}, badge(wordOf("flag", name)), " ", wordOf("flag", name)[2],
     why !== arithmetic && h("span", { class: "soft" }, " ", why));
-  const checks = Object.entries(row.correctness).sort(([, a],
-    [, b]) => Number(a.ok !== false) - Number(b.ok !== false));
+  const checks = Object.entries(row.correctness).sort(([, a], [, b]) => (a.ok !== false) - (b.ok !== false));
   const memory = unique([...Object.keys(PARTS), ...Object.keys(row.memory)]).filter((part) => row.memory[part]);
   const resource = (one, name) => (name === "occupancy" && one[name] <= 1 ? percent(one[name]) : plain(own(one, name)));
-  const kernels = unique(row.resources.flatMap(Object.keys)).map((name, i) => [name, (one) => resource(one, name),
-    i ? "number" : undefined]);
+  const kernels = unique(row.resources.flatMap(Object.keys)).map((name, i) =>
+    [name, (one) => resource(one, name), i ? "number" : undefined]);
   return [
     audit && ["Audit against the hardware", h("p", {}, arithmetic),
       h("p", { class: "soft" }, isNumber(row.floor_ms) && `The floor is ${ms(row.floor_ms)}. `, share),
-        h("ul", { class: "flags" }, row.flags.map(flag))],
+      h("ul", { class: "flags" }, row.flags.map(flag))],
     checks.length && ["Correctness against fp64", tableOf("plain", [["tensor"],
       ["", ([, one]) => agreement(one.ok !== false, one.ok === false ? "too far off" : "agrees")],
-        ["error", ([, one]) => error(one.error), "number"],
-      ["bound", ([, one]) => error(one.bound), "number"],
-        ["of it", ([, one]) => one.bound && percent(one.error / one.bound), "number"],
+      ["error", ([, one]) => error(one.error), "number"], ["bound", ([, one]) => error(one.bound), "number"],
+      ["of it", ([, one]) => one.bound && percent(one.error / one.bound), "number"],
       ["largest", ([, one]) => error(one.max_abs), "number"]], checks, "Correctness")],
-    memory.length && ["Memory", tableOf("plain",
-      [["part", (part) => own(PARTS, part) || part], ["bytes", (part) => bytes(sizeOf(row, part)), "number"],
+    memory.length && ["Memory", tableOf("plain", [["part", (part) => own(PARTS, part) || part],
+      ["bytes", (part) => bytes(sizeOf(row, part)), "number"],
       ["floor", (part) => bytes(sizeOf(row, part, "floor")), "number"]], memory, "Memory")],
     kernels.length && ["Kernels, from the compiled binary", tableOf("plain", kernels, row.resources, "Kernels")],
     row.kernels.length && ["What the device ran",
@@ -81,8 +69,8 @@ function drawerParts(row) {
     row.command && ["To measure this cell again", command(row.command)],
     ["What was measured", facts([["computes", row.function], ["operation", row.op], ["backend", row.backend],
       ["version", row.version], ["seed", row.seed],
-      ...Object.entries(row.case).map(([name, value]) => [name, plain(value)]), ["device", RUNS.get(row.run).device],
-        ["run", row.run], ["configuration", row.hash]])],
+      ...Object.entries(row.case).map(([name, value]) => [name, plain(value)]),
+      ["device", RUNS.get(row.run).device], ["run", row.run], ["configuration", row.hash]])],
   ].filter(Boolean);
 }
 function stepDrawer(step) {
@@ -106,23 +94,18 @@ fill(drawer, {
 
 function drawCorrectness() {
   const failed = ROWS.filter((row) => row.status === "failed");
-  const bar = (kind, width) => s("rect", { class: kind, width, height: 8 });
-  const meter = (share) => [s("svg", { class: "meter", viewBox: "0 0 60 8", "aria-hidden": "true" },
-    bar("meter-back", 60),
-    bar(share > 1 ? "meter-bad" : "meter-fill", 60 * Math.min(1, share))), " ", percent(share)];
+  const share = ({ share: x }) => h("span", { class: x > 1 && "status bad" }, percent(x));
   $("correctness").hidden = !DATA.correctness.length && !failed.length;
   put("correctness-tables", failed.length > 0 && card("Wrong, and therefore without a time", tableOf("plain", [
     ["implementation", (row) => link(row.competitor, row)], ["case", (row) => row.where], ["pass", (row) => row.pass],
-      ["what was wrong", (row) => row.reason],
-  ], failed, "Wrong results")),
-  DATA.correctness.length > 0 && card(null, tableOf("plain",
-    [["implementation", (one) => one.competitor], ["suite", (one) => one.suite],
-    ["precision", (one) => one.dtype], ["tensors checked", (one) => commas(one.tensors), "number"],
+    ["what was wrong", (row) => row.reason]], failed, "Wrong results")),
+  DATA.correctness.length > 0 && card(null, tableOf("plain", [["implementation", (one) => one.competitor],
+    ["suite", (one) => one.suite], ["precision", (one) => one.dtype],
+    ["tensors checked", (one) => commas(one.tensors), "number"],
     ["result", ({ wrong }) => agreement(!wrong, wrong ? `${commas(wrong)} too far off` : "all agree")],
     ["worst", (one) => link(`${one.tensor}, N ${plain(ROWS[one.row].n ?? "–")}`, ROWS[one.row])],
-      ["error", (one) => error(one.error), "number"],
-    ["bound", (one) => error(one.bound), "number"], ["of it", (one) => meter(one.share), "number"]], DATA.correctness,
-      "Correctness")));
+    ["error", (one) => error(one.error), "number"], ["bound", (one) => error(one.bound), "number"],
+    ["of it", share, "number"]], DATA.correctness, "Correctness")));
 }
 function drawEnvironment() {
   put("facts", DATA.runs.map((run) => h("details", { class: "card" },

@@ -10,20 +10,17 @@ function redraw() {
   const again = (id && $(id)) || (name && document.querySelector(`input[name="${CSS.escape(name)}"]:checked`));
   if (again) again.focus({ preventScroll: true });
 }
-function setupTheme() {
-  const themes = ["", "light", "dark"];
-  $("theme").addEventListener("click", () => {
-    const { dataset } = document.documentElement, next = themes[(themes.indexOf(dataset.theme || "") + 1) % 3];
-    dataset.theme = next;
-    put("theme", `Theme: ${next || "as the system"}`);
-  });
-}
 function openLinked() {
   const hash = location.hash.split("#row=")[1], row = [...LIVE, ...ROWS].find((one) => one.hash === hash);
   if (row && row !== openRow) openDrawer(row);
 }
 for (const draw of [drawResult, drawTiles, drawEnvironment, drawCorrectness, drawGlossary, drawFilters, setupCompare,
-  setupTheme, redraw]) draw();
+  redraw]) draw();
+$("theme").addEventListener("click", () => {
+  const themes = ["", "light", "dark"], { dataset } = document.documentElement;
+  dataset.theme = themes[(themes.indexOf(dataset.theme || "") + 1) % 3];
+  put("theme", `Theme: ${dataset.theme || "as the system"}`);
+});
 $("more").addEventListener("click", () => {
   shownRows = Infinity;
   drawTable();
@@ -31,11 +28,9 @@ $("more").addEventListener("click", () => {
 });
 addEventListener("hashchange", openLinked);
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((box) => { box.open = true; }));
-for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip,
-  { passive: true }); // not "scroll": focus scrolls, too
 addEventListener("keydown", (event) => {
-  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")
-    || drawer.open) return;
+  const busy = event.ctrlKey || event.metaKey || event.altKey || drawer.open;
+  if (event.key !== "/" || busy || event.target.closest("input, select")) return;
   event.preventDefault();
   $("filter-search").focus();
 });

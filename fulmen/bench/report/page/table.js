@@ -3,8 +3,8 @@
 const PAGE_ROWS = 200;
 let shownRows = PAGE_ROWS;
 const flagNames = (row) => row.flags.map(([flag]) => flag).join(" ");
-const field = (id, name, look, show) => ({ id, name, look, value: (row) => row[id],
-  show: show && ((row) => show(row[id])) });
+const field = (id, name, look, show) =>
+  ({ id, name, look, value: (row) => row[id], show: show && ((row) => show(row[id])) });
 const COLUMNS = [
   { id: "status", name: "Status", value: (row) => Object.keys(GLYPHS).indexOf(row.kind), show: statusBadge,
     text: (row) => row.status },
@@ -29,11 +29,9 @@ const COLUMNS = [
   field("command", "Again", "again", (text) => text && copyButton(text, "Copy command")),
 ].filter(({ id }) => !["suite", "cache", "run"].includes(id) || unique(ROWS.map((row) => row[id])).length > 1);
 
-const text = (row) => [row.suite, row.competitor, row.where, row.n, `N${row.n}`, row.pass, row.cache, row.status,
-  wordOf("status", row.kind)[1], row.reason,
-  row.function, row.backend, row.hash, row.run, ...row.flags.flat(),
-    ...row.flags.map(([flag]) => wordOf("flag", flag)[1])].join(" ").toLowerCase();
-const TEXTS = ROWS.map(text);
+const TEXTS = ROWS.map((row) => [row.suite, row.competitor, row.where, row.n, `N${row.n}`, row.pass, row.cache, row.status,
+  wordOf("status", row.kind)[1], row.reason, row.function, row.backend, row.hash, row.run, ...row.flags.flat(),
+  ...row.flags.map(([flag]) => wordOf("flag", flag)[1])].join(" ").toLowerCase());
 function tableRows() {
   const f = state.filter, terms = (f.search || "").toLowerCase().split(/\s+/).filter(Boolean);
   const exact = ["kind", "suite", "competitor", "pass"];
@@ -55,15 +53,13 @@ function setFilter(change) {
 }
 
 function drawTiles() {
-  put("proportions", DATA.counts.map(([kind, n]) => h("span",
-    { class: wordOf("status", kind)[0], style: `flex-grow: ${n}` })));
   put("tiles", DATA.counts.map(([kind, n]) => tile(own(GLYPHS, kind), n, wordOf("status", kind), { "data-kind": kind,
     click: () => { setFilter({ kind }); $("table").focus({ preventScroll: true }); } })));
 }
 function drawFilters() {
-  const f = state.filter, option = (name, label, values, word) => values.length > 1 && dropdown(label, "filter-" + name,
-    [["", "all"], ...values.map((value) => [value, word ? wordOf(word, value)[1] : value])], f[name] || "",
-      (value) => setFilter({ [name]: value }));
+  const f = state.filter, shown = (value, word) => [value, word ? wordOf(word, value)[1] : value];
+  const option = (name, label, values, word) => values.length > 1 && dropdown(label, "filter-" + name,
+    [["", "all"], ...values.map((value) => shown(value, word))], f[name] || "", (value) => setFilter({ [name]: value }));
   const search = $("filter-search") || h("input", {
     type: "search", id: "filter-search", placeholder: "words in any column", autocomplete: "off",
     input: () => { f.search = search.value; shownRows = PAGE_ROWS; drawTable(); } });
@@ -71,7 +67,7 @@ function drawFilters() {
   put("filters", h("label", { class: "field grow", for: "filter-search" }, h("span", {}, "Search"), search),
     option("kind", "Status", DATA.counts.map(([kind]) => kind), "status"), option("suite", "Suite", SUITES),
     option("competitor", "Implementation", unique(ROWS.map((row) => row.competitor))),
-      option("pass", "Pass", unique(ROWS.map((row) => row.pass))),
+    option("pass", "Pass", unique(ROWS.map((row) => row.pass))),
     option("flag", "Flag", unique(ROWS.flatMap((row) => row.flags.map(([flag]) => flag))), "flag"),
     button({ id: "clear", click: clear }, "Clear"), button({ id: "csv", click: download }, "Save as CSV"));
 }
@@ -91,10 +87,10 @@ function drawTable() {
     column.name, h("span", { class: "arrow" }, arrow(column)));
   const table = tableOf("cells", COLUMNS.map((column) => [heading(column), column.show || column.value, column.look]),
     part, "All cells").firstChild;
-  [...table.tHead.rows[0].cells].forEach((th, i) => fill(th,
-    { "aria-sort": { "▾": "descending", "▴": "ascending" }[arrow(COLUMNS[i])] || "none" }));
-  [...table.tBodies[0].rows].forEach((tr, i) =>
-    { tr.className = (part[i].timed ? "" : "none") + (part[i].replaced ? " replaced" : ""); });
+  const sorted = { "▾": "descending", "▴": "ascending" };
+  [...table.tHead.rows[0].cells].forEach((th, i) => fill(th, { "aria-sort": sorted[arrow(COLUMNS[i])] || "none" }));
+  [...table.tBodies[0].rows].forEach((tr, i) => fill(tr,
+    { class: `${part[i].timed ? "" : "none"} ${part[i].replaced ? "replaced" : ""}` }));
   put("table", table);
   $("more").hidden = left <= 0;
   put("more", `Show the other ${commas(left)}`);

@@ -1,11 +1,12 @@
-"""`selective_state_update` in one Triton kernel: a state is read and written once, with y made on the way.
+"""One token of Mamba-2, or of Mamba, in one kernel: a state is read and written once, with y made on the way.
 
 One program owns (row, head, BLOCK_P of the head's dimensions), all of the state size N in fp32 registers:
 
     state [P, N] = exp(dt A) state + (dt x) B^T          y = sum over N of state C + D x, times silu(z)
 
 SHARED: A, dt, dt_bias are the same in all dimensions of a head, as Mamba-2 has them (strides of 0): one exponential for
-all. A row whose slot does not exist writes zeros and leaves. Offsets of slots are 64-bit.
+all. Step sizes are those of `fulmen.layers.scan.Steps`. A row whose slot does not exist writes zeros and leaves.
+Offsets of slots are 64-bit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen.launch import Launch, repeat
+from fulmen.launch import Launch
+from fulmen.layers.fused.mamba import clamped, softplus
+from fulmen.layers.fused.rotary import run
+from fulmen.layers.scan import Steps
 
 ELEMENTS, WARPS = 2048, {"num_warps": 4}  # a program's part of the state
 
@@ -26,7 +30,7 @@ def state_update_kernel(
     stride_state_b, stride_state_h, stride_state_p, stride_state_n, stride_x_b, stride_x_h, stride_x_p,
     stride_dt_b, stride_dt_h, stride_dt_p, stride_A_h, stride_A_p, stride_A_n, stride_B_b, stride_B_g, stride_B_n,
     stride_C_b, stride_C_g, stride_C_n, stride_D_h, stride_D_p, stride_z_b, stride_z_h, stride_z_p,
-    stride_bias_h, stride_bias_p, slots, H, P, N, GROUP, TILES_P,
+    stride_bias_h, stride_bias_p, slots, H, P, N, GROUP, TILES_P, low, high,
     SOFTPLUS: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid_p, row = tl.program_id(0) % TILES_P, tl.program_id(0) // TILES_P
@@ -55,8 +59,7 @@ def state_update_kernel(
         dt = tl.load(dt_ptr + pid_b * stride_dt_b + pid_h * stride_dt_h).to(tl.float32)
         if bias_ptr is not None:
             dt += tl.load(bias_ptr + pid_h * stride_bias_h).to(tl.float32)
-        if SOFTPLUS:
-            dt = softplus(dt)
+        dt = clamped(softplus(dt) if SOFTPLUS else dt, low, high)
         keep = tl.exp(dt * tl.load(A_ptr + pid_h * stride_A_h).to(tl.float32))
         state = state * keep + (dt * x)[:, None] * b.to(tl.float32)[None, :]
     else:
@@ -65,8 +68,7 @@ def state_update_kernel(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + pid_h * stride_bias_h + offs_p * stride_bias_p, mask=mask_p, other=0.0)
             dt += bias.to(tl.float32)
-        if SOFTPLUS:
-            dt = softplus(dt)
+        dt = clamped(softplus(dt) if SOFTPLUS else dt, low, high)
         a_ptrs = A_ptr + pid_h * stride_A_h + offs_p[:, None] * stride_A_p + offs_n[None, :] * stride_A_n
         a = tl.load(a_ptrs, mask=mask, other=0.0).to(tl.float32)
         state = state * tl.exp(dt[:, None] * a) + (dt * x)[:, None] * b.to(tl.float32)[None, :]
@@ -82,14 +84,9 @@ def state_update_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_p)
 
 
-@triton.jit
-def softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-
-
 def launch(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, slots: Tensor | None, y: Tensor, dt_softplus: bool,
+    dt_bias: Tensor | None, slots: Tensor | None, y: Tensor, steps: Steps,
 ) -> Launch:  # fmt: skip
     rows, H, P = x.shape
     N = state.shape[3]
@@ -99,25 +96,18 @@ def launch(
     tiles = triton.cdiv(P, block_p)
     ranks = (state, 4), (x, 3), (dt, 3), (A, 3), (B, 3), (C, 3), (D, 2), (z, 3), (dt_bias, 2)
     strides = [s for t, rank in ranks for s in ((0,) * rank if t is None else t.stride())]
-    sizes = state.shape[0], H, P, N, H // B.shape[1], tiles
+    sizes = state.shape[0], H, P, N, H // B.shape[1], tiles, steps.low, steps.high
     tensors = (state, x, dt, A, B, C, D, z, dt_bias, slots, y)
-    constants = dt_softplus, same, block_p, block_n
+    constants = steps.softplus, same, block_p, block_n
     return Launch(state_update_kernel, rows * H * tiles, tensors, (*strides, *sizes, *constants), WARPS)
 
 
 def update(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, dt_softplus: bool, slots: Tensor | None,
+    dt_bias: Tensor | None, steps: Steps, slots: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """As `fulmen.integrations.mamba.selective_state_update`, whose checks come before."""
+    """As `fulmen.layers.scan.scan_step`."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     slots = None if slots is None else slots.contiguous()
-    tensors = (state, x, dt, A, B, C, D, z, dt_bias, slots, y)
-    key = (
-        state_update_kernel,
-        dt_softplus,
-        *(t is not None and (t.shape, t.stride(), t.dtype) for t in tensors),
-        x.device,
-    )
-    repeat(key, x.device, [tensors], lambda: [launch(*tensors, dt_softplus)])
+    run(launch, (state, x, dt, A, B, C, D, z, dt_bias, slots, y), steps)
     return y

@@ -1,0 +1,215 @@
+"""What Mamba-2 computes between its projections: convolution, scan, skip, gate and norm.
+
+    x, B, C = silu(conv(xBC));   dt = clamp(softplus(dt + bias))
+    o = lightning_attention(C, B, dt x, -A dt);   y = norm((o + D x) silu(z))
+
+On a GPU one kernel lies before the attention and one behind it (fused/mamba.py), and the convolution is one
+(fused/conv.py); elsewhere these are PyTorch's operations. `fulmen.layers.Mamba2`, `fulmen.integrations.mamba` and the
+mixers of transformers share them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fulmen.boundary import is_plain_eager, needs_gradient
+from fulmen.layers.fused import kernels_for
+from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
+
+RESET = 128.0  # a decay of exp(-128) leaves nothing in fp32, and a running sum that takes it in stays exact to 1e-5
+MAX_NORM = 8192  # features normed together, which one program holds
+MAX_FUSED_TAPS = 4
+
+
+class Steps(NamedTuple):
+    """How step sizes come of dt: clamp(softplus(dt + bias), low, high)."""
+
+    softplus: bool
+    low: float
+    high: float
+
+
+class Norm(NamedTuple):
+    """RMSNorm of (o + D x) silu(z), in groups of a token's features."""
+
+    weight: Tensor
+    groups: int
+    eps: float
+
+
+def scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    steps: Steps, *, seq: Tensor | None = None, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    norm: Norm | None = None, with_state: bool = True, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y (B, N, H, P), of x's dtype, and with_state the last states (B, H, D, E), as `lightning_attention` has them.
+
+    x, z     (B, N, H, P)                    dt      (B, N, H), plus dt_bias (H,)
+    B, C     (B, N, groups, state size)      A       fp32 (H,)
+    D        (H,) or (H, P), or None         seq     int (B, N): the state starts again where it changes
+    """
+    kernels = _kernels(x, D, z, norm)
+    if kernels is not None:
+        seq = None if seq is None else seq.to(torch.int32).contiguous()
+        v, decay, skip = kernels.Values.apply(steps, x, dt, A.contiguous(), dt_bias, D, seq)
+    else:
+        v, decay = _values(x, dt, A, dt_bias, steps, seq)
+    q, k, v = C.transpose(1, 2), B.transpose(1, 2), v.transpose(1, 2)
+    options: Any = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "backend": backend}
+    state = None
+    if with_state:
+        o, state = lightning_attention_with_state(q, k, v, decay, **options)
+    else:
+        o = lightning_attention(q, k, v, decay, **options)
+    o = o.transpose(1, 2)
+    if kernels is None:
+        return _outputs(o, x, D, z, norm).to(x.dtype), state
+    if D is None and z is None and norm is None:
+        return o, state
+    weight, groups, eps = (None, 1, 0.0) if norm is None else norm
+    skip, z = None if D is None else skip.flatten(2), None if z is None else z.flatten(2)
+    y = kernels.Outputs.apply(groups, eps, o.flatten(2), skip, None if D is None else D.detach(), z, weight)
+    return y.view(x.shape), state
+
+
+def scan_step(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, steps: Steps, slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y (B, H, P) of one token for each row; state is updated in place. No gradients.
+
+    state        (slots, H, P, state size), any strides       x, dt, z     (B, H, P)
+    A            (H, P, state size)                           D, dt_bias   (H, P)
+    B, C         (B, groups, state size)                      slots        int (B,) or None; -1: none, and y is zero
+    """
+    if x.is_cuda and is_plain_eager(state, x):
+        from fulmen.layers.fused import state_update
+
+        return state_update.update(state, x, dt, A, B, C, D, z, dt_bias, steps, slots)
+    heads = state.shape[1]
+    dt = _step_sizes(dt, dt_bias, steps)[..., None]
+    B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
+    rows = None if slots is None else torch.where((slots >= 0) & (slots < state.shape[0]), slots, -1).long()
+    old = state[: x.shape[0]] if rows is None else state[rows]
+    new = old.float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
+    y = (new * C).sum(-1)
+    y = y if D is None else y + x * D
+    y = (y if z is None else y * F.silu(z.float())).to(x.dtype)
+    if rows is None:
+        old.copy_(new)
+        return y
+    state[rows[rows >= 0]] = new[rows >= 0].to(state.dtype)
+    return y.masked_fill_((rows < 0)[:, None, None], 0)
+
+
+def _kernels(x: Tensor, D: Tensor | None, z: Tensor | None, norm: Norm | None) -> Any:
+    """The kernels around the scan if they take these tensors, else None."""
+    given = [x] if z is None else [x, z]
+    if (D is not None and D.ndim != 1) or not all(_in_rows(t) for t in given) or not _fits(norm):
+        return None
+    return kernels_for("mamba", *given)
+
+
+def _fits(norm: Norm | None) -> bool:
+    return norm is None or (norm.weight.shape[0] <= MAX_NORM * norm.groups and norm.weight.is_contiguous())
+
+
+def _in_rows(x: Tensor) -> bool:
+    """Whether the heads of a token lie together, and tokens at equal distances."""
+    B, N, H, P = x.shape
+    return x.stride(3) == 1 and (H == 1 or x.stride(2) == P) and (B == 1 or x.stride(0) == N * x.stride(1))
+
+
+def _values(
+    x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, steps: Steps, seq: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """v, as x, and decay (B, H, N)."""
+    dt = _step_sizes(dt, bias, steps)
+    decay = -A * dt
+    if seq is not None:
+        changes = torch.cat([seq[:, :1] != 0, seq[:, 1:] != seq[:, :-1]], 1)
+        decay = decay + RESET * changes[..., None]
+    return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).float()
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if steps.softplus else dt
+    return dt if steps.softplus and steps[1:] == (0.0, torch.inf) else dt.clamp(*steps[1:])
+
+
+def _outputs(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, norm: Norm | None) -> Tensor:
+    if D is not None:
+        o = o + x * (D[:, None] if D.ndim == 1 else D)
+    if z is not None:
+        o = o * F.silu(z.float())
+    return o if norm is None else _normed(o.flatten(2), norm, x.dtype).view(x.shape)
+
+
+def _normed(g: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
+    g = g.unflatten(-1, (norm.groups, -1)).to(torch.promote_types(g.dtype, torch.float32))
+    g = g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * g.flatten(-2).to(dtype)
+
+
+def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
+    """norm(o silu(z)), (B, N, width)."""
+    rows = [t[:, :, None] for t in (o, z)]
+    kernels = kernels_for("mamba", o, z) if all(map(_in_rows, rows)) and _fits(norm) else None
+    if kernels is not None:
+        return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
+    return _normed(o * F.silu(z.float()), norm, o.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- convolution
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, seq: Tensor | None = None, before: Tensor | None = None
+) -> Tensor:
+    """The causal convolution of each channel: x (B, N, channels), weight (channels, taps), y as x.
+
+    seq     int (B, N): tokens of other sequences count as zero
+    before  (B, taps - 1, channels): the tokens before the first, zeros unless given
+    """
+    taps = weight.shape[1]
+    if taps <= MAX_FUSED_TAPS and x.stride(2) == 1 and not needs_gradient((before,)):
+        given = [t for t in (x, bias, before) if t is not None]
+        kernels = kernels_for("conv", *given) if weight.dtype == x.dtype and weight.is_contiguous() else None
+        if kernels is not None:
+            seq = None if seq is None else seq.to(torch.int32).contiguous()
+            before = None if before is None else before.contiguous()
+            return kernels.Convolved.apply(x, weight, bias, seq, before, silu)
+    N = x.shape[1]
+    if N == 0:
+        return x
+    if seq is None:
+        rows = F.pad(x, (0, 0, taps - 1, 0)) if before is None else torch.cat([before.to(x.dtype), x], 1)
+        y = F.conv1d(rows.transpose(1, 2), weight[:, None], bias, groups=x.shape[2]).transpose(1, 2)
+    else:
+        y = x * weight[:, -1]
+        for back in range(1, min(taps, N)):
+            same = (seq[:, back:] == seq[:, :-back])[..., None]
+            y = y + F.pad(torch.where(same, x[:, :-back], 0), (0, 0, back, 0)) * weight[:, -1 - back]
+        y = y if bias is None else y + bias
+    return (F.silu(y) if silu else y).to(x.dtype).contiguous()
+
+
+def convolve_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
+    """y (B, channels) of one token x (B, channels); state (B, channels, last tokens) is shifted in place."""
+    taps = weight.shape[1]
+    if taps <= MAX_FUSED_TAPS and weight.is_contiguous() and not needs_gradient((x, weight, bias, state)):
+        given = [t for t in (x, weight, bias) if t is not None]
+        kernels = kernels_for("conv", *given)
+        if kernels is not None:
+            return kernels.step(x, weight, bias, state, silu)
+    rows = torch.cat([state.to(x.dtype), x[:, :, None]], 2)
+    state.copy_(rows[:, :, 1:])
+    y = (rows[:, :, -taps:] * weight).sum(2)
+    y = y if bias is None else y + bias
+    return (F.silu(y) if silu else y).to(x.dtype)

@@ -1,0 +1,171 @@
+"""The kernels of Mamba-2's convolution and of what lies around its scan: in Triton's interpreter against torch's
+operations and fp64, what is saved, compiled for every GPU we name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulmen.boundary import is_plain_eager
+from fulmen.hardware import TARGETS
+from fulmen.layers import scan as mamba
+from fulmen.layers.fused import conv
+from fulmen.layers.fused import mamba as kernels
+from tests.aot import ScanCase
+from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
+
+MODULES = {"conv": conv, "mamba": kernels}
+B, N, H, P, G, D = 2, 37, 6, 8, 2, 16
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The kernels serve where a GPU's would, on the CPU, too; their launches, by name."""
+    found = []
+
+    def run(make, tensors, *options):
+        launch = make(*tensors, *options)
+        for one, other in zip(launch.tensors, tensors, strict=True):
+            assert one is other, "so it can be repeated"
+        found.append(launch.kernel.__name__)
+        kernels_run(make, tensors, *options)
+
+    kernels_run = kernels.run
+    for module in MODULES.values():
+        monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(mamba, "kernels_for", lambda name, *given: MODULES[name] if is_plain_eager(*given) else None)
+    monkeypatch.setattr(conv, "BACK_TOKENS", 16)
+    monkeypatch.setattr(kernels, "GATE_PROGRAMS", 5)
+    return found
+
+
+def plainly(function, *args):
+    """With torch's operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mamba, "kernels_for", lambda *args: None)
+        return function(*args)
+
+
+def sequences(lengths=(3, 20, N - 23)) -> torch.Tensor:
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return torch.stack([row, row.flip(0) * 0 + (torch.arange(N) > 30)]).to(torch.int32).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("channels", "taps", "silu", "packed", "before"),
+    [(40, 4, True, False, False), (300, 4, True, True, False), (24, 2, False, False, True), (24, 3, True, False, True)],
+)
+def test_convolution(channels, taps, silu, packed, before, dtype, fused) -> None:
+    seq = sequences() if packed else None
+    early = drawn(B, taps - 1, channels, seed=3).to(dtype) if before else None
+
+    def of(x, weight, bias):
+        x = x[:, :, 8:]  # a slice of a projection
+        return [mamba.convolve(x, weight, bias, silu, seq, None if early is None else early.to(x.dtype))]
+
+    def fast(*given):
+        fused.clear()
+        y = of(*given)
+        assert fused == ["conv_kernel"]
+        return y
+
+    leaves = [drawn(B, N, channels + 8), drawn(channels, taps, seed=1), drawn(channels, seed=2)]
+    compare(fast, lambda *given: plainly(of, *given), [t.to(dtype) for t in leaves], (B, N, channels))
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_convolution_step(length, fused) -> None:
+    """Token by token as a whole, whatever else the state remembers; its memory may lie either way."""
+    x, weight, bias = drawn(B, N, 40), drawn(40, 4, seed=1), drawn(40, seed=2)
+    want = mamba.convolve(x, weight, bias, True)
+    state = torch.zeros(B, length, 40, device=DEVICE).mT if length == 3 else torch.zeros(B, 40, 4, device=DEVICE)
+    other = state.clone()
+    for t in range(N):
+        y = mamba.convolve_step(x[:, t], weight, bias, state, True)
+        torch.testing.assert_close(y, want[:, t], rtol=1e-5, atol=1e-5)
+        plainly(mamba.convolve_step, x[:, t], weight, bias, other, True)
+        assert torch.equal(state, other)
+    assert fused.count("conv_step_kernel") == N
+
+
+OPTIONS = {
+    "all": {},
+    "no z": {"z": False},
+    "no D": {"D": False},
+    "no bias": {"bias": False, "z": False, "D": False},
+    "limit": {"steps": (True, 0.3, 0.9)},
+    "no softplus": {"steps": (False, 0.0, 1.5)},
+    "norm": {"groups": 1},
+    "norm in groups": {"groups": 3, "D": False},
+    "packed": {"packed": True, "groups": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_outputs_and_all_gradients(name, dtype, fused) -> None:
+    """Of the whole scan, against fp64, by what torch's operations err in the same dtype."""
+    options = OPTIONS[name]
+    seq, groups = sequences() if options.get("packed") else None, options.get("groups")
+    with_z, with_d, with_bias = (options.get(part, True) for part in ("z", "D", "bias"))
+
+    def of(joined, z, dt, of_heads, weight):
+        A, bias, Dw = of_heads.unbind()  # one leaf: a sum of few numbers may be right by chance
+        x, k, q = joined.split([H * P, G * D, G * D], 2)  # as the convolution's output
+        gate = z[:, :, 8:].unflatten(2, (H, P)) if with_z else None
+        y, _ = mamba.scan(
+            x.unflatten(2, (H, P)), dt, A.to(torch.promote_types(A.dtype, torch.float32)), k.unflatten(2, (G, D)),
+            q.unflatten(2, (G, D)), Dw if with_d else None, gate, bias if with_bias else None,
+            mamba.Steps(*options.get("steps", (True, 0.0, torch.inf))), seq=seq,
+            norm=None if groups is None else mamba.Norm(weight, groups, 1e-5), backend="eager",
+        )  # fmt: skip
+        return [y]
+
+    def fast(*given):
+        fused.clear()
+        y = of(*given)
+        after = ["outputs_kernel"] if with_z or with_d or groups else []
+        assert fused == ["values_kernel", *after]
+        return y
+
+    of_heads = torch.stack([-drawn(H, seed=3).abs() - 0.1, drawn(H, seed=4), drawn(H, seed=5)])
+    leaves = [drawn(B, N, H * P + 2 * G * D), drawn(B, N, H * P + 8, seed=1), drawn(B, N, H, seed=2), of_heads,
+              drawn(H * P, seed=6)]  # fmt: skip
+    used = [True, with_z, True, True, groups is not None]
+    leaves = [t.to(dtype) for t in leaves]
+
+    def chosen(function):
+        def call(*given):
+            left = iter(given)
+            return function(*(next(left) if use else t for use, t in zip(used, leaves, strict=True)))
+
+        return call
+
+    mine = [t for use, t in zip(used, leaves, strict=True) if use]
+    compare(chosen(fast), chosen(lambda *given: plainly(of, *given)), mine, (B, N, H, P))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_is_saved(gated, fused) -> None:
+    """Of tensors as large as x: x and v = dt x; with z also z and o. Nothing twice."""
+    x, z, dt = (drawn(1, 40, *shape, seed=len(shape)).requires_grad_() for shape in ((4, 64), (4, 64), (4,)))
+    k, q, A = drawn(1, 40, 1, 16), drawn(1, 40, 1, 16, seed=1), -torch.rand(4, device=DEVICE)
+    kept, size = {}, x.untyped_storage().nbytes()
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        steps = mamba.Steps(True, 0.0, torch.inf)
+        mamba.scan(x, dt, A, k, q, torch.ones(4, device=DEVICE), z if gated else None, None, steps, backend="eager")
+    assert [nbytes for nbytes in kept.values() if nbytes >= size] == [size] * (4 if gated else 2)
+
+
+@pytest.mark.parametrize("arch", sorted(TARGETS))
+@pytest.mark.parametrize("sizes", [(64, 64, 1), (128, 64, 1), (80, 128, 8)], ids=str)
+def test_compiles_without_spills(compiler, arch, sizes) -> None:
+    for usage in compiler(ScanCase(arch, *sizes)):
+        assert usage.stack == 0, usage
+        assert usage.shared <= TARGETS[arch].smem_bytes

@@ -1,0 +1,254 @@
+"""The Mamba-2 layer: against transformers' mixers, against its definition in fp64, and its own ways."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+from transformers import DynamicCache
+from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+from transformers.models.zamba2.modeling_zamba2 import Zamba2MambaMixer
+
+from fulmen.layers import Mamba2, MambaCache, StateCache
+from fulmen.testing import assert_close, expected, results_of
+
+close = torch.testing.assert_close
+WIDTH, H, P, N, G = 32, 8, 8, 16, 2
+MASK = torch.tensor([[0] * 5 + [1] * 16, [1] * 17 + [0] * 4, [0, 1, 1, 0] + [1] * 15 + [0] * 2], dtype=torch.bool)
+BAMBA = {"mamba_n_heads": H, "mamba_d_head": P, "mamba_d_state": N, "mamba_n_groups": G, "mamba_chunk_size": 8}
+FAMILIES = {
+    "mamba2": (Mamba2Mixer, lambda: transformers.Mamba2Config(
+        hidden_size=WIDTH, num_heads=H, head_dim=P, state_size=N, n_groups=G, num_hidden_layers=2, use_bias=True,
+        chunk_size=8, expand=2)),
+    "bamba": (BambaMixer, lambda: transformers.BambaConfig(hidden_size=WIDTH, num_hidden_layers=2, **BAMBA)),
+    "granite": (GraniteMoeHybridMambaLayer, lambda: transformers.GraniteMoeHybridConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, layer_types=["mamba"] * 2, **BAMBA | {"mamba_n_groups": 1})),
+    "nemotron": (NemotronHMamba2Mixer, lambda: transformers.NemotronHConfig(
+        hidden_size=WIDTH, mamba_num_heads=H, mamba_head_dim=P, ssm_state_size=N, n_groups=G, chunk_size=8,
+        layers_block_type=["mamba"] * 2)),
+    "zamba2": (Zamba2MambaMixer, lambda: transformers.Zamba2Config(
+        hidden_size=WIDTH, n_mamba_heads=H, mamba_d_state=N, mamba_ngroups=G, chunk_size=8, num_hidden_layers=2,
+        layers_block_type=["mamba"] * 2)),
+}  # fmt: skip
+
+
+def theirs(family: str):
+    torch.manual_seed(0)
+    kind, config = FAMILIES[family]
+    module = kind(config := config(), 0)
+    for p in module.parameters():
+        if p.ndim == 1:
+            torch.nn.init.uniform_(p, 0.5, 1.5)
+    return module, config
+
+
+def made(**options) -> Mamba2:
+    torch.manual_seed(0)
+    layer = Mamba2(WIDTH, H, **{"head_dim": P, "state_size": N, "num_groups": G, **options})
+    if layer.norm is not None:
+        torch.nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    return layer
+
+
+def tokens(B: int = 2, length: int = 21, seed: int = 1) -> torch.Tensor:
+    return torch.randn(B, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_of_transformers(family):
+    module, config = theirs(family)
+    layer = Mamba2.from_hf(module, config)
+    x, dy = tokens(), tokens(seed=2)
+    ours_at, theirs_at = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, want = layer(ours_at), module(theirs_at)
+    close(y, want, rtol=1e-4, atol=1e-4)
+    y.backward(dy)
+    want.backward(dy)
+    close(ours_at.grad, theirs_at.grad, rtol=1e-3, atol=1e-3)
+    grads = dict(module.named_parameters())
+    assert {n for n, _ in layer.named_parameters()} == set(grads)
+    for name, p in layer.named_parameters():
+        size = float(grads[name].grad.abs().max())
+        close(p.grad, grads[name].grad, rtol=1e-3, atol=1e-4 * size, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("family", ["mamba2", "granite", "nemotron"])
+@torch.no_grad()
+def test_cached_decoding_of_transformers(family):
+    module, config = theirs(family)
+    layer = Mamba2.from_hf(module.state_dict(), config.to_dict())
+    ours, hf = MambaCache(), DynamicCache(config=config)
+    for part in tokens().split([9, 1, 1, 3, 2, 5], dim=1):
+        y = layer(part, cache=ours)
+        if family != "nemotron" or part.shape[1] > 1:  # its step forgets the floor of step sizes
+            close(y, module(part, cache_params=hf), rtol=1e-4, atol=1e-4)
+        else:
+            break
+        close(ours.state.mT, hf.get_recurrent_state(0), rtol=1e-4, atol=1e-4)
+        close(ours.conv.mT, hf.get_conv_state(0)[..., 1:], rtol=1e-4, atol=1e-4)
+
+
+def test_from_hf_refuses():
+    module, config = theirs("mamba2")
+    wrong = module.state_dict() | {"conv1d.weight": torch.zeros(3, 1, 4)}
+    with pytest.raises(ValueError, match=r"conv1d.weight has shape \(3, 1, 4\)"):
+        Mamba2.from_hf(wrong, config)
+    with pytest.raises(NotImplementedError, match="model_type='falcon_h1'"):
+        Mamba2.from_hf(module, transformers.FalconH1Config(hidden_size=WIDTH))
+    config.hidden_act = "gelu"
+    with pytest.raises(NotImplementedError, match="hidden_act='gelu'"):
+        Mamba2.from_hf(module, config)
+
+
+def definition(layer: Mamba2, x: torch.Tensor) -> torch.Tensor:
+    """Token by token."""
+    inner, states = layer.num_heads * layer.head_dim, layer.num_groups * layer.state_size
+    z, mixed, dt = layer.in_proj(x).split([inner, inner + 2 * states, layer.num_heads], 2)
+    mixed = F.silu(layer.conv1d(mixed.mT)[..., : x.shape[1]].mT)
+    v, k, q = mixed.split([inner, states, states], 2)
+    v, k, q = v.unflatten(2, (H, P)), *(t.unflatten(2, (G, N)).repeat_interleave(H // G, 2) for t in (k, q))
+    dt = F.softplus(dt + layer.dt_bias).clamp(*layer.steps[1:])
+    state, out = 0.0, []
+    for t in range(x.shape[1]):
+        keep = torch.exp(-torch.exp(layer.A_log) * dt[:, t])[..., None, None]
+        state = state * keep + (dt[:, t, :, None] * v[:, t])[..., None] * k[:, t, :, None]
+        out.append((state * q[:, t, :, None]).sum(-1) + layer.D[:, None] * v[:, t])
+    y = torch.stack(out, 1).flatten(2) * F.silu(z)
+    if layer.norm is not None:
+        y = layer.norm(y)
+    return layer.out_proj(y)
+
+
+KINDS = {
+    "usual": {},
+    "norm in groups": {"norm_groups": 4},
+    "no norm": {"norm_groups": None, "bias": True},
+    "no bias, three taps": {"conv_bias": False, "conv_size": 3},
+    "limit": {"dt_limit": (0.01, 0.5)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_definition(kind):
+    """Outputs and all gradients, by what the definition errs in fp32."""
+    layer = made(**KINDS[kind])
+    exact, parameters = copy.deepcopy(layer).double(), dict(layer.named_parameters())
+
+    def by(function):
+        def of(x, *given):
+            module = exact if x.dtype == torch.float64 else layer
+            named = {f"layer.{name}": p for name, p in zip(parameters, given, strict=True)}
+            return [torch.func.functional_call(_Called(module, function), named, (x,))]
+
+        return of
+
+    leaves = [tokens().requires_grad_(), *(p.detach().requires_grad_() for p in parameters.values())]
+    wanted = expected(by(definition), leaves, [tokens(seed=2)])
+    for i, got in enumerate(results_of(by(lambda layer, x: layer(x)), leaves, [tokens(seed=2)])):
+        assert_close(["y", "x", *parameters][i], got, *wanted[i])
+
+
+class _Called(torch.nn.Module):
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+# ------------------------------------------------------------------------------------------ rows and caches
+
+
+@torch.no_grad()
+def test_packed_sequences_are_those_alone():
+    layer, x, ends = made(), tokens(1, 30), [0, 2, 13, 13, 30]
+    y = layer(x, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+    for begin, end in itertools.pairwise(ends):
+        close(y[:, begin:end], layer(x[:, begin:end]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [(0.0, math.inf), (0.02, math.inf)])
+@torch.no_grad()
+def test_padded_rows_are_those_alone(limit):
+    """Also after the padding: state and convolution go on from a row's own tokens."""
+    layer, x, cache = made(dt_limit=limit), tokens(3), MambaCache()
+    later, again = tokens(3, 1, seed=5), tokens(3, 4, seed=6)
+    mask = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    y = [layer(x, cache=cache, mask=MASK), layer(later, cache=cache), layer(again, cache=cache, mask=mask)]
+    assert not y[0][~MASK].any()
+    for b in range(3):
+        alone = MambaCache()
+        parts = x[b : b + 1, MASK[b]], later[b : b + 1], again[b : b + 1, mask[b]]
+        for part, got, there in zip(parts, y, (MASK[b], slice(None), mask[b]), strict=True):
+            close(got[b : b + 1, there], layer(part, cache=alone), rtol=1e-4, atol=1e-5)
+        assert alone.length == int(cache.lengths[b])
+        close(cache.state[b : b + 1], alone.state, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_steps_keep_the_memory_and_may_be_reordered():
+    layer, x, cache = made(), tokens(3, 12), MambaCache()
+    want = layer(x)
+    layer(x[:, :8], cache=cache)
+    held = cache.state.data_ptr(), cache.conv.data_ptr()
+    for t in range(8, 11):
+        close(layer(x[:, t : t + 1], cache=cache), want[:, t : t + 1], rtol=1e-4, atol=1e-5)
+    assert (cache.state.data_ptr(), cache.conv.data_ptr()) == held
+    assert cache.length == 11
+    cache.reorder([2, 0])
+    close(layer(x[[2, 0], 11:], cache=cache), want[[2, 0], 11:], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="another layer"):
+        made()(x[:2, :1], cache=cache)
+    cache.reset()
+    assert cache.conv is None
+    layer(x, cache=cache)
+    with pytest.raises(NotImplementedError, match="crop"):
+        cache.crop(3)
+
+
+def test_gradients_through_a_cache():
+    layer, x = made(), tokens()
+    cache, leaf = MambaCache(), x.clone().requires_grad_()
+    parts = [layer(part, cache=cache) for part in leaf.split([7, 1, 13], 1)]
+    torch.cat(parts, 1).backward(tokens(seed=2))
+    whole = x.clone().requires_grad_()
+    layer(whole).backward(tokens(seed=2))
+    close(leaf.grad, whole.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_whole():
+    torch._dynamo.reset()
+    layer, x = made(), tokens()
+    close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_bad_arguments():
+    for options, message in (
+        ({"num_groups": 3}, "num_groups=3 must divide num_heads=8"),
+        ({"norm_groups": 5}, "norm_groups=5: so many groups must divide H \\* P = 64"),
+        ({"dt_limit": (1.0, 0.0)}, "dt_limit="),
+        ({"conv_size": 1}, "conv_size=1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(**options)
+    with pytest.raises(ValueError, match="cache is a StateCache, must be a MambaCache"):
+        made()(tokens(), cache=StateCache())
+    assert Mamba2(32, head_dim=16).num_heads == 4
+    assert "num_groups=2" in repr(made())
+
+
+def test_a_layer_on_the_meta_device_is_drawn_later():
+    layer = Mamba2(WIDTH, H, head_dim=P, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    dt = F.softplus(layer.dt_bias)
+    assert ((dt > 0.0009) & (dt < 0.11)).all()
+    assert layer(tokens()).isfinite().all()
