@@ -38,7 +38,7 @@ browser:
 test: $(STAMP) browser  ## what needs no GPU; PYTEST="-k decay" narrows it
 	$(PY) -m pytest -m "not gpu and not nightly" -n 2 --dist worksteal $(PYTEST)
 
-test-all: $(STAMP) browser  ## the same with every case: architectures, orders of events, interpreted kernels
+test-all: $(STAMP) browser  ## the same with every case: architectures, orders of events, fp16, long tests
 	$(PY) -m pytest -m "not gpu" -n 2 --dist worksteal $(PYTEST)
 
 test-gpu:  ## the GPU tests, under the machine's own python3: needs torch, triton, pytest-xdist there

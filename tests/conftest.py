@@ -34,14 +34,11 @@ def pytest_collection_finish() -> None:
 
 # Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, which sm_86
 # and sm_89 have, too; all modes of the emulator but ANY; fp16 in Triton's interpreter, where fp32 is interpreted, too;
-# and where a case takes long, all but one in so many cases, drawn by name.
+# and in the files of LONG all but one in so many cases, drawn by name.
 ARCHITECTURES, MODE = (90, 120), 2
-INTERPRETED, EMULATED = 3, 2
 LONG = {
     "flash/test_backward_cuda.py": 2, "flash/test_cuda.py": 2, "integrations/test_models.py": 3,
     "integrations/test_transformers.py": 3, "latent/test_cuda.py": 2, "layers/test_compile.py": 2,
-    "layers/test_fused.py": 2, "layers/test_fused_lightning.py": 2, "layers/test_linear.py": 2,
-    "layers/test_pool.py": 2,
     "lightning/test_integration.py": 2, "parallel/test_layers.py": 2, "parallel/test_lightning.py": 2,
     "parallel/test_plans.py": 2,
 }  # fmt: skip
@@ -49,13 +46,12 @@ LONG = {
 
 def is_nightly(item: pytest.Item) -> bool:
     given = item.callspec.params if hasattr(item, "callspec") else {}
-    draw = zlib.crc32(item.nodeid.encode())
     if str(given.get("backend")).startswith("triton") and not torch.cuda.is_available():
-        again = given.get("dtype") == "fp16" and item.path.parent.name in ("lightning", "step", "latent")
-        return again or draw % INTERPRETED != 0
+        return given.get("dtype") == "fp16" and item.path.parent.name in ("lightning", "step", "latent")
     if item.path.name.endswith("_emulated.py"):
-        return given.get("mode", MODE) != MODE or draw % EMULATED != 0
-    if given and draw % LONG.get(f"{item.path.parent.name}/{item.path.name}", 1):
+        return given.get("mode", MODE) != MODE
+    every = LONG.get(f"{item.path.parent.name}/{item.path.name}", 1)
+    if given and zlib.crc32(item.nodeid.encode()) % every:
         return True
     compiles = "compiler" in getattr(item, "fixturenames", ()) or "_fits_" in item.name
     arch = given.get("arch", getattr(given.get("case"), "arch", None))

@@ -1,5 +1,7 @@
 // Launches, memory and numbers.
 
+#include <cmath>
+
 #include "core.h"
 
 namespace emulator {

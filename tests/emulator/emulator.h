@@ -18,7 +18,6 @@
 
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -29,6 +28,15 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
+
+// All that kernels use of <cmath>, which takes longer to read than a kernel to compile.
+extern "C" {
+float fabsf(float) noexcept;
+float fmaf(float, float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+float log2f(float) noexcept;
+}
 
 struct Index { unsigned x, y, z; };
 struct uint4 { unsigned x, y, z, w; };

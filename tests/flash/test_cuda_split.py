@@ -15,6 +15,7 @@ from fulmen.flash import policy
 from fulmen.flash.kernels import combine
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
+from tests import sass
 from tests.flash.test_cuda import PACKED, sm90, spec
 
 
@@ -120,6 +121,8 @@ def test_split_keys_on_a_gpu(case, dtype):
 def test_combining_fits(dtype):
     for E, splits, sinks in itertools.product((64, 128, 256), (2, 264), (None, torch.float32, dtype)):
         call = spec(D=E, dtype=dtype, has_sinks=sinks is not None)
-        _, usage = cuda.compile_variant(combine.variant(call, splits, sinks))
+        code, usage = cuda.compile_variant(combine.variant(call, splits, sinks))
         assert (usage.spilled, usage.warnings) == (0, ())
         assert usage.registers <= 64
+        if E == 128:
+            assert sass.read_early(sass.disassemble(code)) == []

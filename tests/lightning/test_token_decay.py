@@ -18,7 +18,7 @@ CASES = {
     "N=0": case(B=2, H=2, N=0, D=16, initial_state=True),
     "N=1": case(B=2, H=2, N=1, D=16, initial_state=True),
     "N=63": case(H=1, N=63, D=64),
-    "N=130": case(B=2, H=5, N=130, D=16),
+    "N=130": case(B=2, H=2, N=130, D=16),
     "D=16 E=48": case(N=67, D=16, E=48, initial_state=True),
     "D=128 E=64": case(H=1, N=65, D=128, E=64, initial_state=True),
     "D=5 E=1": case(N=70, D=5, E=1, initial_state=True),

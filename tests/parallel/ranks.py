@@ -136,8 +136,12 @@ def main(control: socket.socket) -> None:
     sys.path.insert(0, str(HERE))
     import torch
 
+    from fulmen import dispatch
+
     for path in sorted(HERE.glob("check_*.py")):  # before any fork, so that all they need is imported once
         importlib.import_module(path.stem)
+    for op in ("flash", "latent", "lightning"):  # their backends, too
+        dispatch.kernels(op)
     torch.set_num_threads(1)
     gc.freeze()
     while True:
