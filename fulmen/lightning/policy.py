@@ -120,7 +120,8 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
         return TritonTile(64, 64, 4, 4)  # D64: 90 % and 63 %; D128: 83 % and 52 %, with decay 74 % and 45 %
     if hw.arch // 10 == 10 and large:  # tcgen05, accumulators in tensor memory
         return TritonTile(64, 64, 8, 3)
-    return TritonTile(32, 64, 4, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
+    warps = 8 if spec.per_token and max(spec.D, spec.E) > 64 else 4  # as above
+    return TritonTile(32, 64, warps, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
 
 
 # Of backend cuda: (D, E), then forward, training, backward, state; of dk and dq, if they have another. The share of the
