@@ -235,9 +235,10 @@ def backward(
     q, k, v, do = loadable(x.q), loadable(x.k), loadable(x.v), loadable(do)
     if which == "cudnn":
         seed, offset = no_dropout(q.device, torch.int64)
-        if q is not x.q:
-            do = do.contiguous()
-        o = ordered_like(q, o)  # as torch takes it to be, which finds its compiled graph by q's strides alone
+        o, do = (
+            ordered_like(q, o),
+            ordered_like(q, do),
+        )  # torch keeps its graph by the strides of q, k, v
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             do, q, k, v, o, lse[..., None], seed, offset, None, None, None, spec.N_Q, spec.N_KV, 0.0, causal,
             scale=scale,
@@ -272,7 +273,7 @@ def prepare_backward(
     which = implementation or chosen(spec)
     if which != "cudnn" or dlse is not None or any(loadable(t) is not t for t in (*x[:3], do)):
         return None
-    if ordered_like(x.q, o) is not o:
+    if ordered_like(x.q, o) is not o or ordered_like(x.q, do) is not do:
         return None
     run, causal = aten._scaled_dot_product_cudnn_attention_backward.default, bool(is_causal(spec))
     seed, offset = no_dropout(x.q.device, torch.int64)

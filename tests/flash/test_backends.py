@@ -7,6 +7,8 @@ those shapes are small.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -377,3 +379,26 @@ def test_each_implementation_of_sdpa(implementation, case, dtype):
     alone, nothing = sdpa.forward(spec._replace(needs_grad=False), tensors, implementation=implementation)
     assert nothing is None
     testing.compare(x, testing.Outputs(alone, lse, *gradients), ("o",))
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("do_layout", ["bhnd", "bnhd"])
+def test_cudnn_gets_o_and_do_in_the_order_of_q(monkeypatch, layout, do_layout):
+    """torch keeps cuDNN's backward by the strides of q, k and v alone: another order of do would be read wrong."""
+    x = testing.inputs(2, 3, 16, D=16, E=8, layout=layout, dtype=torch.bfloat16)
+    o, do = (testing.inputs(2, 3, 16, D=16, E=8, layout=do_layout, dtype=torch.bfloat16).do for _ in range(2))
+    lse, seen = torch.zeros(2, 3, 16), []
+
+    def cudnn(do, q, k, v, o, *rest, **options):
+        seen.extend([o, do])
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    fake = SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=SimpleNamespace(default=cudnn))
+    monkeypatch.setattr(sdpa, "aten", fake)
+    given = x.spec(needs_grad=True), Residuals(x.q, x.k, x.v), o, lse, do, None, "cudnn"
+    sdpa.backward(*given)
+    strides = testing.inputs(2, 3, 16, D=16, E=8, layout=layout, dtype=torch.bfloat16).do.stride()
+    assert [t.stride() for t in seen] == [strides, strides]
+    assert torch.equal(seen[0], o)
+    assert torch.equal(seen[1], do)
+    assert (sdpa.prepare_backward(*given) is None) == (layout != do_layout)
