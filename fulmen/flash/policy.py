@@ -23,7 +23,7 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.flash import policy_cache, sdpa
-from fulmen.flash.policy_backward import affordable, backward_tile, workspace
+from fulmen.flash.policy_backward import affordable, backward_tile, uneven, workspace
 from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec, heads_as_queries, tiles_of
 from fulmen.hardware import Hardware
 
@@ -583,13 +583,13 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    Our own where it was measured (OWN_BACKWARD) and `affordable`. cuDNN's is faster than triton's, but has no option
-    except causal, no gradient of lse and no fixed order of sums, and builds a plan for every new shape.
+    Our own where it was measured (OWN_BACKWARD), `affordable` and not `uneven`. cuDNN's is faster than triton's. It has
+    no option except causal, no gradient of lse, no fixed order of sums, and builds a plan for every new shape.
     """
-    if hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD and affordable(spec):
-        return "cuda"
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
-    return "cudnn" if cudnn else "triton"
+    waits = cudnn and flops(spec) >= SMALL_FLOPS and uneven(spec, hw)
+    own = hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD and affordable(spec) and not waits
+    return "cuda" if own else "cudnn" if cudnn else "triton"
 
 
 def with_backward(spec: FlashSpec, hw: Hardware, choice: Choice) -> Choice:

@@ -82,6 +82,11 @@ def test_served_and_explained(monkeypatch):
     assert flash.supports(call) is None
     assert not str(dispatch.choose("flash", call._replace(needs_grad=False), "cuda")).count("workspace")
     assert dispatch.choose("flash", call._replace(D=192), "cuda").backward == "cudnn"
+    few = spec(1, 40, 2048, 128, True, H_KV=8, needs_grad=True)  # 128 blocks, and the longest decides
+    assert dispatch.choose("flash", few, "cuda").backward == "cudnn"
+    for others in (few._replace(N_Q=4096, N_KV=4096), few._replace(H_KV=40), few._replace(right=None)):
+        assert dispatch.choose("flash", others, "cuda").backward == "cuda"
+    assert dispatch.choose("flash", few._replace(deterministic=True), "cuda").backward == "cuda"
 
 
 @pytest.mark.parametrize(

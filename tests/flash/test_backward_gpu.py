@@ -129,7 +129,7 @@ def test_several_streams_at_once(D):
 
 OPTIONS = {
     "causal": {"causal": True},
-    "heads": {"causal": True, "H_KV": 4},
+    "heads": {"causal": True, "H_KV": 16},
     "window": {"causal": True, "window": (300, None)},
     "softcap, sinks": {"causal": True, "softcap": 20.0, "sinks": True},
     "packed": {"lengths_q": [1000, 0, 1, 1047], "causal": True},

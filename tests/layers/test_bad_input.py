@@ -151,7 +151,7 @@ CONSTRUCTION = {
     "lightning: scale of a string": (lambda: lightning(scale="abc"), ["scale='abc'", "number"]),
     "lightning: dtype of a string": (lambda: lightning(dtype="float32"), ["dtype='float32'", "torch.float32"]),
     "lightning: output_norm": (lambda: lightning(output_norm="x"), ["output_norm='x'", "int"]),
-    "lightning: preset of a list": (lambda: lightning(preset=["a"]), ["preset=['a']", "'minimax' or 'ring'"]),
+    "lightning: preset of a list": (lambda: lightning(preset=["a"]), ["preset=['a']", "'minimax', 'ring' or 'sala'"]),
     "lightning: activation of a list": (lambda: lightning(activation=["a"]), ["activation=['a']", "'silu'"]),
     "lightning: gate": (lambda: lightning(gate="no"), ["gate='no'", "False or True"]),
     "lightning: decay of an array": (lambda: lightning(decay=np.ones(4)), ["decay=array", "must be a tensor"]),

@@ -371,7 +371,7 @@ def test_other_wrong_sources():
     config = MODELS["llama"]
     changed = functools.partial(dict, config.to_dict())
     state = LlamaAttention(config, 0).state_dict()
-    torch_layer = nn.MultiheadAttention(24, 4)
+    minimax, torch_layer = {"qkv_proj.weight": torch.zeros(3, 3)}, nn.MultiheadAttention(24, 4)
     faults = [
         (lambda: GroupedQueryAttention.from_hf(state, {"model_type": "t5"}), "model_type='t5'"),
         (lambda: GroupedQueryAttention.from_hf(state, {}), "config has no 'model_type'"),
@@ -387,8 +387,9 @@ def test_other_wrong_sources():
         (lambda: GroupedQueryAttention.from_hf(state, changed(num_attention_heads=0)), "num_attention_heads=0"),
         (lambda: GroupedQueryAttention.from_hf(state, changed(rope_parameters="x")), "rope_parameters='x'"),
         (lambda: MultiHeadLatentAttention.from_hf(state, {"qk_rope_head_dim": None}), "qk_rope_head_dim=None"),
-        (lambda: LightningAttention.from_hf(state, changed(hidden_size=None), layer=0), "hidden_size=None"),
-        (lambda: LightningAttention.from_hf(state, changed(hidden_act="silu"), layer="x"), "layer='x'"),
+        (lambda: LightningAttention.from_hf(state, config, layer=0), "config has no 'lightning_head_dim'"),
+        (lambda: LightningAttention.from_hf(minimax, changed(hidden_size=None), layer=0), "hidden_size=None"),
+        (lambda: LightningAttention.from_hf(minimax, changed(hidden_act="silu"), layer="x"), "layer='x'"),
         (lambda: MultiHeadSelfAttention.from_hf(state, config), "use GroupedQueryAttention"),
         (lambda: MultiQueryAttention.from_hf(state, config), "num_kv_heads=2, and MultiQueryAttention one"),
         (lambda: MultiHeadAttention.from_torch(torch_layer.state_dict()), "num_heads is missing"),
