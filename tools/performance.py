@@ -162,6 +162,7 @@ def microseconds(run: Cell, cell: Cell) -> float:
     return 1e3 * float(cell["device_ms"] or cell["stats"]["median"])
 
 
+LAYER_STEPS = {f"layer_step_{layer}": layer for layer in ("lightning", "gqa", "mla")}
 SUITES = (
     Suite(
         "flash", "Softmax attention", "bf16, training shapes. FLOP of the causal half only are counted in causal rows.",
@@ -185,6 +186,12 @@ SUITES = (
         {"fulmen triton": "`triton`"}, "% of copy", share_on_device, ("forward",), ("flash_cache", "latent", "step"),
     ),
     Suite(
+        "decode", "A layer's step",
+        "bf16, dim 4096, one token of each sequence, pools with pages of 64. Replays of a CUDA graph. The unit is the "
+        "share of a device copy's bandwidth, over weights, caches and states.",
+        {"fulmen triton": "`triton`"}, "% of copy", share_on_device, ("forward",), tuple(LAYER_STEPS),
+    ),
+    Suite(
         "flash-small", "Short sequences",
         "Without gradients. Replays of a CUDA graph between two events, which take 2.4 us by themselves.",
         {"sdpa-fa2": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "fulmen triton": "`triton`"}, "us", microseconds,
@@ -203,7 +210,7 @@ def label(cell: Cell) -> str:
     heads = f"{case['H']}/{case['H_KV']}" if case["H_KV"] != case["H"] else str(case["H"])
     length = f"{case['N_Q']} x {case['N']}" if "N_Q" in case else str(case["N"])
     dims = str(case["D"]) if case["E"] == case["D"] else f"{case['D']}/{case['E']}"
-    words = [case["layer"]] if "layer" in case else []
+    words = [name for name in (case.get("layer"), LAYER_STEPS.get(cell["op"])) if name]
     if cell["op"] in ("step", "latent"):
         words.append(f"{cell['op']}, {case['state_dtype']} states" if cell["op"] == "step" else "latent")
     elif cell["op"] == "flash_cache":
