@@ -255,7 +255,7 @@ class Group:
             if row["error"] >= found.get(name, row)["error"]:
                 found[name] = row | {"timed_shape": True}
         self.say(f"{competitor.name}: memory")
-        least = floors.memory(competitor.op, self.line.case) or {}
+        least = floors.memory(competitor.op, floors.computed(competitor.function, self.line.case)) or {}
         parts = memory.breakdown(problems[0], competitor.attend, self.machine.device, least, self.grad)
         self.say(f"{competitor.name}: warm-up")
         for cell in cells:

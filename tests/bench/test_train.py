@@ -43,6 +43,9 @@ def test_a_training_step(tmp_path: Path, compiled: str, monkeypatch: pytest.Monk
     assert len(set(steps)) == 2
     assert min(steps) > 20, "each has all its gradients"
     assert ours.memory["peak"]["bytes"] > 0
+    for cell in (ours, torchs):  # each has the floors of its own stack
+        assert "IMPOSSIBLE" not in {flag["flag"] for flag in cell.audit["flags"]}, cell.audit["flags"]
+    assert torchs.audit["flops"] < ours.audit["flops"]
 
 
 def test_a_step_leaves_the_parameters_as_they_are() -> None:
