@@ -230,7 +230,7 @@ MISTAKES = {
     "the last to add never heard of": (
         "64", "tile.last_tile(a, from) - tile.first_tile(a, from) + 1", "tile.n_kv", EARLY, "for a block that starts",
     ),
-    "a share of other queries": ("128", "(n + 1) * queries / tiles", "n * queries / tiles", EARLY, WRONG),
+    "a share of other queries": ("128", "share(n + 1, queries", "share(n, queries", EARLY, WRONG),
     "no zeros before the first key": ("128 fewer keys", "position + M - 1 + a.right < 0", "false", EARLY, WRONG),
     "no zeros after the last key": ("128 top left", "position - a.left >= n_kv", "false", EARLY, WRONG),
     "no zeros without keys": ("64 packed, no keys", "n_kv == 0 || ", "", EARLY, WRONG),

@@ -338,13 +338,16 @@ __device__ __forceinline__ void store(const float (&x)[COUNT], char *to, long lo
         }
 }
 
+// The first query tile of share n, of as many as there are tiles of keys.
+__device__ __forceinline__ int share(int n, int queries, int tiles) { return n * (queries / tiles) + min(n, queries % tiles); }
+
 // Turns the consumer's half of sums into dq. A tile of keys has its share of the queries of its sequence: with a limit on
 // the right those that see no later tile of keys.
 __device__ __forceinline__ void convert_dq(const Args &a, const Tile &tile, int consumer) {
     if (tile.n0 >= tile.n_kv) return;
     const int tiles = tile.last / N + 1, n = tile.n0 / N, queries = (tile.n_q + M - 1) / M;
-    const int from = RIGHT ? tile.first : n * queries / tiles * M;
-    int to = n + 1 == tiles ? tile.n_q : RIGHT ? tile.first_query(a, tile.n0 + N) : (n + 1) * queries / tiles * M;
+    const int from = RIGHT ? tile.first : share(n, queries, tiles) * M;
+    int to = n + 1 == tiles ? tile.n_q : RIGHT ? tile.first_query(a, tile.n0 + N) : share(n + 1, queries, tiles) * M;
     if (LEFT) to = min(to, tile.n_kv - tile.shift + a.left);
     if (from >= min(to, tile.n_q)) return;
     const int head = (tile.b * a.h + tile.h) * a.group, slot = tile.slot + from / M;
