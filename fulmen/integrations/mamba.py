@@ -54,6 +54,7 @@ def mamba_chunk_scan_combined(
     state_dtype       of the returned states, fp32 unless given; chunk_size is a hint that fulmen does not need
     """
     _check(x, dt, A, B, C, seq_idx, cu_seqlens)
+    _check_around(x, D, z, dt_bias)
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("return_varlen_states needs cu_seqlens")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -122,6 +123,16 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tens
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, must be (B, L) = ({batch}, {length})")
     if seq_idx is not None and ends is not None:
         raise ValueError("seq_idx and cu_seqlens both say where sequences begin: pass one")
+
+
+def _check_around(x: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None) -> None:
+    heads, dim = x.shape[2:]
+    wanted: list[tuple[str, Tensor | None, list[tuple[int, ...]]]] = [
+        ("D", D, [(heads,), (heads, dim)]), ("z", z, [tuple(x.shape)]), ("dt_bias", dt_bias, [(heads,)]),
+    ]  # fmt: skip
+    for name, t, shapes in wanted:
+        if t is not None and tuple(t.shape) not in shapes:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, must be {' or '.join(map(str, shapes))}")
 
 
 def _check_step(given: dict[str, Tensor | None], slots: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
@@ -48,7 +49,7 @@ class AddNorm(nn.RMSNorm):
             if kernels is not None:
                 added, normed = kernels.Added.apply(self.eps, x, y, self.weight)
                 return added, normed
-        x = x if y is None else x + y
+        x = x if y is None else (x + y).to(x.dtype)
         return x, super().forward(x)
 
     def _fuses(self, x: Tensor, y: Tensor) -> bool:
@@ -110,6 +111,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     targets  int64 (tokens,), from 0 to V - 1; -100 for a token without a loss. Not checked on a GPU, where the loss of
              any other is NaN or, below 0, zero.
     """
+    if isinstance(weight, DTensor) and not all(p.is_replicate() for p in weight.placements):
+        raise ValueError(f"weight is shared out over ranks ({weight.placements}): pass weight.full_tensor()")
     weight = local(weight)
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         shapes = f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}"

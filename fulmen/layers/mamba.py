@@ -160,6 +160,8 @@ class Mamba2(weights.AttentionLayer):
         (mixed,) = project(call.x, self.in_proj)
         z, inner, states, _, heads = self._rows(ranks_of(self.mesh))
         z, xBC, dt = mixed.split([z, inner + 2 * states, heads], 2)
+        if cache is not None and cache.state is not None:
+            self._check_memory(cache, xBC, heads)
         if cache is not None and self._takes_step(call, cache, mixed):
             y = self._step(z, xBC[:, 0], dt[:, 0], cache)
         else:
@@ -168,8 +170,22 @@ class Mamba2(weights.AttentionLayer):
         return call.back(y)
 
     def _takes_step(self, call: Inputs, cache: MambaCache, mixed: Tensor) -> bool:
-        one = cache.state is not None and call.padding is None and mixed.shape[1] == 1
-        return one and not needs_gradient((mixed, cache.state, self.A_log))
+        if cache.state is None or call.padding is not None or mixed.shape[1] != 1:
+            return False
+        if cache.state.is_inference() and not torch.is_inference_mode_enabled():
+            return False  # such memory cannot change in place here
+        return not needs_gradient((mixed, cache.state, *self.parameters()))
+
+    def _check_memory(self, cache: MambaCache, xBC: Tensor, heads: int) -> None:
+        rows, _, channels = xBC.shape
+        assert cache.state is not None
+        assert cache.conv is not None
+        wanted = (rows, heads, self.state_size, self.head_dim), (rows, self.conv_size - 1, channels)
+        if (cache.state.shape, cache.conv.shape) != wanted:
+            raise ValueError(
+                f"cache holds states {tuple(cache.state.shape)} and last inputs {tuple(cache.conv.shape)}, x needs "
+                f"{wanted[0]} and {wanted[1]}: call reset() before other sequences or another layer"
+            )
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         """On this rank: the convolution's weight (channels, taps) and bias, A, D, dt_bias."""
@@ -274,7 +290,7 @@ def _limit(limit: Any) -> tuple[float, float]:
 def _last_tokens(before: Tensor | None, xBC: Tensor, taps: int, counts: Tensor | None) -> Tensor:
     """(B, taps, channels): the last of each row's tokens, those of `before` or zeros where it has fewer."""
     if counts is None and xBC.shape[1] >= taps:
-        return xBC[:, -taps:].contiguous()
+        return xBC[:, -taps:].clone(memory_format=torch.contiguous_format)  # a step changes it in place
     early = xBC.new_zeros(xBC.shape[0], taps, xBC.shape[2]) if before is None else before
     every = torch.cat([early, xBC], 1)
     place = full_counts(xBC, counts)[:, None] + torch.arange(taps, device=xBC.device)

@@ -55,6 +55,7 @@ def scan(
     kernels = _kernels(x, D, z, norm)
     if kernels is not None:
         seq = None if seq is None else seq.to(torch.int32).contiguous()
+        dt_bias, D = (None if t is None else t.contiguous() for t in (dt_bias, D))
         v, decay, skip = kernels.Values.apply(steps, x, dt, A.contiguous(), dt_bias, D, seq)
     else:
         v, decay = _values(x, dt, A, dt_bias, steps, seq)
@@ -80,13 +81,14 @@ def scan_step(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, steps: Steps, slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y (B, H, P) of one token for each row; state is updated in place. No gradients.
+    """y (B, H, P) of one token for each row; state is updated in place.
 
     state        (slots, H, P, state size), any strides       x, dt, z     (B, H, P)
     A            (H, P, state size)                           D, dt_bias   (H, P)
     B, C         (B, groups, state size)                      slots        int (B,) or None; -1: none, and y is zero
     """
-    if x.is_cuda and is_plain_eager(state, x):
+    trained = needs_gradient((state, x, dt, A, B, C, D, z, dt_bias))
+    if x.is_cuda and is_plain_eager(state, x) and not trained:
         from fulmen.layers.fused import state_update
 
         return state_update.update(state, x, dt, A, B, C, D, z, dt_bias, steps, slots)
@@ -95,7 +97,7 @@ def scan_step(
     B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
     rows = None if slots is None else torch.where((slots >= 0) & (slots < state.shape[0]), slots, -1).long()
     old = state[: x.shape[0]] if rows is None else state[rows]
-    new = old.float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
+    new = (old.clone() if trained else old).float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
     y = (new * C).sum(-1)
     y = y if D is None else y + x * D
     y = (y if z is None else y * F.silu(z.float())).to(x.dtype)
@@ -178,6 +180,11 @@ def convolve(
     before  (B, taps - 1, channels): the tokens before the first, zeros unless given
     """
     taps = weight.shape[1]
+    if seq is not None and seq.shape != x.shape[:2]:
+        raise ValueError(
+            f"seq_idx has shape {tuple(seq.shape)}, and the convolution takes {tuple(x.shape[:2])} tokens: packed "
+            "sequences cannot continue from a cache"
+        )
     if taps <= MAX_FUSED_TAPS and x.stride(2) == 1 and not needs_gradient((before,)):
         given = [t for t in (x, bias, before) if t is not None]
         kernels = kernels_for("conv", *given) if weight.dtype == x.dtype and weight.is_contiguous() else None

@@ -215,3 +215,10 @@ def test_bad_input():
         mamba.selective_state_update(state[:2], **given)
     with pytest.raises(NotImplementedError, match="no gradient"):
         mamba.selective_state_update(state, **given | {"x": given["x"].clone().requires_grad_()})
+
+
+@pytest.mark.parametrize(("name", "shape"), [("D", (1,)), ("dt_bias", (1,)), ("z", (2, 1, 4, 8)), ("D", (4, 1))])
+def test_what_lies_around_the_scan_is_not_broadcast(name, shape):
+    x, dt, B = torch.randn(2, 9, 4, 8), torch.rand(2, 9, 4), torch.randn(2, 9, 1, 16)
+    with pytest.raises(ValueError, match=rf"{name} has shape"):
+        mamba.mamba_chunk_scan_combined(x, dt, -torch.rand(4), B, B, 8, **{name: torch.randn(shape)})

@@ -252,3 +252,26 @@ def test_a_layer_on_the_meta_device_is_drawn_later():
     dt = F.softplus(layer.dt_bias)
     assert ((dt > 0.0009) & (dt < 0.11)).all()
     assert layer(tokens()).isfinite().all()
+
+
+def test_a_cache_of_other_rows_is_refused():
+    layer, cache = made(), MambaCache()
+    with torch.no_grad():
+        layer(torch.randn(3, 5, layer.embed_dim), cache=cache)
+        for rows, tokens in ((5, 1), (2, 1), (5, 4)):
+            with pytest.raises(ValueError, match=r"cache holds states \(3, .* call reset\(\)"):
+                layer(torch.randn(rows, tokens, layer.embed_dim), cache=cache)
+
+
+def test_a_step_after_inference_mode_and_with_gradients():
+    layer, cache = made(), MambaCache()
+    x = torch.randn(2, 6, layer.embed_dim)
+    with torch.inference_mode():
+        layer(x[:, :4], cache=cache)
+    with torch.no_grad():
+        layer(x[:, 4:5], cache=cache)
+    for name, p in layer.named_parameters():
+        p.requires_grad_(name == "dt_bias")
+    layer(x[:, 5:], cache=cache).sum().backward()
+    assert layer.dt_bias.grad is not None
+    assert layer.dt_bias.grad.any()

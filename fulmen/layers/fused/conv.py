@@ -213,6 +213,7 @@ def step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bo
     """y (B, channels) of one token x (B, channels); state (B, channels, last tokens) is shifted in place."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     run(conv_step_launch, (x, weight, bias, state, y), silu)
+    torch._C._increment_version([state])  # so that autograd refuses a backward that saved an earlier state
     return y
 
 

@@ -132,7 +132,7 @@ class Projected(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        flat = x.flatten(0, -2)
+        flat = x.reshape(-1, x.shape[-1])
         dx = None
         found: list[Tensor | None] = []
         for i, (dy, weight) in enumerate(zip(grads, weights, strict=True)):
@@ -140,7 +140,7 @@ class Projected(torch.autograd.Function):
             if dy is None:
                 found += [None, None]
                 continue
-            dy = dy.flatten(0, -2)
+            dy = dy.reshape(-1, dy.shape[-1])
             found.append(dy.T @ flat if wants_weight else None)
             found.append(dy.sum(0) if wants_bias else None)
             if ctx.needs_input_grad[0]:

@@ -110,4 +110,5 @@ def update(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     slots = None if slots is None else slots.contiguous()
     run(launch, (state, x, dt, A, B, C, D, z, dt_bias, slots, y), steps)
+    torch._C._increment_version([state])  # so that autograd refuses a backward that saved an earlier state
     return y
