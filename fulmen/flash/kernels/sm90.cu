@@ -55,6 +55,7 @@ constexpr int WARPS = 4 * CONSUMERS;
 constexpr bool RAGGED = PACKED || LENGTHS;  // what lies beyond n_kv is there, and may be no number
 constexpr bool NARROW = CONSUMERS > 1 && BLOCK_N >= 128 && !SOFTCAP;  // consumers leave out keys that their rows do not see
 static_assert(BLOCK_N % 16 == 0 && D % 64 == 0 && E % 64 == 0, "whole products");
+static_assert(!NARROW || STAGES > 1, "a block that is left out waits for v while the next k is loaded");
 constexpr int BOXES = BLOCK_N / BOX;    // of a block of keys; threads of the producer
 static_assert(BLOCK_N % BOX == 0 && PAGE % BOX == 0 && BOX % 8 == 0 && BOXES <= 32, "whole boxes");
 
