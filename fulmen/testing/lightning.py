@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,15 @@ from torch import Tensor
 
 from fulmen.lightning.op import lightning_attention_with_state
 from fulmen.lightning.reference import Exponents, exponents
-from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected, assert_close, fused_rows, rows
+from fulmen.testing import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    Expected,
+    assert_close,
+    carried_roundings,
+    fused_rows,
+    rows,
+)
 
 __all__ = [
     "DECAYS", "FORWARD_FACTOR", "GRADIENT_FACTOR", "TOKEN_DECAYS", "Attend", "Inputs", "Outputs", "assert_close",
@@ -259,10 +266,6 @@ def expected(x: Inputs, use: Sequence[str] = ("o", "state"), rows: int | None = 
         for name, value in exact._asdict().items()
         if value is not None
     }  # fmt: skip
-
-
-def carried_roundings(N: int) -> float:
-    return math.sqrt(math.ceil(max(N, 1) / 16))
 
 
 def _decay_terms(x: Inputs, use: Sequence[str]) -> Tensor:

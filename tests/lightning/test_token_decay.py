@@ -116,8 +116,10 @@ def test_equals_a_constant_decay(backend):
     assert each.ddecay.shape == (2, 3, 100)
     each = each._replace(ddecay=each.ddecay.sum((0, 2)))
     for name, wanted in testing.expected(x).items():
-        for found in (one, each):
-            testing.assert_close(name, getattr(found, name), *wanted)
+        testing.assert_close(name, getattr(one, name), *wanted)
+        if name == "ddecay":  # a sum over tokens of running sums over tokens
+            wanted = wanted._replace(roundings=2 * wanted.roundings)
+        testing.assert_close(name, getattr(each, name), *wanted)
 
 
 @pytest.mark.parametrize("oracle", ["recurrent", "chunked"])
