@@ -249,7 +249,8 @@ def launches(case: Case) -> list[Any]:
     if case.pass_ == "forward":
         return module.forward_launches(spec, tile, saved, empty_output(spec, saved), state)
     dstate = x.dstate if case.states else None
-    grads = Gradients.empty(spec, saved, getattr(tile, "sweep", tile).block_v if case.per_token else None)
+    one = getattr(tile, "sweep", tile)
+    grads = Gradients.empty(spec, saved, (one.chunk, one.block_v) if case.per_token else None)
     found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state)
     return (
         [*found, token_gradient(spec, saved, grads, torch.empty_like(decay), case.states)] if case.per_token else found

@@ -34,6 +34,7 @@ from fulmen.dispatch import register
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.kernels.sweep import (
+    CHUNK,
     DK,
     DO,
     DV,
@@ -51,7 +52,7 @@ from fulmen.lightning.kernels.sweep import (
     variant,
 )
 from fulmen.lightning.plan import RESIDUALS
-from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, slots_of
+from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, saved_rows, slots_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
@@ -123,11 +124,11 @@ def run(
     not_last: bool = False,
     tokens: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk and anchors."""
+    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk, anchors and entered."""
     if names not in launches:
         decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:])
         launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
-    tokens = tokens or (None,) * 4
+    tokens = tokens or (None,) * 5
     launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets, tokens))
 
 
@@ -147,7 +148,7 @@ def gather(
     into = States(final=states) if name == "state" else States(dinitial=states)
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
     tile, not_last, keeps = tiles_of(spec).state, leaves is None, split.segment_keeps(spec, states)
-    tokens = (keeps, None, None, None)
+    tokens = (keeps, None, None, None, None)
     run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=tokens)
     fused.run([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
     return states
@@ -208,7 +209,7 @@ def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Te
         saved = None if new_saved is None else new_saved()
         launch((
             q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, address(saved), address(initial),
-            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0, 0,
+            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0, 0, 0,
         ))  # fmt: skip
         return o, final, saved
 
@@ -237,7 +238,7 @@ def backward(
     if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
         return triton_backward(spec, x, do, dstate, ddecay)
     launches = {} if launches is None else launches
-    grads = fused.Gradients.empty(spec, x, None if ddecay is None else 64, spec.dtype, spans=False)
+    grads = fused.Gradients.empty(spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False)
     dq, dk, dv = grads[:3]
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: dq, DK: dk, DV: dv}
@@ -254,9 +255,12 @@ def backward(
     if slots is not None:
         tensors[SAVED] = slots
     if ddecay is not None and slots is not None:
-        grads = grads._replace(anchors=x.q.new_empty(*slots.shape[:2], spec.E // 64 * 4, dtype=torch.float32))
+        heads, number = slots.shape[:2]
+        anchors = x.q.new_empty(heads, number, spec.E // 64 * 4, dtype=torch.float32)
+        entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64 * 4, dtype=torch.float32)
+        grads = grads._replace(anchors=anchors, entered=entered)
     for names in backward_sweeps(spec, slots is not None and spec.D == 64):
-        tokens = (None, grads.qdq, grads.kdk, grads.anchors)
+        tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered)
         run(spec, backward_tile(tiles, names), names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
     if ddecay is not None:
         fused.run([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
@@ -292,7 +296,7 @@ def prepare_backward(
         at = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
             address(saved), address(initial), 0, address(dstate), address(dinitial), 0, 0, 0, 0, address(decay),
-            address(cu_seqlens), 0, 0, 0, 0, 0,
+            address(cu_seqlens), 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
         for launch in in_order:
             launch(at)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fulmen.lightning.tokens import FORGOTTEN, SPAN, meet, token_decays
+from fulmen.lightning.tokens import FORGOTTEN, SPAN, begin, meet, token_decays
 from fulmen.tiles import LOG2E, at_head
 
 
@@ -56,6 +56,7 @@ class Tokens(NamedTuple):
     keeps: Any = None  # what a segment leaves of the state that enters it, one number for each of `states`
     gradients: Any = None  # with dots, (B * H, slots, D, E): before every SPAN-th row the state's, which dk leaves
     anchors: Any = None  # (B * H, slots, tiles): and its product with the state, which dq leaves
+    entered: Any = None  # (B * H, chunks, tiles): and the part of q . dq that comes from the state, or infinity
     slots: int | None = None
 
 
@@ -325,12 +326,18 @@ def lightning_sweep_kernel(
                 inter *= ((a_decay_c if TOKENS else a_decay) * undo)[None, :]
             else:
                 inter *= scale * undo
+            if DOTS and not REVERSE:
+                ptrs = d_ptr + (offs_c + shift)[None, :] * d_stride + offs_v[:, None]
+                d = tl.load(ptrs, mask=mask_v[:, None] & mask_c[None, :], other=0.0)
+                part = tl.sum(tl.sum(inter * d, axis=1), axis=0)
+                begin(part, keep_c, tokens, slot, place_0 + start, pid_v, a.dtype, C, TILES_V)
             out = tl.dot(tl.trans(c), p, inter, input_precision="ieee")
             mask_out = mask_v[:, None] & mask_c[None, :]
             tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
             if DOTS:
-                ptrs = d_ptr + (offs_c + shift)[None, :] * d_stride + offs_v[:, None]
-                d = tl.load(ptrs, mask=mask_out & has_dots, other=0.0)
+                if REVERSE:
+                    ptrs = d_ptr + (offs_c + shift)[None, :] * d_stride + offs_v[:, None]
+                    d = tl.load(ptrs, mask=mask_out & has_dots, other=0.0)
                 tl.store(dots_ptr + offs_c + shift, tl.sum(out * d, axis=0), mask=mask_c & has_dots)
         if TOKENS:
             c_late = (c_late * c_decay_c[None, :]).to(c.dtype)

@@ -11,6 +11,11 @@ and k do not cancel exactly: errors add up like a random walk. So the sum begins
 product of the two states there. Where the next such product is known, too, the sum has to arrive at it, and what it
 misses by is taken from its rows in equal parts: that halves the walk's largest error. At the end of a sequence the
 product is zero if the final state has no gradient.
+
+All rows from there on share the error of that product, and a parameter's gradient is a sum over rows: Mamba-2's A_log.
+So the sum also begins anew at every chunk that keeps next to nothing of the state that enters it. What passes such a
+chunk's first row comes from that state and ends in the chunk: it is the state's part of q . dq, summed over the chunk,
+with the roundings that q . dq of the rows has, so that these cancel.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from fulmen.lightning.policy import TOKEN_ROWS
 from fulmen.tiles import LOG2E, at_head, find_tile, offset_at
 
 FORGOTTEN = tl.constexpr(64)  # bits
+# A chunk keeps next to nothing if less is left than a rounding of the state; tokens.cuh has that of bf16.
+BEGINS_BF16, BEGINS_FP16, BEGINS_FP32 = tl.constexpr(2.0**-8), tl.constexpr(2.0**-11), tl.constexpr(2.0**-21)
 SPAN = tl.constexpr(TOKEN_ROWS)
 
 
@@ -78,12 +85,26 @@ def meet(state, tokens, slot, place, pid_v, scale, offs, mask, LAST: tl.constexp
 
 
 @triton.jit
+def begin(total, keep, tokens, slot, place, pid_v, DTYPE: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr):
+    """Stores the sum of a chunk's q . dq that comes from the state, or infinity if the chunk keeps more of that."""
+    if DTYPE == tl.float32:
+        limit = BEGINS_FP32
+    elif DTYPE == tl.float16:
+        limit = BEGINS_FP16
+    else:
+        limit = BEGINS_BF16
+    number = (slot + place // SPAN) * (SPAN // C) + place % SPAN // C
+    tl.store(tokens.entered + number * TILES + pid_v, tl.where(keep < limit, total, float("inf")))
+
+
+@triton.jit
 def lightning_token_gradient_kernel(
     ddecay_ptr,  # (B, H, N), written
     decay_ptr,  # (B, H, N)
     qdq_ptr,  # (B, H, tiles of D, N)
     kdk_ptr,
     anchors_ptr,  # (B * H, slots, parts): parts of <S, dS> before every SPAN-th row of a sequence
+    entered_ptr,  # (B * H, slots * SPAN / CHUNK, parts): of q . dq of a chunk what comes from the state, or infinity
     cu_seqlens_ptr,  # or None
     to_strides,  # of ddecay
     from_strides,  # of decay
@@ -92,15 +113,17 @@ def lightning_token_gradient_kernel(
     sequences,
     slots,
     TILES: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # of anchors
+    PARTS_ENTERED: tl.constexpr,
     SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
     OPEN: tl.constexpr,  # the final states have gradients
     SUM: tl.constexpr,  # the dtype to add up in
 ):
     """ds of SPAN rows from row r on: ds_t = sum_{r <= i < t} (q_i . dq_i - k_i . dk_i) - <S_{r-1}, dS_{r-1}>.
 
-    Nothing passes a row that forgets: there the sum is zero, and begins anew. Otherwise it arrives at the next anchor.
-    Programs are (batch entry, head, slot).
+    Nothing passes a row that forgets: there the sum is zero, and begins anew. It also begins anew at a chunk that keeps
+    next to nothing of the state. Otherwise it arrives at the next anchor. Programs are (batch entry, head, slot).
     """
     slot = tl.program_id(0) % slots
     unit = tl.program_id(0) // slots
@@ -130,12 +153,20 @@ def lightning_token_gradient_kernel(
         x -= tl.load(anchor + offs * 0, mask=mask & (offs == 0), other=0.0)
         after += tl.load(anchor + PARTS + one, mask=follows & (one == 0), other=0.0)
     after += tl.sum(x, axis=0)
+    opens = mask & (offs % CHUNK == 0)
+    entered = tl.zeros([SPAN], SUM)
+    for part in tl.static_range(PARTS_ENTERED):
+        chunk = (unit * slots + slot) * (SPAN // CHUNK) + offs // CHUNK
+        entered += tl.load(entered_ptr + chunk * PARTS_ENTERED + part, mask=opens, other=0.0)
+    anew = opens & (tl.abs(entered) < float("inf"))
+    x = tl.where(anew, -entered, x)
     s = tl.load(at_head(decay_ptr, from_strides, b, h, begin) + offs * from_strides[2], mask=mask, other=0.0)
     forgets = s * LOG2E > 0.5 * FORGOTTEN
     arrives = tl.abs(after) < float("inf")  # NaN changes no row before it
-    arrives = arrives & (tl.max(forgets.to(tl.int32), axis=0) == 0)
+    anew = anew | forgets
+    arrives = arrives & (tl.max(anew.to(tl.int32), axis=0) == 0)
     if OPEN:
         arrives = arrives & follows
-    x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), forgets), 0, after_row)
+    x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), anew), 0, after_row)
     x -= tl.where(arrives, after, 0.0) * offs / tl.maximum(length, 1)
     tl.store(at_head(ddecay_ptr, to_strides, b, h, begin) + offs * to_strides[2], x.to(tl.float32), mask=mask)

@@ -102,7 +102,7 @@ def sweep(
     tensors: Tensors,
     states: States,
     segments: Segments | None = None,
-    products: Sequence[Tensor | None] = (None, None, None),
+    products: Sequence[Tensor | None] = (None,) * 4,
     keeps: Tensor | None = None,
 ) -> Launch:
     """One launch of `sweeps`, which must agree in direction and in the sizes they contract over."""
@@ -115,9 +115,10 @@ def sweep(
     slopes, tokens = x.decay, Tokens()
     if spec.per_token:
         assert x.decay is not None
-        dots, gradients, anchors = products
+        dots, gradients, anchors, entered = products
         slots = None if anchors is None else anchors.shape[1]
-        slopes, tokens = None, Tokens(*Rows(x.decay, *x.decay.stride()), dots, keeps, gradients, anchors, slots)
+        rows = Rows(x.decay, *x.decay.stride())
+        slopes, tokens = None, Tokens(*rows, dots, keeps, gradients, anchors, entered, slots)
     return Launch(
         kernel=lightning_sweep_kernel,
         grid=(1 if packed else spec.states) * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
@@ -169,28 +170,30 @@ class Gradients(NamedTuple):
     kdk: Tensor | None = None
     gradients: Tensor | None = None
     anchors: Tensor | None = None
+    entered: Tensor | None = None
 
     @classmethod
     def empty(
         cls,
         spec: LightningSpec,
         x: Residuals,
-        tile: int | None,
+        tile: tuple[int, int] | None,
         shared: torch.dtype = torch.float32,
         spans: bool = True,
     ) -> Gradients:
-        """tile: columns of D in a program, if products are wanted; shared: dtype of heads that are summed."""
+        """tile: rows of a chunk, columns of D, if products are wanted; shared: dtype of heads that are summed."""
 
         def rows(t: Tensor) -> Tensor:
             return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
 
         more = []
         if tile is not None:
-            width, slots = min(tile, block(spec.D)), slots_of(spec)
+            width, slots = min(tile[1], block(spec.D)), slots_of(spec)
             tiles, heads = triton.cdiv(spec.D, width), spec.B * spec.H
             shapes: list[tuple[int, ...]] = [(heads, tiles, spec.N)] * 2
             if spans:
                 shapes += [(heads, slots, tiles * width, block(spec.E)), (heads, slots, tiles)]
+                shapes += [(heads, slots * TOKEN_ROWS // tile[0], tiles)]
             more = [x.q.new_empty(shape, dtype=torch.float32) for shape in shapes]
         return cls(rows(x.q), rows(x.k), rows(x.v), *more)
 
@@ -208,7 +211,7 @@ class Gradients(NamedTuple):
     def products(self, sweeps: tuple[str, ...]) -> tuple[Tensor | None, ...]:
         """What a launch of `sweeps` leaves of them."""
         dots = self.qdq if sweeps == ("dq",) else self.kdk if "dk" in sweeps else None
-        return (dots, self.gradients, self.anchors) if dots is not None else (None, None, None)
+        return (dots, self.gradients, self.anchors, self.entered) if dots is not None else (None,) * 4
 
 
 def backward_tensors(spec: LightningSpec, x: Residuals, do: Tensor, grads: Gradients) -> Tensors:
@@ -244,11 +247,14 @@ def token_gradient(spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: 
     assert x.decay is not None
     assert grads.qdq is not None
     assert grads.anchors is not None
+    assert grads.entered is not None
     heads, slots, parts = grads.anchors.shape
+    chunks, parts_entered = grads.entered.shape[1:]
     dtype = tl.float64 if spec.dtype == torch.float32 else tl.float32
     args = (
-        *(ddecay, x.decay, grads.qdq, grads.kdk, grads.anchors, x.cu_seqlens, ddecay.stride(), x.decay.stride()),
-        *(spec.H, spec.N, spec.states, slots, grads.qdq.shape[1], parts, TOKEN_ROWS, is_open, dtype),
+        *(ddecay, x.decay, grads.qdq, grads.kdk, grads.anchors, grads.entered, x.cu_seqlens),
+        *(ddecay.stride(), x.decay.stride(), spec.H, spec.N, spec.states, slots),
+        *(grads.qdq.shape[1], parts, parts_entered, TOKEN_ROWS, slots * TOKEN_ROWS // max(chunks, 1), is_open, dtype),
     )
     return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, args, {"num_warps": 4})
 
@@ -273,7 +279,8 @@ def run_backward(
     ddecay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     tile = dispatch.choose("lightning", spec, backend).tile
-    grads = Gradients.empty(spec, x, None if ddecay is None else getattr(tile, "sweep", tile).block_v)
+    one = getattr(tile, "sweep", tile)
+    grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v))
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     todo = launches(spec, tile, x, do, dstate, grads, dinitial)
     if ddecay is not None:

@@ -10,6 +10,9 @@ operations in the inputs' own dtype. A backend may err `factor` times as much as
     |actual - exact| <= factor * |low - exact| + u * |exact|      in the largest element, and in the 2-norm
 
 with u half the spacing of the dtype, factor 2 for results and 3 for gradients. NaN and Inf never pass.
+
+A result in fp32 has no more digits than the sums it is made of, and how much of a sum a plain product loses depends on
+the CPU's matrix library. So in fp32 a sum of K terms is allowed sqrt(K / 16) roundings (`carried_roundings`), not one.
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ class Expected(NamedTuple):
         return self.factor * plain + self.roundings * torch.finfo(dtype).eps / 2 * size
 
 
+def carried_roundings(terms: int) -> float:
+    """Of a sum that is carried in the result's own digits over so many terms, 16 at a time."""
+    return math.sqrt(math.ceil(max(terms, 1) / 16))
+
+
 def results_of(
     formula: Callable[..., Any], arguments: Sequence[Any], douts: Sequence[Tensor], dtype: torch.dtype | None = None
 ) -> list[Tensor]:
@@ -66,11 +74,14 @@ def _cast(t: Any, dtype: torch.dtype | None) -> Any:
     return new.requires_grad_(t.requires_grad)
 
 
-def expected(formula: Callable[..., Any], arguments: Sequence[Any], douts: Sequence[Tensor]) -> list[Expected]:
-    """What `results_of` a backend must be where the formula is the plain computation."""
+def expected(
+    formula: Callable[..., Any], arguments: Sequence[Any], douts: Sequence[Tensor], terms: int = 1
+) -> list[Expected]:
+    """What `results_of` a backend must be where the formula is the plain computation; `terms`: of its longest sum."""
     low, exact = (results_of(formula, arguments, douts, dtype) for dtype in (None, torch.float64))
     factors = [FORWARD_FACTOR] * len(douts) + [GRADIENT_FACTOR] * (len(exact) - len(douts))
-    return [Expected(*one) for one in zip(low, exact, factors, strict=True)]
+    roundings = [carried_roundings(terms) if y.dtype == torch.float32 else 1.0 for y in low]
+    return [Expected(*one) for one in zip(low, exact, factors, roundings, strict=True)]
 
 
 def rows(

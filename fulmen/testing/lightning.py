@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +22,20 @@ from torch import Tensor
 
 from fulmen.lightning.op import lightning_attention_with_state
 from fulmen.lightning.reference import Exponents, exponents
-from fulmen.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Expected, assert_close, fused_rows, rows
+from fulmen.testing import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    Expected,
+    assert_close,
+    carried_roundings,
+    fused_rows,
+    rows,
+)
 
 __all__ = [
     "DECAYS", "FORWARD_FACTOR", "GRADIENT_FACTOR", "TOKEN_DECAYS", "Attend", "Inputs", "Outputs", "assert_close",
-    "backend", "check", "decay_terms", "evaluate", "expected", "fused_rows", "inputs", "low_precision", "reference",
-    "rows", "sampled", "slopes", "token_terms",
+    "backend", "check", "check_summed", "decay_terms", "evaluate", "expected", "fused_rows", "inputs", "low_precision",
+    "reference", "rows", "sampled", "slopes", "token_terms",
 ]  # fmt: skip
 
 DECAYS = {
@@ -261,10 +268,6 @@ def expected(x: Inputs, use: Sequence[str] = ("o", "state"), rows: int | None = 
     }  # fmt: skip
 
 
-def carried_roundings(N: int) -> float:
-    return math.sqrt(math.ceil(max(N, 1) / 16))
-
-
 def _decay_terms(x: Inputs, use: Sequence[str]) -> Tensor:
     """What is rounded on the way to the gradient of the decay."""
     assert x.decay is not None
@@ -322,6 +325,19 @@ def decay_terms(x: Inputs, use: Sequence[str] = ("o", "state")) -> Tensor:
                 met = (x.initial_state[which] * x.dstate[which]).sum((0, 2, 3)).view(-1, 1)
                 terms.append(-N * torch.exp(-s * N) * met)
     return torch.cat([x.q.new_zeros(x.do.shape[1], 1), *terms], dim=1)
+
+
+def check_summed(x: Inputs, ddecay: Tensor, use: Sequence[str] = ("o", "state")) -> None:
+    """Raises AssertionError unless sums of s_t ds_t over 128 tokens are right, too.
+
+    A factor of a head's decay has the sum over all tokens as its gradient, which adds up the errors that tokens share.
+    Shorter sums show them as well, and there are enough of them to measure the plain computation by.
+    """
+    assert x.decay is not None
+    s, (low, exact, factor, *_) = x.decay.detach().double(), expected(x, use)["ddecay"]
+    parts = [(y.double() * s).split(128, 2) for y in (ddecay, low, exact)]
+    sums = [torch.stack([part.sum(2) for part in each], 2) for each in parts]
+    assert_close("sums over tokens of decay * ddecay", sums[0].to(ddecay.dtype), *sums[1:], factor)
 
 
 def sampled(x: Inputs, at: Sequence[int]) -> dict[str, Expected]:

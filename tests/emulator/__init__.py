@@ -421,24 +421,29 @@ def scan(
             final.view(-1, size)[head] = carry
 
 
-def token_gradient(ddecay: Any, decay: Any, qdq: Any, kdk: Any, anchors: Any, cu: Any, *sizes: Any) -> None:
+def token_gradient(
+    ddecay: Any, decay: Any, qdq: Any, kdk: Any, anchors: Any, entered: Any, cu: Any, *sizes: Any
+) -> None:  # fmt: skip
     B, H, N = decay.shape
-    span, is_open = sizes[-3:-1]
+    span, chunk, is_open = sizes[-4:-1]
     ends = [0, N] if cu is None else cu.tolist()
     added = (qdq - kdk).double().sum(1).view(B, H, N)
-    products = anchors.double().sum(2).view(B, H, -1)
+    products, entering = (x.double().sum(2).view(B, H, -1) for x in (anchors, entered))
     for i, (first, last) in enumerate(itertools.pairwise(ends)):
         slot = first // span + i
         for begin in range(first, last, span):
             end, at = min(begin + span, last), slot + (begin - first) // span
             total = -products[:, :, at]
+            arrives = (decay[:, :, begin:end] <= 30.0).all(2) & (end < last or not is_open)
             for t in range(begin, end):
+                if (t - begin) % chunk == 0:
+                    product = entering[:, :, at * (span // chunk) + (t - begin) // chunk]
+                    total, arrives = torch.where(product.isfinite(), -product, total), arrives & ~product.isfinite()
                 total = torch.where(decay[:, :, t] > 30.0, 0.0, total)
                 ddecay[:, :, t] = total
                 total = total + added[:, :, t]
             if end < last:
                 total = total + products[:, :, at + 1]
-            arrives = (decay[:, :, begin:end] <= 30.0).all(2) & (end < last or not is_open)
             parts = torch.arange(end - begin) / (end - begin)
             ddecay[:, :, begin:end] -= torch.where(arrives, total, 0.0)[..., None] * parts
 

@@ -41,12 +41,12 @@ def plainly(x, cos, sin, interleaved):
     return apply_rotary(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2).to(where)
 
 
-def compare(fast, plain, leaves, *douts):
+def compare(fast, plain, leaves, *douts, terms=1):
     """`fast` against `plain` in fp64, results and gradients of all leaves, by what `plain` errs in their own dtype."""
     douts = [drawn(*shape, seed=9 + i).to(leaves[0].dtype) for i, shape in enumerate(douts)]
 
     mine = [t.detach().requires_grad_() for t in leaves]
-    wanted = expected(plain, mine, douts)
+    wanted = expected(plain, mine, douts, terms)
     for i, got in enumerate(results_of(fast, mine, douts)):
         assert_close(f"result {i}", got, *wanted[i])
 

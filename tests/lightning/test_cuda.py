@@ -383,7 +383,7 @@ class SweepArgs(ctypes.Structure):
 
 class ProductArgs(ctypes.Structure):
     _fields_ = [
-        ("out", u64), ("anchors", u64), ("rows", i32), ("pad", ctypes.c_char * 12),
+        ("out", u64), ("anchors", u64), ("entered", u64), ("rows", i32), ("pad", ctypes.c_char * 4),
     ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from fulmen.testing import lightning as testing
 from tests import emulator
 from tests.emulator import ANY, LATE, MODES, PRESSED
+from tests.lightning.test_token_decay import fast_tokens
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
 CASES = {
@@ -76,6 +77,30 @@ def test_a_split_sequence(case, mode):
     with emulator.serve("lightning", mode, sm_count=8 if case == "left over" else 132) as emulated:
         testing.check(drawn(options), "cuda")
         assert emulated.launches == launches
+
+
+@pytest.mark.parametrize("options", [{"D": 64}, {"D": 128, "E": 64, "groups": 2}], ids=["D=64", "D=128 E=64"])
+def test_summed_over_tokens(options):
+    """A factor of each head's decay, as Mamba-2's A: heads that forget a state within a chunk."""
+    x = fast_tokens(**options)
+    with emulator.serve("lightning", ANY):
+        testing.check_summed(x, testing.evaluate(testing.backend("cuda"), x).ddecay)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("w.saved_slot(x, n) * EVERY + w.place(n) % EVERY", "w.saved_slot(x, n) * EVERY"),
+        ("if (begins) {", "if (false) {"),
+        ("of[0] * since[0]", "of[0]"),
+        ("row + 8 < left ?", "false ?"),
+    ],
+    ids=["stored as another chunk's", "left out", "not decayed", "half of the rows"],
+)
+def test_a_mistake_about_what_enters_a_chunk_is_noticed(edit):
+    x = fast_tokens(D=64, N=300, rate=0.3)
+    with emulator.serve("lightning", ANY, edit=edit), pytest.raises(AssertionError, match="sums over tokens"):
+        testing.check_summed(x, testing.evaluate(testing.backend("cuda"), x).ddecay)
 
 
 @pytest.mark.parametrize("case", ["D=64 decay", "D=128 decay"])

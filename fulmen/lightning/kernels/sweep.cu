@@ -28,8 +28,9 @@
 // A decay for each token (TOKENS): warps beside the producer sum s over the rows of a chunk and leave the factors in the
 // chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
 // has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, with
-// rows of q or k that TMA loads into the buffer of the chunk's output, and every EVERY chunks the product of the state's
-// gradient (of dv's sweep) and the state saved, at which that sum begins anew.
+// rows of q or k that TMA loads into the buffer of the chunk's output. That sum begins anew every EVERY chunks, at the product
+// of the state's gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that
+// enters it, at this state's part of q . dq.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
 // (heads share rows of a tensor), PACKED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
@@ -39,33 +40,7 @@
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/tile_scheduler.cuh"
 #include "lightning/kernels/walk.cuh"
-
-struct Shared {
-    u32 ring, states, staging, saved;
-    u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
-    Decays *decays;
-    __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
-        states = ring + STAGES * STAGE;
-        staging = states + (OUTS ? 2 * STATE : 0);
-        saved = staging + 2 * OUTS * PANEL;
-        full = saved + (SAVE == 2 ? STATE : 0);
-        empty = full + 8 * STAGES;
-        state_full = empty + 8 * STAGES;
-        state_empty = state_full + 16;
-        saved_full = state_empty + 16;
-        saved_empty = saved_full + 8;
-        rows_full = saved_empty + 8;
-        decays = reinterpret_cast<Decays *>(shared + ((rows_full + (DOTS ? 16 * OUTS : 0) - base + 15) & ~15u));
-    }
-    __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
-    __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
-    __device__ __forceinline__ u32 a(int n) const { return stage(n) + (PANELS + 1) * PANEL; }
-    __device__ __forceinline__ u32 b(int n) const { return stage(n); }
-    __device__ __forceinline__ u32 c(int n) const { return stage(n) + PANELS * PANEL; }
-    __device__ __forceinline__ void await_full(int n) const { mbarrier_wait(full + n % STAGES * 8, n / STAGES % 2); }
-    __device__ __forceinline__ void await_empty(int n) const { mbarrier_wait(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
-    __device__ __forceinline__ u32 state(int n) const { return states + n % 2 * STATE; }
-};
+#include "lightning/kernels/tokens.cuh"
 
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
@@ -98,50 +73,6 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
     }
     if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
-}
-
-// The decay of each row of a chunk, summed: three warps take chunks in turn, so that three loads are under way. A stage is
-// always one warp's: others could mistake its barrier's phase, as arrivals from other blocks come in any order. A lane has
-// two rows; no row takes more than 64 bits, which leaves differences of sums exact enough.
-__device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, const Walk &w, int turn) {
-    constexpr int WARPS = 3;
-    const int lane = threadIdx.x % 32;
-    const float *from = x.decay + w.b * x.decay_b + w.h * x.decay_h;
-    auto bits = [&](int n, int i) {
-        const int row = 2 * lane + i;
-        if (n >= w.chunks || row >= w.left(n)) return 0.0f;
-        return fminf(1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n), 64.0f);
-    };
-    float next[2] = {bits(turn, 0), bits(turn, 1)};
-    for (int n = turn, after; n < w.chunks; n = after) {
-        const float s[2] = {next[0], next[1]};
-        const int stage = n % STAGES;
-        after = stage + WARPS < STAGES ? n + WARPS : n - stage + STAGES + turn;
-        next[0] = bits(after, 0), next[1] = bits(after, 1);
-        float sum = s[0] + s[1];
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const float before = __shfl_sync(~0u, sum, max(lane - d, 0));
-            sum += lane >= d ? before : 0.0f;
-        }
-        const float before = __shfl_sync(~0u, sum, max(lane - 1, 0)), total = __shfl_sync(~0u, sum, 31);
-        const float a[2] = {(lane ? before : 0.0f) + s[0], sum};
-        at.await_empty(n);
-        Decays &y = at.decays[stage];
-        float left[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float since = exp2_(-a[i]), until = exp2_(fminf(a[i] - total, 0.0f));
-            y.since[2 * lane + i] = a[i];
-            y.into[2 * lane + i] = x.scale * (w.reverse ? until : since);
-            left[i] = w.reverse ? since : until;
-        }
-        const u32 hi = pack(left[0], left[1]);
-        y.left[lane] = make_uint2(hi, pack(left[0] - low(hi), left[1] - high(hi)));
-        if (lane == 0) y.keep = exp2_(-total);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(at.full + stage * 8);
-    }
 }
 
 // A warp has no more use for a stage, into which every block of the cluster loads for all of them.
@@ -359,7 +290,7 @@ struct Outputs {
     float p[32], out[32], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
     int who, warp, buffer, parity;  // parity: of the rows that come into the buffer
-    bool leads, reports;
+    bool leads, reports, begins;    // begins: the chunk keeps next to nothing of the state
 
     // Rows 16 warp + g + 8 r and columns 8 j + 2 t + e: 8 (2 warp + r - j) + g - 2 t - e apart.
     static __device__ __forceinline__ int which(int i) { return 2 * (i / 4 + 1 - i / 2 % 2) + i % 2; }
@@ -446,6 +377,33 @@ struct Outputs {
         }
     }
 
+    // The part of q . dq that comes from the state, summed over a chunk that keeps next to nothing of it; or infinity.
+    // `part`: that of dq, times 1 / since.
+    __device__ __forceinline__ void write_entered(const Args &x, const Shared &at, const Walk &w, int n, const float *part) {
+        float *to = x.product[w.which].entered;
+        if (!to) return;
+        const int row = 16 * warp + threadIdx.x % 32 / 4, left = w.left(n);
+        float sum = INFINITY_, of[2] = {};
+        if (begins) {
+            mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                u32 two[4];
+                load_rows_of(two, output(at), j, warp);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float *o = &part[4 * (j + i / 2) + 2 * (i % 2)];
+                    of[i % 2] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), of[i % 2]));
+                }
+            }
+            sum = (row < left ? of[0] * since[0] : 0.0f) + (row + 8 < left ? of[1] * since[1] : 0.0f);
+#pragma unroll
+            for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+        }
+        const long long chunk = w.saved_slot(x, n) * EVERY + w.place(n) % EVERY;
+        if (reports) to[(chunk * TILES + w.tile) * 4 + warp] = sum;
+    }
+
     // Starts p = a b^T.
     __device__ __forceinline__ void start_p(const Shared &at, const Walk &w, int n) {
         at.await_full(n);
@@ -465,6 +423,7 @@ struct Outputs {
     __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n) {
 #pragma unroll
         for (int r = 0; TOKENS && r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
+        if (DOTS) begins = at.decay(n).keep < BEGINS;
         if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
@@ -483,6 +442,7 @@ struct Outputs {
         if (DECAY && !APART) {
             wgmma_wait<0>();
             pin(out);
+            if (DOTS) write_entered(x, at, w, n, out);
 #pragma unroll
             for (int i = 0; i < 32; i++) out[i] *= since[i / 2 % 2];
             pin(out);
@@ -498,6 +458,7 @@ struct Outputs {
         keep_alive(q, x.zero);
         if (reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
         release(at.empty + n % STAGES * 8);
+        if (DOTS && APART) write_entered(x, at, w, n, inter);
 #pragma unroll
         for (int i = 0; i < 32; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);

@@ -54,6 +54,7 @@ PRODUCT = cuda.Struct(
     "Product",  # of a sweep: q . dq or k . dk of every row
     ("out", "float *"),  # (heads, tiles, rows), or null
     ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
+    ("entered", "float *"),  # (heads, chunks, tiles, 4): of dq the part of q . dq that comes from the state, or null
     ("rows", "int"),  # the map of q or k
     align=16,
 )  # fmt: skip
@@ -124,12 +125,12 @@ NO_STATES = States()
 
 # What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
 # nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a decay for each token what
-# segments keep, q . dq, k . dk and anchors. 0 is none.
+# segments keep, q . dq, k . dk, anchors and entered. 0 is none.
 Addresses = tuple[int, ...]
 INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
 NOT_CUT = 4  # from a state to that of what is not cut
 DECAY = 16
-KEEPS, QDQ, KDK, ANCHORS = range(19, 23)
+KEEPS, QDQ, KDK, ANCHORS, ENTERED = range(19, 24)
 PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K)}  # where they go, and with which rows
 AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
     "o": (INITIAL, FINAL),
@@ -216,12 +217,14 @@ class SweepLaunch:
         for name in names:
             own = at + len(values)
             out, rows = PRODUCTS.get(name, (None, 0))
-            values += [0, 0, rows]
+            values += [0, 0, 0, rows]
             if products and name == "dv":
                 self.pointers += [(own + 1, ANCHORS)]
             elif products and out is not None:
                 self.pointers += [(own, out)]
-        return values + (3 - len(names)) * [0, 0, 0]
+            if products and name == "dq":
+                self.pointers += [(own + 2, ENTERED)]
+        return values + (3 - len(names)) * [0] * len(PRODUCT.fields)
 
     def __call__(self, at: Addresses) -> None:
         self.launch.at(at, self.arguments)

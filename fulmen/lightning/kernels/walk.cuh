@@ -1,4 +1,5 @@
-// The sizes of a sweep (sweep.cu), and its walk: which rows a block owns, and in which order it takes its chunks.
+// The sizes of a sweep (sweep.cu), its shared memory, and its walk: which rows a block owns, and in which order it takes its
+// chunks.
 
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
@@ -18,6 +19,32 @@ struct Decays {
     float keep, unused[3];          // of the state
 };
 
+struct Shared {
+    u32 ring, states, staging, saved;
+    u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
+    Decays *decays;
+    __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
+        states = ring + STAGES * STAGE;
+        staging = states + (OUTS ? 2 * STATE : 0);
+        saved = staging + 2 * OUTS * PANEL;
+        full = saved + (SAVE == 2 ? STATE : 0);
+        empty = full + 8 * STAGES;
+        state_full = empty + 8 * STAGES;
+        state_empty = state_full + 16;
+        saved_full = state_empty + 16;
+        saved_empty = saved_full + 8;
+        rows_full = saved_empty + 8;
+        decays = reinterpret_cast<Decays *>(shared + ((rows_full + (DOTS ? 16 * OUTS : 0) - base + 15) & ~15u));
+    }
+    __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
+    __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
+    __device__ __forceinline__ u32 a(int n) const { return stage(n) + (PANELS + 1) * PANEL; }
+    __device__ __forceinline__ u32 b(int n) const { return stage(n); }
+    __device__ __forceinline__ u32 c(int n) const { return stage(n) + PANELS * PANEL; }
+    __device__ __forceinline__ void await_full(int n) const { mbarrier_wait(full + n % STAGES * 8, n / STAGES % 2); }
+    __device__ __forceinline__ void await_empty(int n) const { mbarrier_wait(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
+    __device__ __forceinline__ u32 state(int n) const { return states + n % 2 * STATE; }
+};
 
 // ---------------------------------------------------------------------------------------------------- walks
 
