@@ -186,6 +186,13 @@ def walked_rows(
 
 
 @triton.jit
+def rows_at(ptr, stride, offs_n, offs_v, mask_n, mask_v):
+    """Rows of a tensor, as columns: [V, C]."""
+    ptrs = ptr + offs_n[None, :] * stride + offs_v[:, None]
+    return tl.load(ptrs, mask=mask_v[:, None] & mask_n[None, :], other=0.0)
+
+
+@triton.jit
 def entered(state, states, offs, plain, swapped, mask, scale, SWEEP: tl.constexpr):
     """`state` and what enters a sweep."""
     if SWEEP == "o" and states.initial is not None:
@@ -303,8 +310,7 @@ def lightning_sweep_kernel(
         left = length - start
         mask_c = offs_c >= C - left if REVERSE else offs_c < left  # place < left, in fewer registers
         if TOKENS:
-            if REVERSE:
-                left += start + start - last
+            left += start + start - last if REVERSE else 0
             mask_c = offs_c < left
             shift = -start if REVERSE else start
             s = tl.load(s_ptr + (offs_c + shift) * s_stride, mask=mask_c, other=0.0)
@@ -327,17 +333,14 @@ def lightning_sweep_kernel(
             else:
                 inter *= scale * undo
             if DOTS and not REVERSE:
-                ptrs = d_ptr + (offs_c + shift)[None, :] * d_stride + offs_v[:, None]
-                d = tl.load(ptrs, mask=mask_v[:, None] & mask_c[None, :], other=0.0)
-                part = tl.sum(tl.sum(inter * d, axis=1), axis=0)
-                begin(part, keep_c, tokens, slot, place_0 + start, pid_v, a.dtype, C, TILES_V)
+                d = rows_at(d_ptr, d_stride, offs_c + shift, offs_v, mask_c, mask_v)
+                begin(tl.sum(inter * d), keep_c, tokens, slot, place_0 + start, pid_v, a.dtype, C, TILES_V)
             out = tl.dot(tl.trans(c), p, inter, input_precision="ieee")
             mask_out = mask_v[:, None] & mask_c[None, :]
             tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
             if DOTS:
                 if REVERSE:
-                    ptrs = d_ptr + (offs_c + shift)[None, :] * d_stride + offs_v[:, None]
-                    d = tl.load(ptrs, mask=mask_out & has_dots, other=0.0)
+                    d = rows_at(d_ptr, d_stride, offs_c + shift, offs_v, mask_c & has_dots, mask_v)
                 tl.store(dots_ptr + offs_c + shift, tl.sum(out * d, axis=0), mask=mask_c & has_dots)
         if TOKENS:
             c_late = (c_late * c_decay_c[None, :]).to(c.dtype)
@@ -347,10 +350,7 @@ def lightning_sweep_kernel(
             c_decay = tl.exp2(rate * tl.maximum(walked - LAG - place, 0))
             c_late = (c_late * c_decay[None, :]).to(c.dtype)
             keep = tl.where(left >= C, chunk_decay, tl.exp2(rate * walked))
-            if FP32:
-                state = state * keep + state * tl.where(left >= C, decay_rest, 0.0)
-            else:
-                state *= keep
+            state = state * keep + state * tl.where(left >= C, decay_rest, 0.0) if FP32 else state * keep
         state = with_chunk(state, c_late, b)  # [V, K]
         if DOTS and REVERSE:
             meet(state, tokens, slot, place_0 - start, pid_v, scale, swapped, mask_state & has_dots, False, TILES_V)
