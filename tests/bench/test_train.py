@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulmen.bench import baselines, environment, floors, report, runner, schema, timing
+from fulmen.bench import competitors, environment, floors, report, runner, schema, timing
 from fulmen.bench.adapters import train as adapter
 from fulmen.bench.runner import Selection
 
@@ -68,8 +68,8 @@ def test_a_pattern_of_other_letters_is_refused() -> None:
 
 
 def test_fla_is_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "absent", lambda module, package: f"{package} is not installed")
-    why = baselines.BASELINES["fla-stack"].requires({}, torch.device("cuda"))
+    monkeypatch.setattr(competitors, "absent", lambda module, package: f"{package} is not installed")
+    why = competitors.BASELINES["fla-stack"].requires({}, torch.device("cuda"))
     assert why == "flash-linear-attention is not installed"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.bench.cases import DTYPES, odd_heads
 from fulmen.bench.gate import Problem
+from fulmen.testing import Expected
 
-OPS = {  # and the module of each
-    "flash": "flash", "flash_cache": "flash", "latent": "latent", "layer": "layer", "layer_parts": "layer",
-    "layer_step_gqa": "layer_step", "layer_step_lightning": "layer_step", "layer_step_mla": "layer_step",
-    "lightning": "lightning", "step": "step", "train": "train",
-}  # fmt: skip
+MODULES = {
+    "attention": ("flash", "flash_cache", "latent", "lightning", "step"),
+    "layers": ("layer", "layer_parts", "layer_step_gqa", "layer_step_lightning", "layer_step_mla"),
+    "train": ("train",),
+}
+OPS = {op: module for module, ops in MODULES.items() for op in ops}
 ODD_TOKENS = 333  # no multiple of any tile
 Case = dict[str, Any]
 Attend = Callable[[Any], Any]
@@ -201,13 +203,12 @@ class Source:
         return torch.randperm(n, **self.make)
 
 
-def lengths_of(case: Case, source: Source) -> Tensor:
-    """int32 (B,): the keys of each row of a cache of N; all of them at the timed shape."""
-    return source.integers(1 if source.whole else case["N"], case["N"] + 1, case["B"]).int()
-
-
 class Heads(NamedTuple):
-    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those."""
+    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those.
+
+    shared  tensors that have the heads of k
+    paged   k and v lie in pages, which all rows share
+    """
 
     batch: int
     head: int
@@ -215,17 +216,38 @@ class Heads(NamedTuple):
     whole: bool
     last: int | None = None  # queries
     shared: tuple[str, ...] = ("k", "v", "dk", "dv")
+    paged: bool = False
 
     def pick(self, name: str, x: Tensor) -> Tensor:
+        """That part of an argument or a result."""
         if self.whole:
             return x
+        row = slice(self.batch, self.batch + 1)
+        if name in ("kv", "kv_lengths", "page_table"):
+            return x[row]
         each = 1 if name in self.shared else self.group
-        part = x[self.batch : self.batch + 1, self.head * each : (self.head + 1) * each]
-        return part[:, :, -self.last :] if self.last and name in ("q", "o", "do") else part
+        heads = slice(self.head * each, (self.head + 1) * each)
+        if x.ndim == 1:  # slopes
+            return x[heads]
+        part = x[:, heads] if self.paged and name in ("k", "v") else x[row, heads]
+        return part[:, :, -self.last :] if self.last and name in ("q", "o", "do", "dlse") else part
 
-    def slopes(self, decay: Tensor) -> Tensor:
-        """Of a decay (H,) those of the heads that are compared."""
-        return decay if self.whole else decay[self.head * self.group : (self.head + 1) * self.group]
+
+def problem_of(
+    x: Any, leaves: Sequence[str], douts: dict[str, Tensor], oracle: Callable[[Any], dict[str, Expected]], heads: Heads
+) -> Problem:
+    """The call on a named tuple. `oracle`: its part that is compared -> what must come out of that."""
+    tensors = {name: t for name, t in x._asdict().items() if isinstance(t, Tensor) and t.numel()}
+
+    def expected() -> dict[str, Expected]:
+        part = {name: heads.pick(name, t).detach() for name, t in tensors.items()}
+        if "decay" in leaves:
+            part["decay"].requires_grad_()
+        return oracle(x._replace(**part))
+
+    given = {name: tensors[name].requires_grad_() for name in leaves}
+    constants = {name: t for name, t in tensors.items() if name not in (*leaves, "do", "dlse", "dstate")}
+    return Problem(x, given, douts, expected, constants, heads.pick)
 
 
 META = Source(torch.device("meta"), 0)  # shapes only

@@ -20,8 +20,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fulmen.bench.adapters import Attend, Case, Operation, Source, dtype_of
-from fulmen.bench.adapters.layer import filled
-from fulmen.bench.adapters.lightning import lightning
+from fulmen.bench.adapters.attention import lightning
+from fulmen.bench.adapters.layers import filled
 from fulmen.bench.gate import Formula, Problem
 from fulmen.layers import AddNorm, GatedMLP, GroupedQueryAttention, LightningAttention, linear_cross_entropy
 from fulmen.testing import Expected
