@@ -224,7 +224,7 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
 
     from fulmen.bench import comparing
 
-    rule = None if fail_on is None else comparing.parse_fail_on(fail_on)
+    rule = {} if fail_on is None else comparing.parse_fail_on(fail_on)
     verdicts = comparing.compare(read(a), read(b))
     comparing.render(verdicts, Console())
     if failed := comparing.failures(verdicts, rule):

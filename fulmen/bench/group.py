@@ -365,8 +365,7 @@ class Group:
         if timer.cuda and min(cell.samples_ms) < REPLAYED_MS:
             cell.device_ms = timing.graph_ms(timer, fresh, cold=cold)
         if timer.cuda and settings.kernels:
-            ran = timing.profiled(timer, fresh(), cold)
-            (cell.kernels, cell.kernels_ms), cell.kinds = timing.between_spacers(ran), timing.by_kind(ran)
+            cell.kernels, cell.kernels_ms, cell.kinds = timing.Ran.of(timing.profiled(timer, fresh(), cold))
         if settings.loop:
             cell.stats["loop"] = timing.loop_ms(timer, fresh(), settings.loop)
         if settings.first_call and task.competitor.ours:

@@ -88,25 +88,6 @@ def test_every_part_is_found_on_a_gpu() -> None:
 # -------------------------------------------------------------------------------------------- resources
 
 
-@pytest.mark.parametrize(
-    ("arch", "registers", "shared", "warps", "share"),
-    [
-        (90, 32, 0, 4, 1.0),
-        (90, 255, 0, 8, 8 / 64),  # 256 * 32 registers a warp: 8 of 65,536
-        (90, 64, 100_000, 4, 8 / 64),  # two blocks' shared memory
-        (89, 32, 0, 4, 1.0),
-        (86, 32, 0, 2, 32 / 48),  # sixteen blocks
-        (90, 32, 240_000, 4, 0.0),
-    ],
-)
-def test_occupancy(arch: int, registers: int, shared: int, warps: int, share: float) -> None:
-    assert kernels.occupancy(arch, registers, shared, warps) == pytest.approx(share)
-
-
-def test_no_table_no_occupancy() -> None:
-    assert kernels.occupancy(75, 32, 0, 4) is None
-
-
 def test_under_the_interpreter_there_are_no_binaries() -> None:
     import triton
 

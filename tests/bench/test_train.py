@@ -101,9 +101,9 @@ def test_kinds_of_kernels() -> None:
         "Memset (Device)": "glue",
     }
     ran = [(spin, 1.0), *((name, 2.0) for name in kernels), (spin, 1.0)]
-    found = timing.by_kind(ran)
+    found = timing.Ran.of(ran).kinds
     assert found == {kind: pytest.approx(2e-3 * list(kernels.values()).count(kind)) for kind in set(kernels.values())}
-    assert timing.by_kind(ran[:-1]) == timing.by_kind([]) == {}
+    assert timing.Ran.of(ran[:-1]).kinds == timing.Ran.of([]).kinds == {}
 
 
 def test_the_report_shows_where_the_time_goes(tmp_path: Path) -> None:
