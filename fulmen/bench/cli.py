@@ -142,19 +142,13 @@ def list_() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     suites, who = Table("suite", "cases", "what it measures"), Table("name", "computes", f"on {device}")
+    registered = set()
     for name in cases.names():
-        suites.add_row(name, str(len(cases.read(name))), Text(cases.description(name)))
-    rows = [
-        (f"fulmen {name}", op, reason)
-        for op, registered in sorted(
-            {
-                (line.op, adapters.backends_of(line.op, line.case))
-                for suite in cases.names()
-                for line in cases.read(suite)
-            }
-        )
-        for name, reason in dispatch.report(registered, device)
-    ]
+        lines = cases.read(name)
+        suites.add_row(name, str(len(lines)), Text(cases.description(name)))
+        registered |= {(line.op, adapters.backends_of(line.op, line.case)) for line in lines}
+    ours = [(op, *backend) for op, kind in sorted(registered) for backend in dispatch.report(kind, device)]
+    rows = [(f"fulmen {name}", op, reason) for op, name, reason in ours]
     for name, baseline in sorted(BASELINES.items()):
         case = adapters.of(baseline.op).complete({"dtype": "bfloat16"})
         rows.append((name, baseline.op, baseline.requires(case, device)))

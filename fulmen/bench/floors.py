@@ -98,7 +98,7 @@ def _int(case: Case, *names: str) -> int | None:
 
 
 def pairs(N_Q: int, N_KV: int, causal: bool) -> int:
-    """Queries and keys that see each other. Under a causal mask the last query sees the last key, and so all of them."""
+    """How many queries and keys see each other. Under a causal mask the last query sees the last key."""
     last = min(N_Q, N_KV)
     return last * (N_KV - last) + last * (last + 1) // 2 if causal else N_Q * N_KV
 

@@ -47,7 +47,7 @@ class Machine:
     @classmethod
     def of(cls, device: torch.device) -> Machine:
         nvml = environment.Nvml(device)
-        return cls(device, Timer(device, nvml.clock_mhz if nvml.nvml is not None else None), nvml)
+        return cls(device, Timer(device, nvml.clock_mhz), nvml)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:

@@ -19,14 +19,11 @@ from rich.progress import (
 from rich.table import Column
 
 from fulmen.bench import schema
+from fulmen.bench.audit import ms
 from fulmen.bench.group import Group
 from fulmen.bench.runner import Monitor
 
 COLOURS = {"ok": "green", "failed": "bold red", "withheld": "bold red", "oom": "yellow", "timeout": "yellow"}
-
-
-def ms_words(ms: float) -> str:
-    return f"{ms:.{max(0, 3 - max(0, math.ceil(math.log10(ms))))}f}" if ms >= 1 else f"{ms:.3g}" if ms > 0 else "0"
 
 
 def line_of(cell: schema.Cell) -> str:
@@ -40,7 +37,7 @@ def line_of(cell: schema.Cell) -> str:
     share = cell.audit.get("efficiency")
     words = "[green]ok[/]" + (f" {share:.0%} of the ceiling" if isinstance(share, float) else "")
     flags = " ".join(flag for flag in cell.flags() if flag != "UNAUDITED")
-    return f"{what}  [bold]{ms_words(cell.median_ms)} ms[/] ±{half:.1%}  {words} [yellow]{escape(flags)}[/]".rstrip()
+    return f"{what}  [bold]{ms(cell.median_ms)}[/] ±{half:.1%}  {words} [yellow]{escape(flags)}[/]".rstrip()
 
 
 class Screen(Monitor):

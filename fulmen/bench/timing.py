@@ -77,11 +77,10 @@ class Wall(NamedTuple):
 
 
 class Timer:
-    """Takes samples on one device. `clock_mhz`: asks for the SM clock, while the device works; None: nobody can."""
+    """Takes samples on one device. `clock_mhz`: asks for the SM clock, while the device works."""
 
-    def __init__(self, device: torch.device, clock_mhz: Callable[[], float | None] | None = None) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
-        self.clock_mhz = clock_mhz or (lambda: None)
+    def __init__(self, device: torch.device, clock_mhz: Callable[[], float | None] = lambda: None) -> None:
+        self.device, self.cuda, self.clock_mhz = device, device.type == "cuda", clock_mhz
         self.l2_bytes = hardware.of(device).l2_bytes if self.cuda else CPU_CACHE
         self.cache = torch.empty(2 * self.l2_bytes, dtype=torch.int8, device=device)
         self.cycles_per_ms = self._calibrate() if self.cuda else 0.0

@@ -486,10 +486,6 @@ def test_the_screen_shows_verdicts(out: Path, terminal: bool) -> None:
     assert "cells to measure" in text
 
 
-def test_times_are_short_and_plain() -> None:
-    assert [screen.ms_words(x) for x in (0.01234, 1.2345, 12.345, 1234.5)] == ["0.0123", "1.23", "12.3", "1234"]
-
-
 @pytest.mark.gpu
 def test_a_run_on_a_gpu(out: Path) -> None:
     selection = Selection(("quick",), shapes=("B=2,H=4,N=256,D=64",), seconds=0.05, kernels=True)
