@@ -334,7 +334,6 @@ class Scaling(NamedTuple):
     time: Fit | None
     memory: Fit | None
     points: list[Point]  # N, ms: those of the fit
-    left_out: list[tuple[float, str]]
     growth: str  # as `Fit.growth`, of time and memory together
     verdict: str
 
@@ -445,22 +444,19 @@ def scaling(series: Sequence[schema.Cell], run: schema.Run | None = None) -> Sca
         return None
     l2 = number(run.environment.get("l2_bytes")) or 0.0 if run is not None else 0.0
     gpu = run is not None and bool(number(run.environment.get("arch")))
-    points, left_out, sizes = [], [], []
+    points, sizes = [], []
     for cell in series:
         n, t = float(cell.case["N"]), float(cell.stats["median"])
         work = floors.of_case(cell.op, cell.function, cell.case, cell.pass_)
         peak = cell.memory.get("peak")
         if isinstance(peak, dict) and (size := number(peak.get("bytes"))):
             sizes.append((n, size))
-        if gpu and t < 5 * LAUNCH_MS:
-            left_out.append((n, f"{ms(t)} is less than five launches"))
-        elif work is not None and work.bytes <= l2:
-            left_out.append((n, f"{si(work.bytes, 'B')} fit the cache"))
-        else:
+        few_launches, in_cache = gpu and t < 5 * LAUNCH_MS, work is not None and work.bytes <= l2
+        if not few_launches and not in_cache:
             points.append((n, t))
     time = fit(points) if len(points) >= MIN_POINTS else None
     memory = fit(sizes) if len(sizes) >= MIN_POINTS else None
-    return Scaling(series[0], time, memory, points, left_out, *_verdict(time, memory, points))
+    return Scaling(series[0], time, memory, points, *_verdict(time, memory, points))
 
 
 def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[Point]) -> tuple[str, str]:

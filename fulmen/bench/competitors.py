@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fulmen
 from fulmen import dispatch, hardware
-from fulmen.bench import adapters, schema
+from fulmen.bench import Refused, adapters, schema
 from fulmen.bench.adapters.attention import flash
 from fulmen.bench.adapters.layers import WORDS, layer, layer_parts
-from fulmen.bench.cases import BadSuite, Line
+from fulmen.bench.cases import Line
 from fulmen.bench.gate import Attend, Problem
 from fulmen.flash.sdpa import unsupported_reason
 
@@ -321,7 +321,7 @@ def rivals(line: Line, backends: Sequence[str] = (), others: Sequence[str] = ())
     for names, there, what in ((ours, known, f"{line.op} has no backend"), (others, sorted(BASELINES), "no baseline")):
         for name in names:
             if name not in there:
-                raise BadSuite(f"{what} {name!r}; there are {', '.join(there)}")
+                raise Refused(f"{what} {name!r}; there are {', '.join(there)}")
     return list(dict.fromkeys(ours)), list(dict.fromkeys(others))
 
 

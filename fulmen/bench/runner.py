@@ -77,7 +77,7 @@ def lines_of(selection: Selection, device: torch.device) -> list[Line]:
             lines = cases.select(lines, [cases.shape(text) for text in selection.shapes], keys)
         lines = [replace(line, case=adapters.complete(line.op, line.case, device)) for line in lines]
     except ValueError as error:
-        raise cases.BadSuite(f"{'--shape: ' if selection.shapes else ''}{error}") from None
+        raise Refused(f"{'--shape: ' if selection.shapes else ''}{error}") from None
     chosen = []
     for line in lines:
         usual = line.settings

@@ -23,7 +23,7 @@ from fulmen.bench import (
     schema,
     screen,
 )
-from fulmen.bench.cases import BadSuite, Line
+from fulmen.bench.cases import Line
 from fulmen.bench.runner import Selection
 
 TINY = ("B=1,H=2,N=32,D=16",)
@@ -354,7 +354,7 @@ def test_cases_whose_heads_do_not_divide_those_asked_for_are_left_out() -> None:
     ],
 )
 def test_a_bad_suite_says_where(text: str, words: str) -> None:
-    with pytest.raises(BadSuite, match=f"suite x.*{words}"):
+    with pytest.raises(Refused, match=f"suite x.*{words}"):
         cases.parse(text, "x")
 
 
@@ -363,7 +363,7 @@ def test_a_bad_suite_says_where(text: str, words: str) -> None:
 )
 def test_a_case_that_no_operation_has(case: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "text_of", lambda suite: f"cases = [{{{case}}}]")
-    with pytest.raises(BadSuite, match=words):
+    with pytest.raises(Refused, match=words):
         runner.lines_of(Selection(("quick",)), torch.device("cpu"))
 
 

@@ -50,12 +50,16 @@ class Operation:
 
     def complete(self, case: Case) -> Case:
         """The case with every key filled in; raises ValueError."""
-        done = self.KEYS | case
+        done = self.said(case)
         done |= {key: done[key] or done[usual] for key, usual in (("H_KV", "H"), ("E", "D")) if key in done}
         if done.get("grad") and self.KEYS.get("grad") is False:
             raise ValueError("grad=yes: decoding has no gradient")
         self.check(done)
         return done
+
+    def said(self, case: Case) -> Case:
+        """The case and the defaults of its keys, dtypes by their full names."""
+        return {key: DTYPES.get(str(value), value) for key, value in (self.KEYS | case).items()}
 
     def check(self, case: Case) -> None:
         """Raises ValueError for values that do not go together."""
@@ -133,11 +137,11 @@ def complete(op: str, case: Case, device: torch.device) -> Case:
     check(op, case)
     full: Case = of(op).complete(case)
     usual = "float32" if device.type == "cpu" else "bfloat16"
-    return full | {"dtype": usual if full["dtype"] == "auto" else DTYPES.get(full["dtype"], full["dtype"])}
+    return full | ({"dtype": usual} if full["dtype"] == "auto" else {})
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, str(DTYPES.get(case["dtype"], case["dtype"])))
+    dtype: torch.dtype = getattr(torch, case["dtype"])
     return dtype
 
 

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from fulmen import decay
 from fulmen.bench.adapters import META, ODD_TOKENS, Attend, Call, Case, Operation, Source, dtype_of, problem_of, shapes
-from fulmen.bench.cases import DTYPES
 from fulmen.bench.gate import Problem
 from fulmen.flash import spec as flash_spec
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
@@ -265,12 +264,8 @@ class Step(Operation):
     }  # fmt: skip
     backends = "step"
 
-    def complete(self, case: Case) -> Case:
-        done = super().complete(case)
-        return done | {"state_dtype": DTYPES.get(done["state_dtype"], done["state_dtype"])}
-
     def check(self, case: Case) -> None:
-        if case["state_dtype"] not in ("float32", "fp32", "bfloat16", "bf16"):
+        if case["state_dtype"] not in ("float32", "bfloat16"):
             raise ValueError(f"state_dtype={case['state_dtype']}: must be fp32 or bf16")
         if case["N"] > step_spec.MAX_TOKENS:
             raise ValueError(f"N={case['N']}: a step takes 1 to {step_spec.MAX_TOKENS} tokens")

@@ -100,7 +100,7 @@ class Layer(Operation):
     }  # fmt: skip
 
     def complete(self, case: Case) -> Case:
-        done = self.KEYS | case
+        done = self.said(case)
         kind, H, D, E = (done[key] for key in ("layer", "H", "D", "E"))
         usual = {"mqa": 1, "gqa": None}.get(kind, H)
         H_KV = done["H_KV"] or usual

@@ -121,7 +121,7 @@ class Train(Operation):
     }  # fmt: skip
 
     def complete(self, case: Case) -> Case:
-        done = self.KEYS | case
+        done = self.said(case)
         if not done["pattern"] or set(done["pattern"]) - set("LG"):
             raise ValueError(f"pattern={done['pattern']}: must be made of L (lightning) and G (grouped-query)")
         return done | {"H_KV": done["H_KV"] or max(done["H"] // 2, 1)}
