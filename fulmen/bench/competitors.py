@@ -334,16 +334,15 @@ def of(line: Line, device: torch.device, backends: Sequence[str] = (), others: S
 def backend(line: Line, device: torch.device, name: str) -> Competitor:
     """One of ours."""
     op, case, adapter = line.op, line.case, adapters.of(line.op)
-    refusal, chosen = adapters.refuses(op, case, device, name), name
-    if refusal is None:
-        try:
-            chosen = adapters.chosen(op, case, device, name)
-        except NotImplementedError as error:
-            refusal = str(error)
+    refusal, taken = None, name
+    try:
+        taken = adapters.taken(op, case, device, name)
+    except NotImplementedError as error:
+        refusal = str(error)
     return Competitor(
         f"{OURS}{name}", op, adapter.function(case), adapter.attend(name),
         functools.partial(adapter.problem, case, device), functools.partial(adapter.small, case, device),
-        adapter.attend_fully(name), refusal, backend=chosen, version=fulmen.__version__,
+        adapter.attend_fully(name), refusal, backend=taken, version=fulmen.__version__,
     )  # fmt: skip
 
 

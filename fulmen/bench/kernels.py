@@ -221,11 +221,7 @@ def resources(recorded: Iterable[Any], hw: hardware.Hardware) -> list[dict[str, 
             kernel = compiled(launch, hw.arch)
             about = kernel.metadata
             name, shared, warps, stages = about.name, about.shared, about.num_warps, about.num_stages
-            try:
-                registers, stack = counts(kernel.asm["cubin"])
-            except (OSError, subprocess.CalledProcessError):  # no such tool here: the driver knows, if there is one
-                kernel._init_handles()
-                registers, stack = kernel.n_regs, kernel.n_spills
+            registers, stack = counts(kernel.asm["cubin"])
         rows.append({
             "kernel": name, "registers": registers, "shared": shared, "stack": stack, "warps": warps, "stages": stages,
             "programs": math.prod(launch.grid),

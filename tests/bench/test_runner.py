@@ -464,10 +464,12 @@ def test_a_backend_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kernel in dispatch.kernels("flash").items():
         spied = kernel._replace(supports=lambda spec, name=name: asked.append(name))
         monkeypatch.setitem(dispatch._kernels["flash"], name, spied)
+    monkeypatch.setattr(dispatch, "choose", lambda op, spec, name: dispatch.Choice(name, name, None, 1, name))
     case = adapters.of("flash").complete({"dtype": "bfloat16"})
-    assert adapters.refuses("flash", case, torch.device("cuda"), "triton") is None
-    assert asked == ["triton"]
-    assert "no backend 'warp'" in str(adapters.refuses("flash", case, torch.device("cuda"), "warp"))
+    assert adapters.taken("flash", case, torch.device("cuda"), "triton") == "triton"
+    assert set(asked) == {"triton"}
+    with pytest.raises(NotImplementedError, match="no backend 'warp'"):
+        adapters.taken("flash", case, torch.device("cuda"), "warp")
 
 
 # -------------------------------------------------------------------------------------------------- on screen

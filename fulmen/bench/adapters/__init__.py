@@ -152,23 +152,17 @@ def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
     return (B, H, N_Q, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N_Q, E)
 
 
-# ---------------------------------------------------------------------------------------------------- backends
+def taken(op: str, case: Case, device: torch.device, backend: str) -> str:
+    """What "auto" takes, with its kernel where the backend has several; raises NotImplementedError, and says why.
 
-
-def refuses(op: str, case: Case, device: torch.device, backend: str) -> str | None:
-    """None, or why that backend cannot; the others are not asked, since to answer one may have to compile."""
-    if backend == "auto":
-        return None
-    registered = backends_of(op, case)
-    kernel = dispatch.kernels(registered).get(backend)
-    if kernel is None:
-        return dispatch._missing[registered].get(backend, f"there is no backend {backend!r}")
-    return kernel.supports(of(op).spec(case, device))
-
-
-def chosen(op: str, case: Case, device: torch.device, backend: str) -> str:
-    """What "auto" takes, with its kernel where the backend has several."""
+    Backends that were not asked for are not asked, either, since to answer one may have to compile.
+    """
     registered, spec = backends_of(op, case), of(op).spec(case, device)
+    if backend != "auto":
+        kernel = dispatch.kernels(registered).get(backend)
+        missing = dispatch._missing[registered].get(backend, f"there is no backend {backend!r}")
+        if why := missing if kernel is None else kernel.supports(spec):
+            raise NotImplementedError(why)
     choice = dispatch.choose(registered, spec, dispatch.pick(registered, spec, backend).name)
     return choice.backend if choice.kernel == choice.backend else f"{choice.backend} ({choice})"
 
