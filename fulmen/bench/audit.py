@@ -334,7 +334,6 @@ class Scaling(NamedTuple):
     time: Fit | None
     memory: Fit | None
     points: list[Point]  # N, ms: those of the fit
-    left_out: list[tuple[float, str]]
     growth: str  # as `Fit.growth`, of time and memory together
     verdict: str
 
@@ -349,8 +348,6 @@ class Crossover(NamedTuple):
 
     cell: schema.Cell  # any of the faster one's
     N: float | None
-    low: float | None
-    high: float | None
     words: str
 
 
@@ -447,22 +444,19 @@ def scaling(series: Sequence[schema.Cell], run: schema.Run | None = None) -> Sca
         return None
     l2 = number(run.environment.get("l2_bytes")) or 0.0 if run is not None else 0.0
     gpu = run is not None and bool(number(run.environment.get("arch")))
-    points, left_out, sizes = [], [], []
+    points, sizes = [], []
     for cell in series:
         n, t = float(cell.case["N"]), float(cell.stats["median"])
         work = floors.of_case(cell.op, cell.function, cell.case, cell.pass_)
         peak = cell.memory.get("peak")
         if isinstance(peak, dict) and (size := number(peak.get("bytes"))):
             sizes.append((n, size))
-        if gpu and t < 5 * LAUNCH_MS:
-            left_out.append((n, f"{ms(t)} is less than five launches"))
-        elif work is not None and work.bytes <= l2:
-            left_out.append((n, f"{si(work.bytes, 'B')} fit the cache"))
-        else:
+        few_launches, in_cache = gpu and t < 5 * LAUNCH_MS, work is not None and work.bytes <= l2
+        if not few_launches and not in_cache:
             points.append((n, t))
     time = fit(points) if len(points) >= MIN_POINTS else None
     memory = fit(sizes) if len(sizes) >= MIN_POINTS else None
-    return Scaling(series[0], time, memory, points, left_out, *_verdict(time, memory, points))
+    return Scaling(series[0], time, memory, points, *_verdict(time, memory, points))
 
 
 def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[Point]) -> tuple[str, str]:
@@ -488,38 +482,21 @@ def _verdict(time: Fit | None, memory: Fit | None, points: Sequence[Point]) -> t
     return "open", f"O(n) neither shown nor excluded: {words}"
 
 
-def _crossing(a: Mapping[float, float], b: Mapping[float, float]) -> float | None:
-    """The last N at which log a(N) - log b(N) goes from above to below zero, by interpolation of logarithms."""
-    gaps = [(math.log(n), math.log(t / b[n])) for n, t in sorted(a.items()) if n in b]
-    for (x0, y0), (x1, y1) in reversed(list(itertools.pairwise(gaps))):
-        if y1 >= 0:
-            return None  # slower again at the longest lengths
-        if y0 >= 0:
-            return math.exp(x0 + (x1 - x0) * y0 / (y0 - y1))
-    return None
-
-
 def crossover(ours: Sequence[schema.Cell], other: Sequence[schema.Cell]) -> Crossover | None:
-    """From which N `ours` is the faster one; the interval is where the intervals of the medians would cross."""
-
-    def line(series: Sequence[schema.Cell], which: str, pick: Callable[..., float]) -> dict[float, float]:
-        times = ((c.case["N"], float(c.stats["median"]), time_ms(c.stats.get(which))) for c in series)
-        return {float(n): pick(t, bound or t) for n, t, bound in times}
-
-    (a, a_low, a_high), (b, b_low, b_high) = (
-        (line(series, "median", min), line(series, "low", min), line(series, "high", max)) for series in (ours, other)
-    )
-    common = sorted(a.keys() & b.keys())
-    if len(common) < 2:
+    """From which N on `ours` is the faster one, by interpolation of logarithms; None for fewer than two lengths."""
+    a, b = ({float(c.case["N"]): float(c.stats["median"]) for c in series} for series in (ours, other))
+    gaps = [(math.log(n), math.log(a[n] / b[n])) for n in sorted(a.keys() & b.keys())]
+    if len(gaps) < 2:
         return None
-    at, early, late = _crossing(a, b), _crossing(a_low, b_high), _crossing(a_high, b_low)
-    names = f"faster than {other[0].competitor}"
-    if at is not None:
-        interval = f"{early:.0f} to {late:.0f}" if early is not None and late is not None else "interval open"
-        words = f"is {names} from N = {at:.0f} ({interval})"
-    elif a[common[-1]] < b[common[-1]]:
-        ratio = statistics.geometric_mean([b[n] / a[n] for n in common])
+    at, names = None, f"faster than {other[0].competitor}"
+    ahead = list(itertools.takewhile(lambda gap: gap[1] < 0, reversed(gaps)))
+    if not ahead:
+        words = f"is not {names} at N = {math.exp(gaps[-1][0]):.0f}"
+    elif len(ahead) == len(gaps):
+        ratio = math.exp(-statistics.fmean(y for _, y in gaps))
         words = f"is {names} at every N measured, {ratio:.2f} times on average"
     else:
-        words = f"is not {names} at N = {common[-1]:.0f}"
-    return Crossover(ours[0], at, early, late, f"{ours[0].competitor} {words}")
+        (x0, y0), (x1, y1) = gaps[-len(ahead) - 1], ahead[-1]
+        at = math.exp(x0 + (x1 - x0) * y0 / (y0 - y1))
+        words = f"is {names} from N = {at:.0f}"
+    return Crossover(ours[0], at, f"{ours[0].competitor} {words}")

@@ -21,10 +21,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 WORDS = {"yes": True, "no": False, "true": True, "false": False}
 
 
-class BadSuite(Refused):
-    """A suite, a shape or a name that does not exist, with what does."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """How each cell is measured."""
@@ -70,7 +66,7 @@ def names() -> list[str]:
 
 def text_of(suite: str) -> str:
     if suite not in names():
-        raise BadSuite(f"no suite {suite!r}; there are {', '.join(names())}")
+        raise Refused(f"no suite {suite!r}; there are {', '.join(names())}")
     return (FOLDER / f"{suite}.toml").read_text(encoding="utf-8")
 
 
@@ -83,17 +79,17 @@ def read(suite: str) -> list[Line]:
 
 
 def parse(text: str, suite: str) -> list[Line]:
-    shared = toml(text, f"suite {suite}", BadSuite)
+    shared = toml(text, f"suite {suite}", Refused)
     shared.pop("description", None)
     given = shared.pop("cases", None)
     if not isinstance(given, list) or not given:
-        raise BadSuite(f"suite {suite}: cases must be a list of tables, such as {{ op = 'flash', N = 1024 }}")
+        raise Refused(f"suite {suite}: cases must be a list of tables, such as {{ op = 'flash', N = 1024 }}")
     lines: list[Line] = []
     for number, own in enumerate(given, 1):
         try:
             lines += _lines(shared | own, suite)
         except (TypeError, ValueError) as error:
-            raise BadSuite(f"suite {suite}, case {number}: {error}") from None
+            raise Refused(f"suite {suite}, case {number}: {error}") from None
     return lines
 
 
@@ -111,7 +107,7 @@ def _lines(given: dict[str, Any], suite: str) -> Iterator[Line]:
     op, backends, baselines = given.pop("op"), given.pop("backends", ["auto"]), given.pop("baselines", [])
     choices = [value if isinstance(value, list) else [value] for value in given.values()]
     for values in itertools.product(*choices):
-        case = {k: DTYPES.get(v, v) if k == "dtype" else v for k, v in zip(given, values, strict=True)}
+        case = {key: DTYPES.get(str(value), value) for key, value in zip(given, values, strict=True)}
         yield Line(suite, op, case, tuple(backends), tuple(baselines), Settings(**settings))
 
 
@@ -124,9 +120,9 @@ def shape(text: str) -> dict[str, Any]:
     for word in text.split(","):
         key, _, value = (part.strip() for part in word.partition("="))
         if not key or not value:
-            raise BadSuite(f"--shape {text!r}: {word!r} must be key=value")
+            raise Refused(f"--shape {text!r}: {word!r} must be key=value")
         if key in found:
-            raise BadSuite(f"--shape {text!r}: {key} is given twice; several values are several --shape")
+            raise Refused(f"--shape {text!r}: {key} is given twice; several values are several --shape")
         number = int(value) if value.lstrip("-").isdecimal() else DTYPES.get(value, value)
         found[key] = WORDS.get(value.lower(), number)
     return found
@@ -144,14 +140,14 @@ def select(lines: Sequence[Line], shapes: Sequence[dict[str, Any]], keys: dict[s
         able = [line for line in lines if given.get("op", line.op) == line.op and set(wanted) <= keys[line.op]]
         if not able:
             known = sorted({key for line in lines for key in keys[line.op]})
-            raise BadSuite(f"--shape: no case says {', '.join(given)}; a case says {', '.join(known)}")
+            raise Refused(f"--shape: no case says {', '.join(given)}; a case says {', '.join(known)}")
         kinds = {k: v for k, v in wanted.items() if type(v) is str and k != "dtype"}  # such as layer=gqa
         able = [line for line in able if _agrees(line.case, kinds)] or able
         agree = [line for line in able if _agrees(line.case, wanted)]
         made = [replace(line, case=line.case | wanted) for line in agree or able]
         sound = [line for line in made if odd_heads(line.case) is None]
         if not sound:  # else cases whose key heads do not divide the heads asked for are left out
-            raise BadSuite(f"--shape: {odd_heads(made[0].case)}, which the suite says; give H_KV, too")
+            raise Refused(f"--shape: {odd_heads(made[0].case)}, which the suite says; give H_KV, too")
         chosen += [line for i, line in enumerate(sound) if line not in sound[:i] and line not in chosen]
     return chosen
 

@@ -82,19 +82,14 @@ def bench() -> None:
 )
 @click.option("--out", type=FILE, help="Results, JSON lines.")
 @click.option("--resume", is_flag=True, help="Go on with the file --out.")
-@click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes, and stop.")
 @click.option("--base", metavar="GITREF|FOLDER", help="Measure the kernels of that commit, interleaved with these.")
-def run(
-    suites: tuple[str, ...], out: Path | None, resume: bool, base: str | None, dry_run: bool, **options: Any,
-) -> None:  # fmt: skip
+def run(suites: tuple[str, ...], out: Path | None, resume: bool, base: str | None, **options: Any) -> None:
     """Measure SUITES (quick, if none is named); see `fulmen bench list`."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its remarks would tear the table
     if "scaling" in suites:
         fail("scaling takes several processes and has a command of its own: fulmen bench scaling")
     if resume and out is None:
         fail("--resume needs --out, the file to go on with")
-    if dry_run and (resume or base is not None):
-        fail("--dry-run says what a whole run would measure: it goes with neither --resume nor --base")
     if (seconds := options["seconds"]) is not None and not 0 <= seconds < float("inf"):
         fail(f"--seconds {seconds}: must be a number of seconds")
     from rich.console import Console
@@ -102,27 +97,12 @@ def run(
     from fulmen.bench import runner
 
     selection, console = runner.Selection(suites or ("quick",), **options), Console()
-    if dry_run:
-        _preview(selection, console)
-        return
     out = out or runner.default_out(selection.suites)
     try:
         _measure(selection, out, resume, base, console)
     except KeyboardInterrupt:
         console.print(f"interrupted; what is done is in {out}, and the same command with --resume goes on")
         raise SystemExit(130) from None
-
-
-def _preview(selection: Any, console: Any) -> None:
-    from fulmen.bench import environment, runner
-
-    device = environment.device_of(selection.device)
-    found = runner.preview(selection, device)
-    for suite, lines, cells, refused, _ in found:
-        no = f", {refused} that nobody here can (`fulmen bench list` says why)" if refused else ""
-        console.print(f"{suite}: {lines} cases, {cells} cells to measure{no}", soft_wrap=True)
-    seconds = sum(row[-1] for row in found) + (runner.COMPILING if device.type == "cuda" else 0)
-    console.print(f"on {device} at most about {max(1, round(seconds / 60))} min, unless single calls take seconds")
 
 
 def _measure(selection: Any, out: Path, resume: bool, base: str | None, console: Any) -> None:
@@ -158,23 +138,17 @@ def list_() -> None:
 
     from fulmen import dispatch
     from fulmen.bench import adapters, cases
-    from fulmen.bench.baselines import BASELINES
+    from fulmen.bench.competitors import BASELINES
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     suites, who = Table("suite", "cases", "what it measures"), Table("name", "computes", f"on {device}")
+    registered = set()
     for name in cases.names():
-        suites.add_row(name, str(len(cases.read(name))), Text(cases.description(name)))
-    rows = [
-        (f"fulmen {name}", op, reason)
-        for op, registered in sorted(
-            {
-                (line.op, adapters.backends_of(line.op, line.case))
-                for suite in cases.names()
-                for line in cases.read(suite)
-            }
-        )
-        for name, reason in dispatch.report(registered, device)
-    ]
+        lines = cases.read(name)
+        suites.add_row(name, str(len(lines)), Text(cases.description(name)))
+        registered |= {(line.op, adapters.backends_of(line.op, line.case)) for line in lines}
+    ours = [(op, *backend) for op, kind in sorted(registered) for backend in dispatch.report(kind, device)]
+    rows = [(f"fulmen {name}", op, reason) for op, name, reason in ours]
     for name, baseline in sorted(BASELINES.items()):
         case = adapters.of(baseline.op).complete({"dtype": "bfloat16"})
         rows.append((name, baseline.op, baseline.requires(case, device)))
@@ -244,7 +218,7 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
 
     from fulmen.bench import comparing
 
-    rule = None if fail_on is None else comparing.parse_fail_on(fail_on)
+    rule = {} if fail_on is None else comparing.parse_fail_on(fail_on)
     verdicts = comparing.compare(read(a), read(b))
     comparing.render(verdicts, Console())
     if failed := comparing.failures(verdicts, rule):

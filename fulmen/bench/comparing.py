@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -182,39 +182,26 @@ def _judge(first: schema.Cell, second: schema.Cell, differences: str) -> Verdict
 # ------------------------------------------------------------------------------------- rule, exit, screen
 
 
-class Rule(NamedTuple):
-    """When a comparison fails: from which slowdown on, and whether missing or broken cells count."""
-
-    slower: float | None = None
-    missing: bool = False
-    broken: bool = False
-
-
-def parse_fail_on(text: str) -> Rule:
-    """ "slower", "slower:5%", "slower:0.05", "missing", "broken", or several of them with commas between."""
-    rule = Rule()
-    for part in (p.strip().lower() for p in text.split(",")):
-        match = re.fullmatch(r"slower(?::\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?))?", part)
-        if match:
-            amount = float(match[1] or 0) / (100 if match[2] else 1)
-            if amount >= 1 and not match[2]:
-                raise Refused(f"--fail-on {part}: {match[1]} is {100 * amount:.0f} %; did you mean {match[1]}%?")
-            rule = rule._replace(slower=amount)
-        elif part in ("missing", "broken"):
-            rule = rule._replace(**{part: True})
-        else:
+def parse_fail_on(text: str) -> dict[str, float]:
+    """ "slower", "slower:5%", "slower:0.05", "missing", "broken", or several with commas: each with its least share."""
+    rule: dict[str, float] = {}
+    for part in text.lower().split(","):
+        name, colon, said = (word.strip() for word in part.partition(":"))
+        share = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", said)
+        if name not in ("slower", "missing", "broken") or (colon and (name != "slower" or share is None)):
             raise Refused(f"--fail-on {part!r}: must be slower, slower:5%, missing or broken, joined by commas")
+        rule[name] = float(share[1]) / (100 if share[2] else 1) if share else 0.0
+        if rule[name] >= 1 and not said.endswith("%"):
+            raise Refused(f"--fail-on {part}: {said} is {100 * rule[name]:.0f} %; did you mean {said}%?")
     return rule
 
 
-def failures(verdicts: Iterable[Verdict], rule: Rule | None) -> list[Verdict]:
-    """Those that the rule counts as failures; without a rule none."""
-    rule = rule or Rule()
-    limit = math.inf if rule.slower is None else 1 + rule.slower
+def failures(verdicts: Iterable[Verdict], rule: Mapping[str, float]) -> list[Verdict]:
+    """Those that the rule counts as failures: slower by its share, missing in the second file, or broken there."""
 
     def fails(v: Verdict) -> bool:
-        slower = v.verdict == "SLOWER" and v.effect is not None and v.effect.ratio >= limit
-        return slower or (rule.missing and v.missing == "b") or (rule.broken and v.broken)
+        slower = v.verdict == "SLOWER" and v.effect is not None and v.effect.ratio >= 1 + rule.get("slower", math.inf)
+        return slower or ("missing" in rule and v.missing == "b") or ("broken" in rule and v.broken)
 
     return [v for v in verdicts if fails(v)]
 

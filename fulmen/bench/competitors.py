@@ -1,25 +1,265 @@
-"""Who competes in a case: our backends, from the registry, and other people's kernels, from `baselines`."""
+"""Who competes in a case: our backends, from the registry, and other people's kernels, from the table BASELINES.
+
+Packages outside torch are imported by the call that needs them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
+import importlib.util
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fulmen
-from fulmen import dispatch
-from fulmen.bench import adapters, schema
-from fulmen.bench.baselines import BASELINES
-from fulmen.bench.cases import BadSuite, Line
+from fulmen import dispatch, hardware
+from fulmen.bench import Refused, adapters, schema
+from fulmen.bench.adapters.attention import flash
+from fulmen.bench.adapters.layers import WORDS, layer, layer_parts
+from fulmen.bench.cases import Line
 from fulmen.bench.gate import Attend, Problem
+from fulmen.flash.sdpa import unsupported_reason
 
+Case = dict[str, Any]
 OURS = "fulmen "  # begins the names of our competitors
+
+
+class Baseline(NamedTuple):
+    """One implementation that is not ours.
+
+    op        the operation it computes, a name of `fulmen.bench.adapters`
+    call      the timed call, on the arguments of that operation's problems; (B, H, N, D) in and out
+    requires  None, or why it cannot take a case on a device
+    packages  the names under which its package may be installed, for its version
+    pinned    a context around every call, outside what is timed
+    case      what its case has instead of the line's own
+    """
+
+    op: str
+    call: Callable[[Any], Any]
+    requires: Callable[[Case, torch.device], str | None] = lambda case, device: None
+    packages: tuple[str, ...] = ("torch",)
+    pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    case: Case = {}  # noqa: RUF012  (a NamedTuple's default, never changed)
+
+    def version(self) -> str:
+        for package in self.packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return torch.__version__ if package == "torch" else importlib.metadata.version(package)
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------- requirements
+
+
+def absent(module: str, package: str) -> str | None:
+    """None, or that the package cannot be imported here."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    return None if found else f"{package} is not installed"
+
+
+def no_gpu(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"a kernel for CUDA GPUs, and the device is {device}"
+
+
+def fla_on_gpu(case: Case, device: torch.device) -> str | None:
+    return no_gpu(device) or absent("fla", "flash-linear-attention")
+
+
+def same_first_query(case: Case, device: torch.device) -> str | None:
+    if case["causal"] and "N_Q" in case:
+        return f"is_causal counts from the first query and key, ours from the last: N_Q={case['N_Q']}, N={case['N']}"
+    return None
+
+
+def sdpa_backend(name: str, case: Case, device: torch.device) -> str | None:
+    return no_gpu(device) or unsupported_reason(flash.spec(flash.complete(case), device), hardware.of(device), name)
+
+
+def cudnn_within(case: Case, device: torch.device) -> str | None:
+    """Of a layer on a GPU; on a CPU SDPA takes what it has."""
+    if layer.within(case)[0] is not flash:
+        return f"softmax attention, and the case is a {WORDS[case['layer']]}"
+    if device.type != "cuda":
+        return None
+    return unsupported_reason(layer.spec(layer.complete(case), device), hardware.of(device), "cudnn")
+
+
+def flash_attn_package(case: Case, device: torch.device) -> str | None:
+    if case["dtype"] not in ("bfloat16", "float16"):
+        return f"computes in bf16 and fp16, and the case is {case['dtype']}"
+    if case["D"] != case["E"]:
+        return f"needs E = D, here D={case['D']}, E={case['E']}"
+    return no_gpu(device) or absent("flash_attn", "flash-attn")
+
+
+def equal_heads(module: str, package: str, case: Case, device: torch.device) -> str | None:
+    if case["H"] != case["H_KV"] or case.get("groups"):
+        heads = f"groups={case['groups']}" if case.get("groups") else f"H_KV={case['H_KV']}"
+        return f"needs as many heads of k and v as of q, here H={case['H']}, {heads}"
+    return no_gpu(device) or absent(module, package)
+
+
+def constant_decay(case: Case, device: torch.device) -> str | None:
+    if case.get("per_token"):
+        return "has a constant decay, and the case one for each token"
+    return equal_heads("lightning_attn", "lightning-attention", case, device)
+
+
+def fp32_states(case: Case, device: torch.device) -> str | None:
+    if case.get("state_dtype") == "bfloat16":
+        return "writes states in fp32, and the case has bf16"
+    return needs_fla(case, device)
+
+
+# ----------------------------------------------------------------------------------------------------- calls
+
+
+def sdpa(x: Any) -> Tensor:
+    grouped = x.q.shape[1] != x.k.shape[1]
+    return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=bool(x.causal), enable_gqa=grouped)
+
+
+def flash_attn(x: Any) -> Tensor:
+    from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
+
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+    return flash_attn_func(q, k, v, causal=bool(x.causal)).transpose(1, 2)
+
+
+def fla(name: str, x: Any) -> Tensor:
+    from fla.ops import simple_gla  # type: ignore[import-not-found, unused-ignore]
+
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+    options = {} if x.decay is None else {"g_gamma": -x.decay}
+    if x.decay is not None and x.decay.ndim == 3:
+        options = {"g": -x.decay.transpose(1, 2)}
+    o, _ = getattr(simple_gla, name)(q, k, v, scale=x.scale, **options)
+    return o.transpose(1, 2)
+
+
+def fla_step(given: Any) -> tuple[Tensor, Tensor]:
+    """o, and the states after the step, in memory of their own."""
+    from fla.ops.simple_gla import fused_recurrent_simple_gla  # type: ignore[import-not-found, unused-ignore]
+
+    x = given.call
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+    options = {"scale": x.scale, "initial_state": x.state, "output_final_state": True}
+    o, state = fused_recurrent_simple_gla(q, k, v, g_gamma=-x.decay, **options)
+    return o.transpose(1, 2), state
+
+
+def lightning_attention_2(x: Any) -> Tensor:
+    from lightning_attn.ops import lightning_attn_func  # type: ignore[import-not-found, unused-ignore]
+
+    slopes = torch.zeros(x.q.shape[1], device=x.q.device) if x.decay is None else x.decay
+    return lightning_attn_func(x.q, x.k, x.v, slopes.view(-1, 1, 1))
+
+
+def sdpa_layer(own: Any, x: Tensor) -> Tensor:
+    """A layer as one writes it without us: nn.Linear's products, norms, RoPE and scaled_dot_product_attention."""
+    if hasattr(own, "kv_rank"):
+        q, k, v = latent_heads(x, own)
+    else:
+        each = own.qkv_proj(x).chunk(3, -1) if own.fused_qkv else (own.q_proj(x), own.k_proj(x), own.v_proj(x))
+        q, k, v = (t.unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for t in each)
+        if own.rope is not None:
+            q, k = (placed(own, t, norm) for t, norm in ((q, own.q_norm), (k, own.k_norm)))
+    grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=own.options.causal, enable_gqa=grouped)
+    y: Tensor = own.o_proj(o.transpose(1, 2).flatten(2))
+    return y
+
+
+def placed(own: Any, y: Tensor, norm: Any) -> Tensor:
+    """Heads normed and turned."""
+    cos, sin = own.rope.span(0, y.shape[2], y.device)
+    a, b = F.rms_norm(y, (own.head_dim,), norm.weight, 1e-6).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(y.dtype)
+
+
+def latent_heads(x: Tensor, own: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of latent attention."""
+    B, N, H = *x.shape[:2], own.num_heads
+    sizes = [own.nope_dim, own.rope_dim]
+    q = own.q_b_proj(F.rms_norm(own.q_a_proj(x), (own.q_rank,), own.q_a_layernorm.weight, 1e-6))
+    q_nope, q_rope = q.view(B, N, H, sum(sizes)).transpose(1, 2).split(sizes, -1)
+    c, k_rope = own.kv_a_proj_with_mqa(x).split([own.kv_rank, own.rope_dim], -1)
+    kv = own.kv_b_proj(F.rms_norm(c, (own.kv_rank,), own.kv_a_layernorm.weight, 1e-6))
+    k_nope, v = kv.view(B, N, H, -1).transpose(1, 2).split([own.nope_dim, own.value_dim], -1)
+    cos, sin = own.rope.span(0, N, x.device)  # a table that is kept
+
+    def rotated(y: Tensor) -> Tensor:
+        a, b = y.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(y.dtype)
+
+    k_rope = rotated(k_rope[:, None]).expand(-1, H, -1, -1)
+    return torch.cat([q_nope, rotated(q_rope)], -1), torch.cat([k_nope, k_rope], -1), v
+
+
+def fla_layer(own: Any, x: Tensor) -> Tensor:
+    """Lightning attention by fla between torch's operations; softmax attention by torch."""
+    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found, unused-ignore]
+
+    if not hasattr(own, "output_gate"):
+        return sdpa_layer(own, x)
+    q, k, v = F.silu(own.qkv_proj(x)).unflatten(-1, (own.num_heads, 3, -1)).unbind(-2)
+    o, _ = chunk_simple_gla(q, k, v, g_gamma=-own.decay, scale=own.scale)
+    y: Tensor = own.out_proj(own.norm(o.flatten(2)) * torch.sigmoid(own.output_gate(x)))
+    return y
+
+
+def stack(attention: Callable[[Any, Tensor], Tensor], p: Any) -> Tensor:
+    """A training step's losses with this attention between torch's operations."""
+    from fulmen.bench.adapters.train import PLAIN  # here: another commit's layers may lack what it imports
+
+    losses: Tensor = p.stack(p.ids, p.targets, PLAIN._replace(attention=attention))
+    return losses
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+
+def pinned_cudnn() -> AbstractContextManager[Any]:
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if torch.cuda.is_available() else contextlib.nullcontext()
+
+
+fa2, cudnn = (functools.partial(sdpa_backend, name) for name in ("flash", "cudnn"))
+pinned_fa2 = functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
+needs_fla = functools.partial(equal_heads, "fla", "flash-linear-attention")
+FLA = ("flash-linear-attention", "fla-core")
+
+BASELINES = {
+    "sdpa": Baseline("flash", sdpa, same_first_query),
+    "sdpa-fa2": Baseline("flash", sdpa, fa2, pinned=pinned_fa2),
+    "sdpa-cudnn": Baseline("flash", sdpa, cudnn, pinned=pinned_cudnn),
+    "flash-attn": Baseline("flash", flash_attn, flash_attn_package, ("flash-attn",)),
+    "sdpa-layer": Baseline("layer", lambda p: sdpa_layer(p.layer, p.x), cudnn_within, pinned=pinned_cudnn),
+    "layer-parts": Baseline("layer_parts", layer_parts.attend("auto")),
+    "sdpa-stack": Baseline("train", functools.partial(stack, sdpa_layer), case={"pattern": "G"}),
+    "fla-stack": Baseline("train", functools.partial(stack, fla_layer), fla_on_gpu, FLA),
+    "fla-chunk": Baseline("lightning", functools.partial(fla, "chunk_simple_gla"), needs_fla, FLA),
+    "fla-fused-chunk": Baseline("lightning", functools.partial(fla, "fused_chunk_simple_gla"), needs_fla, FLA),
+    "fla-recurrent": Baseline("step", fla_step, fp32_states, FLA),
+    "lightning-attention-2": Baseline(
+        "lightning", lightning_attention_2, constant_decay, ("lightning-attn", "lightning_attn")
+    ),
+}
+
+
+# ----------------------------------------------------------------------------------------------- competitors
 
 
 @dataclass
@@ -81,7 +321,7 @@ def rivals(line: Line, backends: Sequence[str] = (), others: Sequence[str] = ())
     for names, there, what in ((ours, known, f"{line.op} has no backend"), (others, sorted(BASELINES), "no baseline")):
         for name in names:
             if name not in there:
-                raise BadSuite(f"{what} {name!r}; there are {', '.join(there)}")
+                raise Refused(f"{what} {name!r}; there are {', '.join(there)}")
     return list(dict.fromkeys(ours)), list(dict.fromkeys(others))
 
 
@@ -94,16 +334,15 @@ def of(line: Line, device: torch.device, backends: Sequence[str] = (), others: S
 def backend(line: Line, device: torch.device, name: str) -> Competitor:
     """One of ours."""
     op, case, adapter = line.op, line.case, adapters.of(line.op)
-    refusal, chosen = adapters.refuses(op, case, device, name), name
-    if refusal is None:
-        try:
-            chosen = adapters.chosen(op, case, device, name)
-        except NotImplementedError as error:
-            refusal = str(error)
+    refusal, taken = None, name
+    try:
+        taken = adapters.taken(op, case, device, name)
+    except NotImplementedError as error:
+        refusal = str(error)
     return Competitor(
         f"{OURS}{name}", op, adapter.function(case), adapter.attend(name),
         functools.partial(adapter.problem, case, device), functools.partial(adapter.small, case, device),
-        adapter.attend_fully(name), refusal, backend=chosen, version=fulmen.__version__,
+        adapter.attend_fully(name), refusal, backend=taken, version=fulmen.__version__,
     )  # fmt: skip
 
 

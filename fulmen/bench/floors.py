@@ -23,95 +23,24 @@ Ceilings are dense: SMs x FLOP/clk/SM x clock. Numbers with "sparsity" are twice
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 PASSES = ("forward", "backward", "total")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-
-
 DTYPES = {
     "bf16": "bf16|bfloat16", "fp16": "fp16|float16|half|f16", "tf32": "tf32", "fp32": "fp32|float32|float|f32",
     "fp64": "fp64|float64|double|f64", "fp8": "fp8.*|float8.*|e4m3.*|e5m2.*|f8",
 }  # fmt: skip
+Case = Mapping[str, Any]
 
 
 def dtype_name(dtype: object) -> str | None:
     """fp64, fp32, tf32, bf16, fp16 or fp8, for the many ways in which people write them."""
     text = re.sub(r"[^a-z0-9]", "", str(dtype).lower().rpartition(".")[2])
     return next((name for name, pattern in DTYPES.items() if re.fullmatch(pattern, text)), None)
-
-
-# ------------------------------------------------------------------------------------------------ a case's sizes
-
-
-class Shape(NamedTuple):
-    """The sizes of a case; `batches`: (how many, N_Q, N_KV), packed sequences one by one."""
-
-    batches: tuple[tuple[int, int, int], ...]
-    H: int
-    H_KV: int
-    D: int
-    E: int
-    itemsize: int
-    kv: int  # elements of k and v, for a token and head
-
-    @property
-    def queries(self) -> int:
-        return sum(B * N_Q for B, N_Q, _ in self.batches)
-
-    @property
-    def keys(self) -> int:
-        return sum(B * N_KV for B, _, N_KV in self.batches)
-
-    @classmethod
-    def of(cls, case: Mapping[str, Any], op: str = "") -> Shape | None:
-        """None where the case does not say enough."""
-        size = ITEMSIZE.get(dtype_name(case.get("dtype", "")) or "")
-        H, D = _int(case, "H"), _int(case, "D")
-        lengths = case.get("lengths")
-        if isinstance(lengths, list | tuple) and all(type(n) is int and 0 <= n < 2**31 for n in lengths):
-            batches = tuple((1, n, n) for n in lengths)
-        else:
-            B, N_Q = _int(case, "B"), _int(case, "N_Q", "N")
-            N_KV = _int(case, "N_KV", "N") or N_Q
-            batches = ((B, N_Q, N_KV),) if B and N_Q and N_KV else ()
-        if not (size and H and D and batches):
-            return None
-        E = _int(case, "E") or D
-        shape = cls(batches, H, _int(case, "H_KV") or H, D, E, size, D if op == "latent" else D + E)
-        positive = min(shape[1:]) > 0 and max(N_Q for _, N_Q, _ in batches) > 0 and min(map(min, batches)) >= 0
-        return shape if positive else None
-
-
-def _int(case: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = case.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1 and value < 2**40:
-            return int(value)
-    return None
-
-
-class Mask(NamedTuple):
-    """Query i stands at i (top_left) or i + N_KV - N_Q and sees keys from `left` before to `right` after it."""
-
-    left: int | None = None
-    right: int | None = None
-    top_left: bool = False
-
-    @classmethod
-    def of(cls, case: Mapping[str, Any]) -> Mask:
-        """`causal` and `window` as in `fulmen.flash_attention`; without `causal` it is causal, which is less work."""
-        causal, window = case.get("causal", True), case.get("window")
-        left = right = None
-        if isinstance(window, list | tuple) and len(window) == 2:
-            left, right = (w if type(w) is int and w >= 0 else None for w in window)
-        return cls(left, 0 if causal else right, top_left=causal == "top_left")
 
 
 def family(op: str, function: str = "") -> str | None:
@@ -124,19 +53,62 @@ def family(op: str, function: str = "") -> str | None:
     return None
 
 
-def projections_of(case: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(in, out) of a layer's projections, the output's last, as the case says or implies; [] where it says too little.
+# ------------------------------------------------------------------------------------------------ a case's sizes
+
+
+class Shape(NamedTuple):
+    """The sizes of a case, all above 0."""
+
+    B: int
+    N_Q: int
+    N_KV: int
+    H: int
+    H_KV: int
+    D: int
+    E: int
+    itemsize: int
+    kv: int  # elements of k and v, for a token and head
+
+    @property
+    def queries(self) -> int:
+        return self.B * self.N_Q
+
+    @property
+    def keys(self) -> int:
+        return self.B * self.N_KV
+
+    @classmethod
+    def of(cls, case: Case, op: str = "") -> Shape | None:
+        """None where the case does not say enough."""
+        B, N_Q, N_KV, H = _int(case, "B"), _int(case, "N_Q", "N"), _int(case, "N_KV", "N", "N_Q"), _int(case, "H")
+        D, size = _int(case, "D"), ITEMSIZE.get(dtype_name(case.get("dtype", "")) or "")
+        if not (B and N_Q and N_KV and H and D and size):
+            return None
+        E, H_KV = _int(case, "E") or D, _int(case, "H_KV") or H
+        shape = cls(B, N_Q, N_KV, H, H_KV, D, E, size, D if op == "latent" else D + E)
+        return shape if min(shape) > 0 else None
+
+
+def _int(case: Case, *names: str) -> int | None:
+    for name in names:
+        value = case.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1 and value < 2**40:
+            return int(value)
+    return None
+
+
+def pairs(N_Q: int, N_KV: int, causal: bool) -> int:
+    """How many queries and keys see each other. Under a causal mask the last query sees the last key."""
+    last = min(N_Q, N_KV)
+    return last * (N_KV - last) + last * (last + 1) // 2 if causal else N_Q * N_KV
+
+
+def projections_of(case: Case) -> list[tuple[int, int]]:
+    """(in, out) of a layer's projections, the output's last; [] where the case says too little.
 
     Latent attention: q down and up, k and v down (with the D - E elements of k that RoPE turns) and up; the latents
     have size `rank`, that of the queries `q_rank` if given. A lightning layer has a `gate`, too.
     """
-    given = case.get("projections")
-    if given is not None:
-        pairs = given if isinstance(given, list | tuple) else []
-        sound = all(
-            isinstance(s, list | tuple) and len(s) == 2 and all(type(x) is int and x > 0 for x in s) for s in pairs
-        )
-        return [(a, b) for a, b in pairs] if sound else []
     H, D = _int(case, "H"), _int(case, "D")
     if not H or not D:
         return []
@@ -173,26 +145,12 @@ class Work:
         return reads + max(0.0, self.writes - l2_bytes)
 
 
-@functools.lru_cache(maxsize=4096)
-def seen(N_Q: int, N_KV: int, mask: Mask) -> tuple[int, int]:
-    """(pairs the mask lets through, keys that some query sees)"""
-    if N_Q <= 0 or N_KV <= 0:
-        return 0, 0
-    position = np.arange(N_Q, dtype=np.int64) + (0 if mask.top_left else N_KV - N_Q)
-    first = np.zeros_like(position) if mask.left is None else np.clip(position - mask.left, 0, None)
-    last = np.full_like(position, N_KV - 1) if mask.right is None else np.clip(position + mask.right, None, N_KV - 1)
-    count = np.clip(last - first + 1, 0, None)
-    if not count.any():
-        return 0, 0
-    return int(count.sum()), int(last[count > 0].max() - first[count > 0].min() + 1)
-
-
-def computed(function: str, case: Mapping[str, Any]) -> Mapping[str, Any]:
+def computed(function: str, case: Case) -> Case:
     """The case, if `function` is what a competitor makes of it: a stack of softmax attention has no other blocks."""
     return {**case, "pattern": "G"} if "pattern" in case and "linear" not in function else case
 
 
-def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work | None:
+def of_case(op: str, function: str, case: Case, pass_: str) -> Work | None:
     """The floor of one pass of a benchmark case; None where the operation is not known or the case says too little."""
     shape, kind = Shape.of(case, op), family(op, function)
     if shape is None or kind is None or pass_ not in PASSES:
@@ -200,10 +158,9 @@ def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work
     if op == "train":
         return training(shape, computed(function, case), pass_)
     work = attention(kind, shape, case, pass_)
-    sizes = projections_of(case) if op.startswith("layer") else []
-    if not sizes:
+    if not op.startswith("layer"):
         return work
-    whole = layer(pass_, work, shape, sizes)
+    whole = layer(pass_, work, shape, projections_of(case))
     if not op.startswith("layer_step"):
         return whole
     read, written = cache_bytes(shape, case)
@@ -211,44 +168,38 @@ def of_case(op: str, function: str, case: Mapping[str, Any], pass_: str) -> Work
     return dataclasses.replace(whole, reads=reads, writes=writes, usual_bytes=reads + writes)
 
 
-def attention(kind: str, shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
+def attention(kind: str, shape: Shape, case: Case, pass_: str) -> Work:
     """Softmax attention, or linear attention with or without decay; of states only those of a decoding step count."""
-    H, D, E, states = shape.H, shape.D, shape.E, state_bytes(shape, case)
-    keys = read = shape.keys
-    if kind == "softmax":
-        each = [(B, *seen(N_Q, N_KV, Mask.of(case))) for B, N_Q, N_KV in shape.batches]
-        forward = 2.0 * H * sum(B * pairs for B, pairs, _ in each) * (D + E)
-        read = sum(B * some for B, _, some in each)
-    else:
-        keys = read = shape.queries
-        mask = Mask(right=None if case.get("causal", True) is False else 0)
-        both = [(B, 4.0 * N * D * E, 2.0 * seen(N, N, mask)[0] * (D + E)) for B, N, _ in shape.batches]
-        forward = H * sum(B * (steps if states else min(steps, quadratic)) for B, steps, quadratic in both)
+    B, N, H, D, E, states = shape.B, shape.N_Q, shape.H, shape.D, shape.E, state_bytes(shape, case)
+    keys, causal = shape.keys if kind == "softmax" else shape.queries, case.get("causal", True) is not False
+    forward = 2.0 * B * H * pairs(N, shape.N_KV if kind == "softmax" else N, causal) * (D + E)
+    if kind == "linear":
+        steps = 4.0 * B * H * N * D * E
+        forward = steps if states else min(steps, forward)
     flops = forward * {"forward": 1, "backward": 2, "total": 3}[pass_]
-    recomputed = {"forward": 0, "backward": 0.5, "total": 0.5}[pass_] if kind == "softmax" else 0
+    recomputed = 0.5 * forward if kind == "softmax" and pass_ != "forward" else 0.0
     size = float(shape.itemsize)
     q, o = (size * shape.queries * H * width for width in (D, E))
-    kv, kv_read = (size * n * shape.H_KV * shape.kv for n in (keys, read))
+    kv = size * keys * shape.H_KV * shape.kv
     if groups := _int(case, "groups"):  # heads of q and k, where v has H
         q, kv = (size * shape.queries * elements for elements in (groups * D, groups * D + H * E))
-        kv_read = kv
     decays = 4.0 * shape.queries * H if case.get("per_token") is True else 0.0
-    given, grads = q + kv_read + decays, q + kv + decays
+    given = q + kv + decays  # gradients are as large
     reads, writes, usual = {
         "forward": (given, o, given + o),
-        "backward": (given + o, grads, given + o + grads),  # reads dO, as large as o
-        "total": (given + o, o + grads, 2 * (given + o) + grads),
+        "backward": (given + o, given, 2 * given + o),  # reads dO, as large as o
+        "total": (given + o, o + given, 3 * given + 2 * o),
     }[pass_]
-    return Work(flops, reads + states, writes + states, flops + recomputed * forward, usual + 2 * states)
+    return Work(flops, reads + states, writes + states, flops + recomputed, usual + 2 * states)
 
 
-def state_bytes(shape: Shape, case: Mapping[str, Any]) -> float:
+def state_bytes(shape: Shape, case: Case) -> float:
     """Of the states that a decoding step reads and writes, which a case with a `state_dtype` is."""
     size = ITEMSIZE.get(dtype_name(case.get("state_dtype", "")) or "", 0)
-    return float(size * sum(B for B, _, _ in shape.batches) * shape.H * shape.D * shape.E)
+    return float(size * shape.B * shape.H * shape.D * shape.E)
 
 
-def cache_bytes(shape: Shape, case: Mapping[str, Any]) -> tuple[float, float]:
+def cache_bytes(shape: Shape, case: Case) -> tuple[float, float]:
     """(read, written) of the cache or the states by a decoding step of a layer; a latent cache serves all heads."""
     if states := state_bytes(shape, case):
         return states, states
@@ -265,16 +216,17 @@ def layer(pass_: str, within: Work, shape: Shape, sizes: list[tuple[int, int]]) 
     tokens = shape.queries
     products = [2.0 * tokens * a * b for a, b in sizes]
     forward, last = sum(products), products[-1]
-    minimum = {"forward": forward, "backward": forward + last, "total": 2 * forward + last}[pass_]
-    usual = forward * {"forward": 1, "backward": 2, "total": 3}[pass_]
     weights = float(shape.itemsize * sum(a * b for a, b in sizes))
     x, y = (float(shape.itemsize * tokens * width) for width in (sizes[0][0], sizes[-1][1]))
-    reads = {"forward": x + weights, "backward": x + y + weights, "total": x + y + weights}[pass_]
-    writes = {"forward": y, "backward": weights, "total": y + weights}[pass_]
-    return Work(within.flops + minimum, reads, writes, within.usual_flops + usual, within.usual_bytes + reads + writes)
+    least, usual, reads, writes = {
+        "forward": (forward, forward, x + weights, y),
+        "backward": (forward + last, 2 * forward, x + y + weights, weights),
+        "total": (2 * forward + last, 3 * forward, x + y + weights, y + weights),
+    }[pass_]
+    return Work(within.flops + least, reads, writes, within.usual_flops + usual, within.usual_bytes + reads + writes)
 
 
-def parameters(shape: Shape, case: Mapping[str, Any]) -> tuple[int, int]:
+def parameters(shape: Shape, case: Case) -> tuple[int, int]:
     """How many elements the matrices of a stack have, and its embedding, which multiplies nothing."""
     dim, vocab, layers = shape.H * shape.D, _int(case, "vocab") or 0, _int(case, "layers") or 0
     pattern, mlp = str(case.get("pattern") or "L"), 3 * dim * (-(-8 * dim // 3 // 32) * 32)
@@ -283,7 +235,7 @@ def parameters(shape: Shape, case: Mapping[str, Any]) -> tuple[int, int]:
     return blocks + vocab * dim, vocab * dim
 
 
-def training(shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
+def training(shape: Shape, case: Case, pass_: str) -> Work:
     """A stack of layers. Usual are 6 FLOP for each parameter and token, whose products are the minimum.
 
     Parameters are read by forward and backward, and their gradients written; AdamW reads these, parameters and both of
@@ -296,7 +248,7 @@ def training(shape: Shape, case: Mapping[str, Any], pass_: str) -> Work:
     return Work(products, reads, writes, products * (1 + embedding / matrices), reads + writes)
 
 
-def memory(op: str, case: Mapping[str, Any], pass_: str = "total") -> dict[str, float] | None:
+def memory(op: str, case: Case, pass_: str = "total") -> dict[str, float] | None:
     """The least memory of a call: inputs, output, gradients, saved, peak. None where the case does not say enough.
 
     The peak of a call with gradients holds inputs, output and gradients; dO may be one number, expanded. The inputs of

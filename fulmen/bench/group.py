@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fulmen import hardware
-from fulmen.bench import audit, environment, floors, kernels, memory, schema, startup, timing
+from fulmen.bench import audit, costs, environment, floors, kernels, schema, timing
 from fulmen.bench.cases import Line
 from fulmen.bench.competitors import Competitor
 from fulmen.bench.gate import Problem, Wrong, compare, exchange, gate, gradients_by_name, outputs_by_name, outputs_of
@@ -47,7 +47,7 @@ class Machine:
     @classmethod
     def of(cls, device: torch.device) -> Machine:
         nvml = environment.Nvml(device)
-        return cls(device, Timer(device, nvml.clock_mhz if nvml.nvml is not None else None), nvml)
+        return cls(device, Timer(device, nvml.clock_mhz), nvml)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -256,7 +256,7 @@ class Group:
                 found[name] = row | {"timed_shape": True}
         self.say(f"{competitor.name}: memory")
         least = floors.memory(competitor.op, floors.computed(competitor.function, self.line.case)) or {}
-        parts = memory.breakdown(problems[0], competitor.attend, self.machine.device, least, self.grad)
+        parts = costs.breakdown(problems[0], competitor.attend, self.machine.device, least, self.grad)
         self.say(f"{competitor.name}: warm-up")
         for cell in cells:
             cell.correctness, cell.memory = found, parts.get(cell.pass_, {})
@@ -365,12 +365,11 @@ class Group:
         if timer.cuda and min(cell.samples_ms) < REPLAYED_MS:
             cell.device_ms = timing.graph_ms(timer, fresh, cold=cold)
         if timer.cuda and settings.kernels:
-            ran = timing.profiled(timer, fresh(), cold)
-            (cell.kernels, cell.kernels_ms), cell.kinds = timing.between_spacers(ran), timing.by_kind(ran)
+            cell.kernels, cell.kernels_ms, cell.kinds = timing.Ran.of(timing.profiled(timer, fresh(), cold))
         if settings.loop:
             cell.stats["loop"] = timing.loop_ms(timer, fresh(), settings.loop)
         if settings.first_call and task.competitor.ours:
-            cell.stats["first_call_s"] = startup.first_call(cell, self.machine.device)
+            cell.stats["first_call_s"] = costs.first_call(cell, self.machine.device)
 
     # -------------------------------------------------------------------------------------------- finish
 

@@ -29,8 +29,6 @@ from fulmen.bench import adapters
 from fulmen.bench.cases import Line
 
 MAX_WORKERS = 14
-RESERVED_SHARED = 1024  # bytes of each block, for the system
-REGISTERS_AT_ONCE = 256  # a warp gets multiples of this
 
 
 # -------------------------------------------------------------------------------------------------- recording
@@ -188,33 +186,6 @@ def compile_ahead(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hard
 # -------------------------------------------------------------------------------------------------- resources
 
 
-class Multiprocessor(NamedTuple):
-    """What one holds; CUDA programming guide, table of technical specifications."""
-
-    warps: int
-    blocks: int
-    shared: int
-    registers: int = 65536
-
-
-MULTIPROCESSORS = {
-    80: Multiprocessor(64, 32, 167_936), 86: Multiprocessor(48, 16, 102_400), 89: Multiprocessor(48, 24, 102_400),
-    90: Multiprocessor(64, 32, 233_472), 100: Multiprocessor(64, 32, 233_472), 120: Multiprocessor(48, 24, 102_400),
-}  # fmt: skip
-
-
-def occupancy(arch: int, registers: int, shared: int, warps: int) -> float | None:
-    """The share of a multiprocessor's warps that fit; None for an architecture we have no table of."""
-    sm = MULTIPROCESSORS.get(arch)
-    if sm is None or warps < 1:
-        return None
-    per_warp = -(-registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
-    fitting = [sm.blocks, sm.warps // warps, sm.shared // (shared + RESERVED_SHARED)]
-    if per_warp:
-        fitting.append(sm.registers // per_warp // warps)
-    return min(fitting) * warps / sm.warps
-
-
 @functools.lru_cache(maxsize=512)
 def counts(binary: bytes) -> tuple[int, int]:
     """(registers a thread, spilled bytes a thread), by the cuobjdump that Triton carries."""
@@ -250,13 +221,9 @@ def resources(recorded: Iterable[Any], hw: hardware.Hardware) -> list[dict[str, 
             kernel = compiled(launch, hw.arch)
             about = kernel.metadata
             name, shared, warps, stages = about.name, about.shared, about.num_warps, about.num_stages
-            try:
-                registers, stack = counts(kernel.asm["cubin"])
-            except (OSError, subprocess.CalledProcessError):  # no such tool here: the driver knows, if there is one
-                kernel._init_handles()
-                registers, stack = kernel.n_regs, kernel.n_spills
+            registers, stack = counts(kernel.asm["cubin"])
         rows.append({
             "kernel": name, "registers": registers, "shared": shared, "stack": stack, "warps": warps, "stages": stages,
-            "programs": math.prod(launch.grid), "occupancy": occupancy(hw.arch, registers, shared, warps),
+            "programs": math.prod(launch.grid),
         })  # fmt: skip
     return rows

@@ -155,25 +155,19 @@ class Map(NamedTuple):
         """All sections, sound; raises BadResults."""
         found = {name: kind() for name, kind in SECTIONS.items()}
         found |= {} if path is None else toml(text_of(path), f"{path}: cannot be read", BadResults)
-        if wrong := next(cls.faults(found), None):
-            raise BadResults(f"{path}: {wrong}")
+        rules = found["where"] if isinstance(found["where"], list) else [None]
+        wrong = [f"unknown section {name}; there are {', '.join(SECTIONS)}" for name in found if name not in SECTIONS]
+        wrong += [f"[{name}] must be a table" for name in cls._fields[:3] if not isinstance(found[name], dict)]
+        wrong += [] if all(isinstance(rule, dict) for rule in rules) else ["[where] must be a list of tables"]
+        if not wrong:
+            unknown = set(found["options"]) - set(OPTIONS)
+            wrong = [f"unknown option {option}; there are {', '.join(OPTIONS)}" for option in unknown]
+            pairs = [pair for one in (found, *rules) for pair in one.get("columns", {}).items()]
+            odd = [(name, role) for name, role in pairs if str(role).split(" ")[0] not in ROLES]
+            wrong += [f"column {name!r} is {role!r}, must be one of {', '.join(ROLES)}" for name, role in odd]
+        if wrong:
+            raise BadResults(f"{path}: {wrong[0]}")
         return cls(**found)
-
-    @staticmethod
-    def faults(found: dict[str, Any]) -> Iterator[str]:
-        for name, value in found.items():
-            if name not in SECTIONS:
-                yield f"unknown section {name}; there are {', '.join(SECTIONS)}"
-            elif not isinstance(value, SECTIONS[name]):
-                yield f"[{name}] must be a {'list of tables' if name == 'where' else 'table'}"
-        if not all(isinstance(rule, dict) for rule in found["where"]):
-            yield "[where] must be a list of tables"
-        for option in set(found["options"]) - set(OPTIONS):
-            yield f"unknown option {option}; there are {', '.join(OPTIONS)}"
-        for columns in (found["columns"], *(rule.get("columns", {}) for rule in found["where"])):
-            for column, role in columns.items():
-                if not isinstance(role, str) or role.split(" ")[0] not in ROLES:
-                    yield f"column {column!r} is {role!r}, must be one of {', '.join(ROLES)}"
 
     def under(self, heading: str, what: str) -> dict[str, Any]:
         """`what`, "facts" or "columns", of all rules for a heading."""

@@ -25,8 +25,6 @@ from fulmen.bench.cases import Line
 from fulmen.bench.competitors import Competitor
 from fulmen.bench.group import Group, Machine
 
-PREPARING = 0.5  # seconds of a cell's gate, warm-up and replay; and of a case, the results in fp64
-COMPILING = 45.0
 EXHAUSTED = {"oom": "ran out of memory", "timeout": "took too long"}
 
 
@@ -79,7 +77,7 @@ def lines_of(selection: Selection, device: torch.device) -> list[Line]:
             lines = cases.select(lines, [cases.shape(text) for text in selection.shapes], keys)
         lines = [replace(line, case=adapters.complete(line.op, line.case, device)) for line in lines]
     except ValueError as error:
-        raise cases.BadSuite(f"{'--shape: ' if selection.shapes else ''}{error}") from None
+        raise Refused(f"{'--shape: ' if selection.shapes else ''}{error}") from None
     chosen = []
     for line in lines:
         usual = line.settings
@@ -94,22 +92,6 @@ def lines_of(selection: Selection, device: torch.device) -> list[Line]:
     if not any(names for line in chosen for names in competitors.rivals(line, selection.backends, selection.baselines)):
         raise Refused("nothing to measure: nobody competes (--backend none and --baseline none?)")
     return chosen
-
-
-def preview(selection: Selection, device: torch.device) -> list[tuple[str, int, int, int, float]]:
-    """By suite: cases, cells to measure, cells nobody can measure here, and the seconds that takes at the most."""
-    found = []
-    for suite in selection.suites:
-        lines, able, refused, seconds = lines_of(replace(selection, suites=(suite,)), device), 0, 0, 0.0
-        for line in lines:
-            for competitor in competitors.of(line, device, selection.backends, selection.baselines):
-                cells = len(line.settings.passes)
-                if competitor.refusal is None:
-                    able, seconds = able + cells, seconds + cells * (line.settings.seconds + PREPARING)
-                else:
-                    refused += cells
-        found.append((suite, len(lines), able, refused, seconds + 2 * PREPARING * len(lines)))
-    return found
 
 
 def default_out(suites: Sequence[str]) -> Path:

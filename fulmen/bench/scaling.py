@@ -18,10 +18,11 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,6 @@ from fulmen.lightning.op import lightning_attention
 from fulmen.parallel import groups
 
 WAYS = ("lightning", "ring", "zigzag", "ulysses")
-
-
-class BadScaling(Refused):
-    """What cannot be measured here, and why."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +56,29 @@ class Scaling:
         wrong = [way for way in self.ways if way not in WAYS]
         most, gpus = max(self.ranks), torch.cuda.device_count() if self.device == "cuda" else 2**30
         if wrong or not self.ways:
-            raise BadScaling(f"--way {', '.join(wrong)}: must be of {', '.join(WAYS)}")
+            raise Refused(f"--way {', '.join(wrong)}: must be of {', '.join(WAYS)}")
         if 1 not in self.ranks or min(self.ranks) < 1:
-            raise BadScaling(f"--ranks {self.ranks}: one rank must be among them, to compare with")
+            raise Refused(f"--ranks {self.ranks}: one rank must be among them, to compare with")
         if most > gpus:
-            raise BadScaling(f"--ranks {most}: here are {gpus} GPUs, and each has one")
+            raise Refused(f"--ranks {most}: here are {gpus} GPUs, and each has one")
         for N, P in itertools.product(self.tokens, self.ranks):
             if N % (2 * P):
-                raise BadScaling(f"--tokens {N} cannot be cut for {P} ranks: it must be a multiple of {2 * P}")
+                raise Refused(f"--tokens {N} cannot be cut for {P} ranks: it must be a multiple of {2 * P}")
         if "ulysses" in self.ways and any(self.H % P for P in self.ranks):
-            raise BadScaling(f"--way ulysses: {self.H} heads cannot be shared out to {self.ranks} ranks")
+            raise Refused(f"--way ulysses: {self.H} heads cannot be shared out to {self.ranks} ranks")
 
 
 def measure(scaling: Scaling, out: Path) -> list[dict[str, Any]]:
     """Runs it and writes one line of JSON for the machine and one for each way, number of tokens and of ranks."""
     scaling.check()
     if out.exists():
-        raise BadScaling(f"--out {out} exists, and results are never overwritten")
+        raise Refused(f"--out {out} exists, and results are never overwritten")
     with tempfile.TemporaryDirectory() as folder:
         try:
             start_processes(_rank, (scaling, folder), nprocs=max(scaling.ranks), start_method="spawn")
         except ProcessRaisedException as error:
-            said = re.search(r"BadScaling: (.*)", str(error))
-            raise BadScaling(said[1] if said else str(error)) from None
+            said = re.search(r"Refused: (.*)", str(error))
+            raise Refused(said[1] if said else str(error)) from None
         rows = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
     out.parent.mkdir(parents=True, exist_ok=True)
     name = environment.cpu_name() if scaling.device == "cpu" else torch.cuda.get_device_name()
@@ -166,7 +163,7 @@ def _prove(way: str, P: int, group: Any, scaling: Scaling) -> None:
     for name, one, many in zip(("o", "dq", "dk", "dv"), *found, strict=True):
         error = float((many - one).norm() / one.norm())
         if not error < 1e4 * torch.finfo(dtype).eps:
-            raise BadScaling(f"{way} on {P} ranks: {name} is off by {error:.1e}, nothing is timed")
+            raise Refused(f"{way} on {P} ranks: {name} is off by {error:.1e}, nothing is timed")
 
 
 def _case(way: str, N: int, parts: dict[int, Any], scaling: Scaling) -> list[dict[str, Any]]:
@@ -222,23 +219,21 @@ def _counted() -> Iterator[list[int]]:
     """Bytes of what this rank hands to torch.distributed: gathered buffers, messages sent, all-to-all's input."""
     count: list[int] = []
 
-    def size(x: Tensor) -> int:
-        return x.numel() * x.element_size()
+    def counted(module: Any, name: str, moved: Callable[..., int]) -> Any:
+        true = getattr(module, name)
 
-    def counted(call: Callable[..., Any], moved: Callable[..., int]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **more: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
             count.append(moved(*args))
-            return call(*args, **more)
+            return true(*args, **more)
 
-        return wrapper
+        return patch.object(module, name, call)
 
-    calls: tuple[tuple[Any, str, Callable[..., int]], ...] = (
-        (groups, "_all_gather", lambda every, *_: size(every)),
-        (dist, "batch_isend_irecv", lambda steps: sum(size(step.tensor) for step in steps if step.op is dist.isend)),
-        (dist, "all_to_all_single", lambda out, given, *_: size(given)),
-    )
-    with contextlib.ExitStack() as stack:
-        for module, name, moved in calls:
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, counted(getattr(module, name), moved))
+    def sent(steps: Sequence[Any]) -> int:
+        return sum(step.tensor.nbytes for step in steps if step.op is dist.isend)
+
+    with (
+        counted(groups, "_all_gather", lambda every, *_: every.nbytes),
+        counted(dist, "batch_isend_irecv", sent),
+        counted(dist, "all_to_all_single", lambda out, given, *_: given.nbytes),
+    ):
         yield count

@@ -116,7 +116,7 @@ class Cell:
     correctness: dict[str, dict[str, Any]] = field(default_factory=dict)  # tensor: error, bound, max_abs, ok
     audit: dict[str, Any] = field(default_factory=dict)
     # flops, bytes (floors), floor_ms, efficiency, arithmetic (words), flags: [{"flag": ..., "why": ...}]
-    resources: list[dict[str, Any]] = field(default_factory=list)  # kernel, registers, shared, stack, occupancy
+    resources: list[dict[str, Any]] = field(default_factory=list)  # kernel, registers, shared, stack ...
     kernels: list[str] = field(default_factory=list)  # what the device ran, by name, in order; empty where unknown
     kinds: dict[str, float] = field(default_factory=dict)  # ms of these: products, attention, glue, optimiser
     seed: int = 0

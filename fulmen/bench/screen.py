@@ -8,18 +8,22 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)  # fmt: skip
 from rich.table import Column
 
 from fulmen.bench import schema
+from fulmen.bench.audit import ms
 from fulmen.bench.group import Group
 from fulmen.bench.runner import Monitor
 
 COLOURS = {"ok": "green", "failed": "bold red", "withheld": "bold red", "oom": "yellow", "timeout": "yellow"}
-
-
-def ms_words(ms: float) -> str:
-    return f"{ms:.{max(0, 3 - max(0, math.ceil(math.log10(ms))))}f}" if ms >= 1 else f"{ms:.3g}" if ms > 0 else "0"
 
 
 def line_of(cell: schema.Cell) -> str:
@@ -33,7 +37,7 @@ def line_of(cell: schema.Cell) -> str:
     share = cell.audit.get("efficiency")
     words = "[green]ok[/]" + (f" {share:.0%} of the ceiling" if isinstance(share, float) else "")
     flags = " ".join(flag for flag in cell.flags() if flag != "UNAUDITED")
-    return f"{what}  [bold]{ms_words(cell.median_ms)} ms[/] ±{half:.1%}  {words} [yellow]{escape(flags)}[/]".rstrip()
+    return f"{what}  [bold]{ms(cell.median_ms)}[/] ±{half:.1%}  {words} [yellow]{escape(flags)}[/]".rstrip()
 
 
 class Screen(Monitor):
@@ -44,10 +48,11 @@ class Screen(Monitor):
         self.counts: Counter[str] = Counter()
         words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
         self.progress = Progress(
-            BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"), words,
+            BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), words,
             console=console, transient=True, expand=True, disable=not console.is_terminal,
+            speed_estimate_period=math.inf,  # cells come in bursts, a group at a time: only the whole says how fast
         )  # fmt: skip
-        self.task = self.progress.add_task("", total=None, left="")
+        self.task = self.progress.add_task("", total=None)
 
     def __enter__(self) -> Screen:
         self.progress.start()
@@ -83,8 +88,4 @@ class Screen(Monitor):
     def cell(self, cell: schema.Cell) -> None:
         self.counts[cell.status] += 1
         self.progress.advance(self.task)
-        task = self.progress.tasks[0]
-        if task.total and task.elapsed:  # cells come in bursts, a group at a time: only the whole says how fast
-            seconds = round(task.elapsed * (task.total - task.completed) / task.completed)
-            self.progress.update(self.task, left=f"about {seconds // 60}:{seconds % 60:02d} left")
         self.console.print(line_of(cell), soft_wrap=True)

@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -35,8 +34,7 @@ OWN = (time.perf_counter_ns, torch.cuda.Event, torch.cuda.synchronize)
 _now, _Event, _synchronize = OWN
 
 OUTLIER = 3.5  # modified z-score
-CPU_CACHE_LIMIT = 64 << 20  # no more than this is overwritten: a server's L3 is shared by cores we do not have
-SLOW_CLOCK_NS = 2_000_000
+CPU_CACHE = 32 << 20  # bytes, of which twice as many are overwritten: a server's L3 is shared by cores we do not have
 TRIES = 4
 LONGEST_SPACER_MS = 16.0
 SPACER = "spin_kernel"  # of torch.cuda._sleep
@@ -79,14 +77,11 @@ class Wall(NamedTuple):
 
 
 class Timer:
-    """Takes samples on one device. `clock_mhz`: asks for the SM clock, while the device works; None: nobody can."""
+    """Takes samples on one device. `clock_mhz`: asks for the SM clock, while the device works."""
 
-    def __init__(self, device: torch.device, clock_mhz: Callable[[], float | None] | None = None) -> None:
-        self.device = device
-        self.cuda = device.type == "cuda"
-        self.clock_mhz = clock_mhz
-        self.asked, self.slow_clock = 0, False
-        self.l2_bytes = hardware.of(device).l2_bytes if self.cuda else cpu_cache_bytes()
+    def __init__(self, device: torch.device, clock_mhz: Callable[[], float | None] = lambda: None) -> None:
+        self.device, self.cuda, self.clock_mhz = device, device.type == "cuda", clock_mhz
+        self.l2_bytes = hardware.of(device).l2_bytes if self.cuda else CPU_CACHE
         self.cache = torch.empty(2 * self.l2_bytes, dtype=torch.int8, device=device)
         self.cycles_per_ms = self._calibrate() if self.cuda else 0.0
 
@@ -133,20 +128,9 @@ class Timer:
         result = work()
         end.record()
         late = (_now() - begin) * 1e-6 > spacer_ms
-        clock = self._clock()  # while the device works
+        clock = self.clock_mhz()  # while the device works
         end.synchronize()
         return Sample(start.elapsed_time(end), clock, result, spacer_ms, late)
-
-    def _clock(self) -> float | None:
-        """The SM clock; where a driver takes long to tell, every eighth time only."""
-        self.asked += 1
-        if self.clock_mhz is None or (self.slow_clock and self.asked % 8 != 1):
-            return None
-        begin = _now()
-        value = self.clock_mhz()
-        if self.asked > 8:  # the first calls load libraries
-            self.slow_clock = _now() - begin > SLOW_CLOCK_NS
-        return value
 
     def wall(self, work: Work) -> Wall:
         """One call on the host's clock."""
@@ -165,14 +149,6 @@ class Timer:
     def overhead_ms(self) -> float:
         """What two events around nothing say."""
         return median(self.sample(lambda: None, cold=False, spacer_ms=0.02).ms for _ in range(200))
-
-
-def cpu_cache_bytes() -> int:
-    """The last-level cache of this CPU, at most CPU_CACHE_LIMIT; 32 MiB where nobody says."""
-    texts = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    found = [re.fullmatch(r"(\d+)([KMG]?)\s*", text) for text in texts]
-    sizes = [int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]] for size in found if size]
-    return min(max(sizes, default=32 << 20), CPU_CACHE_LIMIT // 2)
 
 
 @contextmanager
@@ -295,33 +271,32 @@ def profiled(timer: Timer, work: Work, cold: bool = True, rounds: int = 15) -> l
     return [(e.name, e.time_range.elapsed_us()) for e in events]
 
 
-def between_spacers(kernels: Sequence[tuple[str, float]]) -> tuple[list[str], float | None]:
-    """The kernels of a call in order, and the median of the calls' times in ms, without the gaps between them."""
-    calls = calls_of(kernels)
-    times = [sum(us for _, us in call) / 1e3 for call in calls]
-    return ([name for name, _ in calls[-1]], median(times[1:] or times)) if calls else ([], None)
+class Ran(NamedTuple):
+    """What the device ran in a call: kernels in order, their ms without the gaps between them, and those by kind."""
 
+    kernels: list[str]
+    ms: float | None
+    kinds: dict[str, float]
 
-def by_kind(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """The ms of a call's products, attention, optimiser, and of all the rest."""
-    found: dict[str, float] = {}
-    for name, us in (calls_of(kernels) or [[]])[-1]:
-        kind = next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), "glue")
-        found[kind] = found.get(kind, 0.0) + us / 1e3
-    return found
-
-
-def calls_of(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """Of all that ran, with its us: what stands after every first of two spacers. The first call is warm-up."""
-    calls: list[list[tuple[str, float]]] = []
-    spacers = 0
-    for name, us in kernels:
-        if SPACER in name:
-            spacers += 1
-            calls += [[]] if spacers % 2 else []
-        elif spacers % 2:
-            calls[-1].append((name, us))
-    return [] if spacers % 2 or not all(calls) else calls  # it lost some: of such a profile nothing is certain
+    @classmethod
+    def of(cls, events: Sequence[tuple[str, float]]) -> Ran:
+        """Of all that ran, with its us: what stands after every first of two spacers. The first call is warm-up."""
+        calls: list[list[tuple[str, float]]] = []
+        spacers = 0
+        for name, us in events:
+            if SPACER in name:
+                spacers += 1
+                calls += [[]] if spacers % 2 else []
+            elif spacers % 2:
+                calls[-1].append((name, us))
+        if spacers % 2 or not calls or not all(calls):  # it lost some: of such a profile nothing is certain
+            return cls([], None, {})
+        kinds: dict[str, float] = {}
+        for name, us in calls[-1]:
+            kind = next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), "glue")
+            kinds[kind] = kinds.get(kind, 0.0) + us / 1e3
+        times = [sum(us for _, us in call) / 1e3 for call in calls]
+        return cls([name for name, _ in calls[-1]], median(times[1:] or times), kinds)
 
 
 # ---------------------------------------------------------------------------------------- statistics

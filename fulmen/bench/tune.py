@@ -46,10 +46,6 @@ TILES = {  # (chunk or own rows, columns or walked rows, warps, stages)
 Tiles = tuple[int, ...]
 
 
-class CannotTune(Refused):
-    """Why not, in words."""
-
-
 @dataclass(eq=False)
 class Candidate:
     config: Tiles
@@ -149,10 +145,10 @@ def jobs_of(op: str, shapes: Sequence[str], dtype: str, hw: hardware.Hardware) -
     for text in shapes or SHAPES[op]:
         try:
             case = adapters.complete(op, {"dtype": dtype} | cases.shape(text), torch.device("cuda"))
-        except (ValueError, cases.BadSuite) as error:
-            raise CannotTune(f"--shape {text}: {error}") from None
+        except (ValueError, Refused) as error:
+            raise Refused(f"--shape {text}: {error}") from None
         if adapters.dtype_of(case).itemsize != 2:
-            raise CannotTune(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
+            raise Refused(f"--dtype {dtype}: tiles are tuned for bf16 and fp16")
         found += [(text, Job(op, case, pass_, hw)) for pass_ in PASSES[op]]
     return found
 
@@ -174,7 +170,7 @@ def compiled(job: Job, order: Sequence[Tiles], pool: Executor, until: float) -> 
     wanted = order if clock.monotonic() < until else order[:1]
     futures = {pool.submit(compile_one, job, config): config for config in wanted}
     if (error := next(iter(futures)).exception()) is not None:
-        raise CannotTune(f"the tiles in use, {order[0]}, do not compile: {error}")
+        raise Refused(f"the tiles in use, {order[0]}, do not compile: {error}")
     wait(futures, None if until == math.inf else max(0.0, until - clock.monotonic()))
     done = [future for future in futures if not future.cancel() and future.done() and future.exception() is None]
     return [futures[future] for future in done]
@@ -197,14 +193,14 @@ def candidates(job: Job, configs: Sequence[Tiles], machine: Machine, until: floa
             machine.timer.synchronize()
         except Exception as error:  # more shared memory than there is, say
             if not wanted:
-                raise CannotTune(f"the tiles in use, {config}, do not run at this shape: {error}") from error
+                raise Refused(f"the tiles in use, {config}, do not run at this shape: {error}") from error
             continue
         wanted = wanted or [x.clone() for x in bound.results]
         both = zip(bound.results, wanted, strict=True)
         if max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in both) < SAME:
             found.append(Candidate(config, functools.partial(run, launches), config == configs[0]))
     if not found:
-        raise CannotTune(f"the tiles in use of {job.op} {job.pass_} do not give finite results at this shape")
+        raise Refused(f"the tiles in use of {job.op} {job.pass_} do not give finite results at this shape")
     return found
 
 
@@ -232,7 +228,7 @@ def tune(
     """`seconds`: for all of it; every pass of every shape has an equal share of what is left when it begins."""
     begin, console = clock.monotonic(), console or Console()
     if not torch.cuda.is_available():
-        raise CannotTune("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
+        raise Refused("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
     device = torch.device("cuda", torch.cuda.current_device())
     jobs = jobs_of(op, shapes, dtype, hardware.of(device))
     machine = Machine.of(device)

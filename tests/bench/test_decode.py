@@ -10,7 +10,7 @@ import torch
 
 from fulmen import hardware
 from fulmen.bench import adapters, floors, gate, kernels, runner, schema
-from fulmen.bench.baselines import BASELINES
+from fulmen.bench.competitors import BASELINES
 from fulmen.bench.runner import Selection
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fulmen import dispatch
 from fulmen.bench import adapters, floors, gate
-from fulmen.bench.baselines import BASELINES
+from fulmen.bench.competitors import BASELINES
 
 CPU = torch.device("cpu")
 CASE = {"B": 2, "H": 4, "H_KV": 2, "N": 40, "D": 16, "dtype": "float32"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.bench import adapters, floors, kernels, memory
+from fulmen.bench import adapters, costs, floors, kernels
 from fulmen.bench.gate import Problem
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ FLOORS = {"inputs": MB, "output": MB, "gradients": MB}
 
 def test_every_part_is_found() -> None:
     problem, attend = wasteful()
-    parts = memory.breakdown(problem, attend, CPU, FLOORS)
+    parts = costs.breakdown(problem, attend, CPU, FLOORS)
     total = {name: entry["bytes"] / MB for name, entry in parts["total"].items()}
     assert total["inputs"] == total["output"] == total["gradients"] == 1
     assert total["saved"] == 3
@@ -57,7 +57,7 @@ def test_every_part_is_found() -> None:
 
 def test_without_gradients_nothing_is_saved() -> None:
     problem, attend = wasteful()
-    parts = memory.breakdown(problem, attend, CPU, FLOORS, backward=False)
+    parts = costs.breakdown(problem, attend, CPU, FLOORS, backward=False)
     assert set(parts) == {"forward"}
     assert set(parts["forward"]) == {"inputs", "output", "workspace_forward", "peak"}
 
@@ -68,7 +68,7 @@ def test_our_ops_stay_above_their_floors(op: str) -> None:
     case = adapter.complete({"H": 2, "N": 256, "D": 32, "dtype": "float32"})
     least = floors.memory(op, case)
     assert least is not None
-    parts = memory.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, least)
+    parts = costs.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, least)
     for entries in parts.values():
         for name, entry in entries.items():
             assert entry["bytes"] >= entry["floor"], name
@@ -79,32 +79,13 @@ def test_every_part_is_found_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     q = torch.randn(MB, device=device).requires_grad_()
     problem = Problem((q,), {"q": q}, {"o": torch.randn_like(q)}, dict)
-    parts = memory.breakdown(problem, lambda x: torch.exp(x[0]), device, {"inputs": 0, "output": 0, "gradients": 0})
+    parts = costs.breakdown(problem, lambda x: torch.exp(x[0]), device, {"inputs": 0, "output": 0, "gradients": 0})
     assert parts["total"]["output"]["bytes"] == 4 * MB
     assert parts["total"]["saved"]["bytes"] == 0  # exp keeps its output
     assert parts["total"]["peak"]["bytes"] >= 16 * MB
 
 
 # -------------------------------------------------------------------------------------------- resources
-
-
-@pytest.mark.parametrize(
-    ("arch", "registers", "shared", "warps", "share"),
-    [
-        (90, 32, 0, 4, 1.0),
-        (90, 255, 0, 8, 8 / 64),  # 256 * 32 registers a warp: 8 of 65,536
-        (90, 64, 100_000, 4, 8 / 64),  # two blocks' shared memory
-        (89, 32, 0, 4, 1.0),
-        (86, 32, 0, 2, 32 / 48),  # sixteen blocks
-        (90, 32, 240_000, 4, 0.0),
-    ],
-)
-def test_occupancy(arch: int, registers: int, shared: int, warps: int, share: float) -> None:
-    assert kernels.occupancy(arch, registers, shared, warps) == pytest.approx(share)
-
-
-def test_no_table_no_occupancy() -> None:
-    assert kernels.occupancy(75, 32, 0, 4) is None
 
 
 def test_under_the_interpreter_there_are_no_binaries() -> None:

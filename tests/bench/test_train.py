@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulmen.bench import baselines, environment, floors, report, runner, schema, timing
+from fulmen.bench import competitors, environment, floors, report, runner, schema, timing
 from fulmen.bench.adapters import train as adapter
 from fulmen.bench.runner import Selection
 
@@ -68,8 +68,8 @@ def test_a_pattern_of_other_letters_is_refused() -> None:
 
 
 def test_fla_is_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "absent", lambda module, package: f"{package} is not installed")
-    why = baselines.BASELINES["fla-stack"].requires({}, torch.device("cuda"))
+    monkeypatch.setattr(competitors, "absent", lambda module, package: f"{package} is not installed")
+    why = competitors.BASELINES["fla-stack"].requires({}, torch.device("cuda"))
     assert why == "flash-linear-attention is not installed"
 
 
@@ -101,9 +101,9 @@ def test_kinds_of_kernels() -> None:
         "Memset (Device)": "glue",
     }
     ran = [(spin, 1.0), *((name, 2.0) for name in kernels), (spin, 1.0)]
-    found = timing.by_kind(ran)
+    found = timing.Ran.of(ran).kinds
     assert found == {kind: pytest.approx(2e-3 * list(kernels.values()).count(kind)) for kind in set(kernels.values())}
-    assert timing.by_kind(ran[:-1]) == timing.by_kind([]) == {}
+    assert timing.Ran.of(ran[:-1]).kinds == timing.Ran.of([]).kinds == {}
 
 
 def test_the_report_shows_where_the_time_goes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from fulmen import hardware
-from fulmen.bench import tune
+from fulmen.bench import Refused, tune
 from fulmen.bench.group import Machine
 
 HOPPER = hardware.TARGETS[90]
@@ -68,7 +68,7 @@ def test_tiles_that_are_wrong_or_do_not_run_are_no_candidates(
     found = tune.candidates(job, [used, wrong, broken], machine, math.inf)
     assert [c.config for c in found] == [used]
     assert [c.config for c in tune.candidates(job, [used, late], machine, 0.0)] == [used]
-    with pytest.raises(tune.CannotTune, match="do not run at this shape: out of resources"):
+    with pytest.raises(Refused, match="do not run at this shape: out of resources"):
         tune.candidates(job, [broken, used], machine, math.inf)
 
 
@@ -109,7 +109,7 @@ def test_tiles_in_use_that_do_not_compile_are_told(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(tune, "compile_one", compile_one)
-    with ThreadPoolExecutor(2) as pool, pytest.raises(tune.CannotTune, match="no such instruction"):
+    with ThreadPoolExecutor(2) as pool, pytest.raises(Refused, match="no such instruction"):
         tune.compiled(job_of("flash", "dq"), [(64, 64, 4, 2)], pool, math.inf)
 
 
@@ -118,7 +118,7 @@ def test_tiles_in_use_that_do_not_compile_are_told(monkeypatch: pytest.MonkeyPat
     [("Q=3", "bf16", "has no Q"), ("N", "bf16", "key=value"), (SHAPE, "fp32", "bf16 and fp16"), (SHAPE, "i8", "bf16")],
 )
 def test_what_cannot_be_tuned_is_said(shape: str, dtype: str, words: str) -> None:
-    with pytest.raises(tune.CannotTune, match=words):
+    with pytest.raises(Refused, match=words):
         tune.jobs_of("lightning", (shape,), dtype, HOPPER)
 
 

@@ -500,7 +500,7 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
 )
 def test_what_a_benchmark_asks_the_resources_of(shape, pass_, names, h200):
     """As many launches as `forward` and `backward` make, of the same variants."""
-    from fulmen.bench.adapters.lightning import lightning as adapter
+    from fulmen.bench.adapters.attention import lightning as adapter
     from fulmen.bench.kernels import launches
 
     B, H, N, D = shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.bench.cases import DTYPES, odd_heads
 from fulmen.bench.gate import Problem
+from fulmen.testing import Expected
 
-OPS = {  # and the module of each
-    "flash": "flash", "flash_cache": "flash", "latent": "latent", "layer": "layer", "layer_parts": "layer",
-    "layer_step_gqa": "layer_step", "layer_step_lightning": "layer_step", "layer_step_mla": "layer_step",
-    "lightning": "lightning", "step": "step", "train": "train",
-}  # fmt: skip
+MODULES = {
+    "attention": ("flash", "flash_cache", "latent", "lightning", "step"),
+    "layers": ("layer", "layer_parts", "layer_step_gqa", "layer_step_lightning", "layer_step_mla"),
+    "train": ("train",),
+}
+OPS = {op: module for module, ops in MODULES.items() for op in ops}
 ODD_TOKENS = 333  # no multiple of any tile
 Case = dict[str, Any]
 Attend = Callable[[Any], Any]
@@ -48,12 +50,16 @@ class Operation:
 
     def complete(self, case: Case) -> Case:
         """The case with every key filled in; raises ValueError."""
-        done = self.KEYS | case
+        done = self.said(case)
         done |= {key: done[key] or done[usual] for key, usual in (("H_KV", "H"), ("E", "D")) if key in done}
         if done.get("grad") and self.KEYS.get("grad") is False:
             raise ValueError("grad=yes: decoding has no gradient")
         self.check(done)
         return done
+
+    def said(self, case: Case) -> Case:
+        """The case and the defaults of its keys, dtypes by their full names."""
+        return {key: DTYPES.get(str(value), value) for key, value in (self.KEYS | case).items()}
 
     def check(self, case: Case) -> None:
         """Raises ValueError for values that do not go together."""
@@ -131,11 +137,11 @@ def complete(op: str, case: Case, device: torch.device) -> Case:
     check(op, case)
     full: Case = of(op).complete(case)
     usual = "float32" if device.type == "cpu" else "bfloat16"
-    return full | {"dtype": usual if full["dtype"] == "auto" else DTYPES.get(full["dtype"], full["dtype"])}
+    return full | ({"dtype": usual} if full["dtype"] == "auto" else {})
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, str(DTYPES.get(case["dtype"], case["dtype"])))
+    dtype: torch.dtype = getattr(torch, case["dtype"])
     return dtype
 
 
@@ -146,23 +152,17 @@ def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
     return (B, H, N_Q, D), (B, H_KV, N, D), (B, H_KV, N, E), (B, H, N_Q, E)
 
 
-# ---------------------------------------------------------------------------------------------------- backends
+def taken(op: str, case: Case, device: torch.device, backend: str) -> str:
+    """What "auto" takes, with its kernel where the backend has several; raises NotImplementedError, and says why.
 
-
-def refuses(op: str, case: Case, device: torch.device, backend: str) -> str | None:
-    """None, or why that backend cannot; the others are not asked, since to answer one may have to compile."""
-    if backend == "auto":
-        return None
-    registered = backends_of(op, case)
-    kernel = dispatch.kernels(registered).get(backend)
-    if kernel is None:
-        return dispatch._missing[registered].get(backend, f"there is no backend {backend!r}")
-    return kernel.supports(of(op).spec(case, device))
-
-
-def chosen(op: str, case: Case, device: torch.device, backend: str) -> str:
-    """What "auto" takes, with its kernel where the backend has several."""
+    Backends that were not asked for are not asked, either, since to answer one may have to compile.
+    """
     registered, spec = backends_of(op, case), of(op).spec(case, device)
+    if backend != "auto":
+        kernel = dispatch.kernels(registered).get(backend)
+        missing = dispatch._missing[registered].get(backend, f"there is no backend {backend!r}")
+        if why := missing if kernel is None else kernel.supports(spec):
+            raise NotImplementedError(why)
     choice = dispatch.choose(registered, spec, dispatch.pick(registered, spec, backend).name)
     return choice.backend if choice.kernel == choice.backend else f"{choice.backend} ({choice})"
 
@@ -201,13 +201,12 @@ class Source:
         return torch.randperm(n, **self.make)
 
 
-def lengths_of(case: Case, source: Source) -> Tensor:
-    """int32 (B,): the keys of each row of a cache of N; all of them at the timed shape."""
-    return source.integers(1 if source.whole else case["N"], case["N"] + 1, case["B"]).int()
-
-
 class Heads(NamedTuple):
-    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those."""
+    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those.
+
+    shared  tensors that have the heads of k
+    paged   k and v lie in pages, which all rows share
+    """
 
     batch: int
     head: int
@@ -215,17 +214,38 @@ class Heads(NamedTuple):
     whole: bool
     last: int | None = None  # queries
     shared: tuple[str, ...] = ("k", "v", "dk", "dv")
+    paged: bool = False
 
     def pick(self, name: str, x: Tensor) -> Tensor:
+        """That part of an argument or a result."""
         if self.whole:
             return x
+        row = slice(self.batch, self.batch + 1)
+        if name in ("kv", "kv_lengths", "page_table"):
+            return x[row]
         each = 1 if name in self.shared else self.group
-        part = x[self.batch : self.batch + 1, self.head * each : (self.head + 1) * each]
-        return part[:, :, -self.last :] if self.last and name in ("q", "o", "do") else part
+        heads = slice(self.head * each, (self.head + 1) * each)
+        if x.ndim == 1:  # slopes
+            return x[heads]
+        part = x[:, heads] if self.paged and name in ("k", "v") else x[row, heads]
+        return part[:, :, -self.last :] if self.last and name in ("q", "o", "do", "dlse") else part
 
-    def slopes(self, decay: Tensor) -> Tensor:
-        """Of a decay (H,) those of the heads that are compared."""
-        return decay if self.whole else decay[self.head * self.group : (self.head + 1) * self.group]
+
+def problem_of(
+    x: Any, leaves: Sequence[str], douts: dict[str, Tensor], oracle: Callable[[Any], dict[str, Expected]], heads: Heads
+) -> Problem:
+    """The call on a named tuple. `oracle`: its part that is compared -> what must come out of that."""
+    tensors = {name: t for name, t in x._asdict().items() if isinstance(t, Tensor) and t.numel()}
+
+    def expected() -> dict[str, Expected]:
+        part = {name: heads.pick(name, t).detach() for name, t in tensors.items()}
+        if "decay" in leaves:
+            part["decay"].requires_grad_()
+        return oracle(x._replace(**part))
+
+    given = {name: tensors[name].requires_grad_() for name in leaves}
+    constants = {name: t for name, t in tensors.items() if name not in (*leaves, "do", "dlse", "dstate")}
+    return Problem(x, given, douts, expected, constants, heads.pick)
 
 
 META = Source(torch.device("meta"), 0)  # shapes only

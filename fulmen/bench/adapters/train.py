@@ -20,8 +20,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fulmen.bench.adapters import Attend, Case, Operation, Source, dtype_of
-from fulmen.bench.adapters.layer import filled
-from fulmen.bench.adapters.lightning import lightning
+from fulmen.bench.adapters.attention import lightning
+from fulmen.bench.adapters.layers import filled
 from fulmen.bench.gate import Formula, Problem
 from fulmen.layers import AddNorm, GatedMLP, GroupedQueryAttention, LightningAttention, linear_cross_entropy
 from fulmen.testing import Expected
@@ -121,7 +121,7 @@ class Train(Operation):
     }  # fmt: skip
 
     def complete(self, case: Case) -> Case:
-        done = self.KEYS | case
+        done = self.said(case)
         if not done["pattern"] or set(done["pattern"]) - set("LG"):
             raise ValueError(f"pattern={done['pattern']}: must be made of L (lightning) and G (grouped-query)")
         return done | {"H_KV": done["H_KV"] or max(done["H"] // 2, 1)}

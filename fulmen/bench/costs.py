@@ -1,19 +1,27 @@
-"""Where the memory of a call goes: inputs, output, what is saved for the backward, workspaces, gradients, the peak.
+"""What a call costs beside its time: memory, and the wait for the compiler at the first call of a process.
 
-Bytes: by the allocator's counters on a GPU, by the profiler's record of allocations on a CPU. What is saved comes from
-autograd's hooks, without inputs and outputs, which are counted already.
+Memory is inputs, output, what is saved for the backward, workspaces, gradients and the peak, in bytes: by the
+allocator's counters on a GPU, by the profiler's record of allocations on a CPU. What is saved comes from autograd's
+hooks, without inputs and outputs, which are counted already.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fulmen.bench import adapters, schema
+from fulmen.bench.environment import PACKAGE
 from fulmen.bench.gate import Attend, Problem, gradients_of, outputs_of
 
 
@@ -86,3 +94,31 @@ def breakdown(
         parts["backward"] = entries(peak_back, **shared, **coming)
         parts["total"] = entries(max(given + peak, peak_back), **shared, **going, **coming)
     return parts
+
+
+def first_call(cell: schema.Cell, device: torch.device) -> float:
+    """Seconds of the pass of one of our cells in a fresh process with empty kernel caches."""
+    given = json.dumps([cell.op, cell.case, cell.competitor.partition(" ")[2], cell.pass_, str(device)])
+    with tempfile.TemporaryDirectory() as caches:
+        path = {"TRITON_CACHE_DIR": caches, "FULMEN_CACHE_DIR": caches, "PYTHONPATH": str(PACKAGE.parent)}
+        command = [sys.executable, "-m", "fulmen.bench.costs", given]
+        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"in a fresh process: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    return float(done.stdout.split()[-1])
+
+
+def measure(op: str, case: dict[str, Any], backend: str, pass_: str, device: str) -> float:
+    problem = adapters.of(op).problem(case, torch.device(device), 1)
+    synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    o = adapters.of(op).attend(backend)(problem.x)
+    if pass_ != "forward":
+        torch.autograd.grad(o, list(problem.leaves.values()), list(problem.douts.values()))
+    synchronize()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    print(measure(*json.loads(sys.argv[1])))
