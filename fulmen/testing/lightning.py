@@ -335,9 +335,12 @@ def check_summed(x: Inputs, ddecay: Tensor, use: Sequence[str] = ("o", "state"))
     """
     assert x.decay is not None
     s, (low, exact, factor, *_) = x.decay.detach().double(), expected(x, use)["ddecay"]
-    parts = [(y.double() * s).split(128, 2) for y in (ddecay, low, exact)]
-    sums = [torch.stack([part.sum(2) for part in each], 2) for each in parts]
-    assert_close("sums over tokens of decay * ddecay", sums[0].to(ddecay.dtype), *sums[1:], factor)
+
+    def sums(y: Tensor) -> Tensor:
+        return torch.stack([part.sum(2) for part in (y.double() * s).split(128, 2)], 2)
+
+    name, found = "sums over tokens of decay * ddecay", sums(ddecay).to(ddecay.dtype)
+    assert_close(name, found, sums(low), sums(exact), factor)
 
 
 def sampled(x: Inputs, at: Sequence[int]) -> dict[str, Expected]:
