@@ -252,10 +252,14 @@ def test_throughput_in_fitting_units(read):
 
 
 def test_a_value_is_said_in_the_unit_of_its_name():
-    values = {"l2_bytes": 62914560, "flops_hard": 1.07e15, "bytes_hard": 4.89e12, "bytes": 2048.0, "efficiency": 0.25,
-              "error": 2.5e-3, "seed": 1234567, "sm_count": 1320, "causal": True, "throttle": ["a", "b"]}  # fmt: skip
-    said = ["60.00 MiB", "1.07 PFLOP/s", "4.89 TB/s", "2.000 KiB", "25 %", "2.5e-03", "1234567", "1,320", "yes", "a, b"]
-    assert [content.said(name, value) for name, value in values.items()] == said
+    values = {
+        "l2_bytes": (62914560, "60.00 MiB"), "flops_hard": (1.07e15, "1.07 PFLOP/s"), "bytes_hard": (4.89e12, "4.89 TB/s"),
+        "bytes_min": (2048.0, "2.000 KiB"), "flops_min": (2e9, "2 GFLOP"), "efficiency": (0.25, "25 %"),
+        "error": (2.5e-3, "2.5e-03"), "seed": (1234567, "1234567"), "sm_count": (1320, "1,320"), "causal": (True, "yes"),
+        "throttle": (["a", "b"], "a, b"), "driver": (None, ""),
+    }  # fmt: skip
+    for name, (value, said) in values.items():
+        assert content.said(name, value) == said, name
 
 
 def test_headlines(read):

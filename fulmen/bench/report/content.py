@@ -43,8 +43,16 @@ SECTIONS = {
 GLYPHS = {"ok": "✓", "flagged": "▲", "failed": "✕", "withheld": "⊘", "oom": "□", "unsupported": "–", "timeout": "◷",
           "interrupted": "‖", "skipped": "·"}  # fmt: skip
 MARKS = "●■▲◆▼✕⬟✚"  # as the markers of the plots
-PLAIN = ("case", "suite", "pass", "result", "precision", "worst")  # columns without numbers
+PLAIN = ("suite", "pass", "result", "precision", "worst")  # columns without numbers
 STEPS = (1.05, 1.25, 2, 4, 10)  # a heatmap takes its next colour here
+
+# The fields of a cell in the order of the drawer; docs/bench.md says what they mean.
+TITLES = {
+    "audit": "Audit against the hardware", "correctness": "Correctness against fp64", "memory": "Memory",
+    "resources": "Kernels, from the compiled binary", "kernels": "What the device ran", "kinds": "Kernels by kind, ms",
+    "case": "What was measured", "stats": "Samples in numbers, ms",
+}  # fmt: skip
+ELSEWHERE = (*TITLES, "samples_ms", "clocks_mhz", "command", "reason", "schema", "kind")
 
 
 class Section(NamedTuple):
@@ -83,7 +91,7 @@ def table(columns: Iterable[tuple[Entry, str]], lines: Iterable[Iterable[Entry]]
 
 def heads(*names: str) -> list[tuple[Entry, str]]:
     """Columns by name; parts of a bar with their colour."""
-    looks = {"": "bar", "implementation": "key", "why": "why"} | dict.fromkeys(PLAIN, "")
+    looks = {"": "bar", "implementation": "key", "why": "why", "case": "case"} | dict.fromkeys(PLAIN, "")
     colours = model.KINDS | model.MEMORY
     marks = {name: entry(name.replace("_", " "), mark=(colour, "■")) for name, colour in colours.items()}
     return [(marks.get(name, name), looks.get(name, "number")) for name in names]
@@ -127,10 +135,12 @@ def said(name: str, value: Any) -> Entry:
         return agreement(value is False, "too far off" if value is False else "agrees")
     if x is None or name == "seed":
         return ", ".join(map(text, value)) if isinstance(value, list) else text("" if value is None else value)
-    if name == "flops" or name.startswith(("flops_", "bytes_")):
-        return si(x, "FLOP" if name == "flops" else "FLOP/s" if name.startswith("flops_") else "B/s")
-    if name in ("bytes", "floor") or name.endswith("_bytes"):
+    if name in ("bytes", "bytes_min", "floor") or name.endswith("_bytes"):
         return size(x)
+    if name in ("flops", "flops_min"):
+        return si(x, "FLOP")
+    if name.startswith(("flops_", "bytes_")):
+        return si(x, "FLOP/s" if name.startswith("flops_") else "B/s")
     if name in ("error", "bound", "max_abs"):
         return f"{x:.1e}"
     return percent(x) if name in ("efficiency", "occupancy") else f"{value:,}" if isinstance(value, int) else digits(x)
@@ -210,15 +220,16 @@ def scaling(report: Report, rows: list[Row]) -> Iterator[Block]:
         lines = []
         for same in grouped(some, lambda row: row.cell.competitor).values():
             fit, last = report.fits.get(same[0].curve), max(same, key=lambda row: row.n or 0)
-            powers = (fit.time, fit.memory) if fit else (None, None)
-            exponents = [f"{x.exponent:.2f} ({x.low:.2f} to {x.high:.2f})" if x else "–" for x in powers]
+            time, memory = (fit.time, fit.memory) if fit else (None, None)
+            powers = [f"{time.exponent:.2f} ({time.low:.2f} to {time.high:.2f})" if time else "–",
+                      f"{memory.exponent:.2f}" if memory else "–"]  # fmt: skip
             growth = entry(fit.growth, title=fit.verdict) if fit else "one length"
-            lines.append([name_of(last), *exponents, growth, times_as_fast(last.gain) or "no baseline"])
+            lines.append([name_of(last), *powers, growth, times_as_fast(last.gain) or "no baseline"])
         cells = {id(row.cell) for row in some}
         crossings = [[x.words] for x in report.relations.crossovers if id(x.cell) in cells]
         more = [card("Crossovers", table([("", "")], crossings), folded=True)] if crossings else []
-        head = [("t ~ N^b", "key"), *heads("b, time", "b, memory"), ("growth", ""), *heads("speed at the longest N")]
-        yield card(some[0].family.label, figure(plots.growth, report, some), table(head, lines), *more)
+        head = [("t ~ N^b", "key"), *heads("b, time", "b, memory"), ("growth", ""), *heads("at the longest N")]
+        yield card(some[0].family.label, figure(plots.scaling, report, some), table(head, lines), *more)
 
 
 def against(row: Row) -> str:
@@ -293,7 +304,7 @@ def correctness(report: Report) -> Iterator[Block]:
         found.append((not wrong, -max(shares), line))
     head = heads("implementation", "suite", "precision", "tensors", "result", "worst", "error", "bound", "of it")
     if found:
-        yield table(head, (line for *_, line in sorted(found, key=lambda x: x[:2])))
+        yield table(head, (line for *_, line in sorted(found, key=lambda x: x[:2])), "cells")
 
 
 def missing(report: Report) -> Iterator[Block]:
@@ -318,3 +329,56 @@ def environment(report: Report) -> Iterator[Block]:
         device = text(run.environment.get("device", "unknown device"))
         title = f"{device} · {run.time[:16].replace('T', ' ')} · {run.run_id}"
         yield card(title, facts(known), *command(run.command), folded=True)
+
+
+# ----------------------------------------------------------------------------------------------- one cell
+
+
+def details(row: Row) -> dict[str, Any]:
+    cell, word = row.cell, words.KINDS[row.kind]
+    keys = (cell.suite, cell.cache, cell.status, word.short, row.n, f"N{row.n}", cell.function, cell.backend, row.id)
+    find = " ".join(map(str, (*tip(row), *keys, *(flag for flag, _ in row.flags))))
+    return {
+        "id": row.id, "kind": row.kind, "replaced": row.replaced, "tip": tip(row), "blocks": list(drawer(row)),
+        "eyebrow": f"{cell.suite} · {cell.pass_} · {cell.cache} cache", "find": find, "clocks": cell.clocks_mhz,
+        "samples": cell.samples_ms if row.timed else [], "median": row.median, "low": row.low, "high": row.high,
+    }  # fmt: skip
+
+
+def tip(row: Row) -> list[str]:
+    """Name, case, time or the lack of one, and what else is to be known."""
+    word, share = words.KINDS[row.cell.status], row.of_audit("efficiency")
+    time = f"{word.short}: {row.cell.reason or word.sentence}"
+    if row.timed:
+        between = f", 95 % interval {digits(row.low)} to {digits(row.high)}" if row.low and row.high else ""
+        time = f"{digits(row.median)} ms{between}"
+    possible = f"{percent(share)} of what is possible" if row.timed and share is not None else ""
+    flags = (f"{words.flag(flag).short}: {why}" for flag, why in row.flags if flag != "ANOTHER-FUNCTION")
+    more = filter(None, (against(row), possible, *flags))
+    return [row.cell.competitor, f"{row.label} · {row.cell.pass_}", time, *more]
+
+
+def drawer(row: Row) -> Iterator[Block]:
+    cell, word = row.cell, words.KINDS[row.kind]
+    flags = [[badge(words.flag(flag)), f"{words.flag(flag).sentence} {why}"] for flag, why in row.flags]
+    yield table([("", "")] * 2, [[badge(word), word.sentence], *flags])
+    plain = {name: value for name, value in vars(cell).items() if name not in ELSEWHERE}
+    rates = {f"{name}_per_s": row.rate(name) for name in ("flops", "bytes")}
+    yield facts(plain | rates | {"configuration": cell.config_hash})
+    for name, title in TITLES.items():
+        value = getattr(cell, name)
+        if value := {k: x for k, x in value.items() if k != "flags"} if name == "audit" else value:
+            yield card(title, field(value))
+    yield from command(cell.command)
+
+
+def field(value: Any) -> Block:
+    """A table of what holds objects or is a list, and facts of other objects."""
+    if isinstance(value, dict) and all(isinstance(x, dict) for x in value.values()):
+        value = [{"": key, **inner} for key, inner in value.items()]
+    if isinstance(value, dict):
+        return facts(value)
+    lines = [x if isinstance(x, dict) else {"": x} for x in value]
+    names = list(dict.fromkeys(k for line in lines for k in line))
+    head = [(k.replace("_", " "), "number" if i else "") for i, k in enumerate(names)]
+    return table(head, ([said(k, line.get(k)) for k in names] for line in lines))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fulmen.bench import words
-from fulmen.bench.report import content, details, model, table
+from fulmen.bench.report import content, model, table
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("blocks.js", "drawer.js", "main.js")
@@ -61,5 +61,5 @@ def payload(report: model.Report) -> dict[str, Any]:
         "sections": [one._asdict() for one in content.sections(report)],
         "tiles": [(kind, content.GLYPHS[kind], n, *words.KINDS[kind]) for kind, n in counts.items()],
         "cells": table.shown(report),
-        "rows": [details.data(row) for row in report.rows],
+        "rows": [content.details(row) for row in report.rows],
     }

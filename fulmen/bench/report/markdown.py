@@ -40,7 +40,11 @@ def said(entry: content.Entry) -> str:
 
 def render(report: model.Report) -> str:
     """Paragraphs with an empty line between them; the lead of a section stands where it comes first."""
-    out, leads = [*verdict(report)], set()
+    out = [f"# {safe(report.title)}", *(x for block in content.headlines(report) for x in paragraphs(block))]
+    counts = ([f"{n:,}", words.KINDS[k].short, words.KINDS[k].sentence] for k, n in model.counts(report.rows).items())
+    out += [f"**{model.proven(report.rows)}**", *map(safe, report.results.notes)]
+    out.append(table([("cells", "number"), ("", ""), ("", "")], counts))
+    leads = set()
     for section in content.sections(report):
         if inside := [text for block in section.blocks for text in paragraphs(block)]:
             title, lead = content.SECTIONS[section.name]
@@ -51,16 +55,6 @@ def render(report: model.Report) -> str:
             out += inside
     out.append(f"Made from results of the schema {schema.SCHEMA}; `results.csv` and `report.html` hold every cell.")
     return "\n\n".join(out) + "\n"
-
-
-def verdict(report: model.Report) -> Iterator[str]:
-    yield f"# {safe(report.title)}"
-    for block in content.headlines(report):
-        yield from paragraphs(block)
-    yield f"**{model.proven(report.rows)}**"
-    yield from map(safe, report.results.notes)
-    counts = ([f"{n:,}", words.KINDS[k].short, words.KINDS[k].sentence] for k, n in model.counts(report.rows).items())
-    yield table([("cells", "number"), ("", ""), ("", "")], counts)
 
 
 def paragraphs(block: content.Block) -> Iterator[str]:

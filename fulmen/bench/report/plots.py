@@ -16,7 +16,6 @@ from fulmen.bench.audit import grouped, number, si
 from fulmen.bench.report import model
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6f76", "#000000")  # Okabe and Ito
@@ -28,8 +27,9 @@ CLASSES = {colour: name for name, colour in HEX.items()}
 STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left", "text.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": LINE, "axes.grid": True, "grid.color": LINE,
-    "xtick.color": SOFT, "ytick.color": SOFT, "axes.labelcolor": SOFT, "legend.frameon": False, "savefig.dpi": 110,
-    "text.parse_math": False, "font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "fulmen",
+    "axes.axisbelow": True, "xtick.color": SOFT, "ytick.color": SOFT, "axes.labelcolor": SOFT, "legend.frameon": False,
+    "savefig.dpi": 100, "text.parse_math": False, "font.family": "DejaVu Sans", "svg.fonttype": "none",
+    "svg.hashsalt": "fulmen",
 }  # fmt: skip
 MAX_PANELS = 3  # cases that one figure shows
 
@@ -60,7 +60,9 @@ def svg(paint: Callable[[model.Report, list[model.Row]], Figure], report: model.
 
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        paint(report, rows).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        figure = paint(report, rows)
+        figure.axes[0].set_title("")  # its card has one
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->|\n\s*(?=<)", "", out.getvalue(), flags=re.S)
     text = text.replace(' target="_blank"', ' tabindex="-1"')  # tables have the same links for the keyboard
     text = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda x: re.sub(r"(\.\d)\d+", r"\1", x[0]), text)
@@ -74,7 +76,7 @@ def attributes(style: re.Match[str]) -> str:
     return said + "".join(f' class="{look}"' for look in looks)
 
 
-def panels(rows: int, columns: int, wide: float, tall: float) -> tuple[Figure, list[Axes]]:
+def panels(rows: int, columns: int, wide: float, tall: float) -> tuple[Figure, list[Any]]:
     """A figure with axes of about so many inches, row by row."""
     from matplotlib.figure import Figure
 
@@ -95,23 +97,21 @@ def points(axes: Any, rows: list[model.Row], at: Callable[[model.Row], tuple[flo
     look: dict[str, Any] = {"c": colour, "s": 22, "marker": marker, "linewidths": 1.1, "zorder": 3}
     if marker not in "x+":
         look |= {"c": [PAPER if row.flagged else colour for row in rows], "edgecolors": colour}
-    drawn = axes.scatter(*zip(*map(at, rows), strict=True), **look)
-    drawn.set_urls([f"#row={row.id}" for row in rows])
+    axes.scatter(*zip(*map(at, rows), strict=True), **look).set_urls([f"#row={row.id}" for row in rows])
     axes.plot([], [], color=colour, marker=marker, label=plain(rows[0].cell.competitor), markersize=4)
     return colour
 
 
-def logarithmic(axes: Axes, which: str, say: Callable[[float], str] = "{:,g}".format) -> None:
-    """Logarithmic axes, "x", "y" or "xy", with plain numbers."""
-    from matplotlib.ticker import LogLocator
+def logarithmic(axes: Any, name: str, say: Callable[[float], str] = "{:,g}".format) -> None:
+    """Makes the axis "x" or "y" logarithmic, with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
 
-    for name in which:
-        axes.set(**{f"{name}scale": "log"})
-        low, high = getattr(axes, f"get_{name}lim")()
-        axis = getattr(axes, f"{name}axis")
-        axis.set_major_locator(LogLocator(10, (1, 2, 5) if high < 500 * low else (1,)))
-        axis.set_major_formatter(lambda x, _: say(x))
-    axes.minorticks_off()
+    axes.set(**{f"{name}scale": "log"})
+    axis = getattr(axes, f"{name}axis")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(10, (1, 2, 5) if high < 500 * low else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda x, _: say(x))
 
 
 # ---------------------------------------------------------------------------------------------- figures
@@ -140,16 +140,10 @@ def scaling(report: model.Report, rows: list[model.Row]) -> Figure | None:
     passes = [pass_ for pass_ in schema.PASSES if any(row.cell.pass_ == pass_ for row in rows)]
     if not families:
         return None
-    figure, grid = panels(len(families), len(passes), 3.9, 3.1)
+    figure, grid = panels(len(families), len(passes), 4.8, 3.1)
     for axes, (some, pass_) in zip(grid, itertools.product(families, passes), strict=True):
         curves(axes, report, [row for row in some if row.cell.pass_ == pass_])
         axes.set_title(plain(f"{some[0].family.label}, {pass_}", 50))
-    return figure
-
-
-def growth(report: model.Report, rows: list[model.Row]) -> Figure:
-    figure, (axes,) = panels(1, 1, 5.2, 3.3)
-    curves(axes, report, rows)
     return figure
 
 
@@ -174,6 +168,7 @@ def curves(axes: Any, report: model.Report, rows: list[model.Row]) -> None:
     axes.set_xscale("log", base=2)
     ticks = sorted({row.n or 0 for row in rows})
     axes.set_xticks(ticks, [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in ticks])
+    axes.minorticks_off()
     logarithmic(axes, "y")
 
 
@@ -190,7 +185,7 @@ def roofline(report: model.Report, rows: list[model.Row]) -> Figure | None:
     tops = roofs(report.results.runs[rows[0].cell.run_id]) if rows else []
     if not tops:
         return None
-    figure, (axes,) = panels(1, 1, 7.4, 3.9)
+    figure, (axes,) = panels(1, 1, 6.4, 3.6)
     work = {row: float(row.cell.audit["flops"]) / float(row.cell.audit["bytes"]) for row in rows}
     for some in grouped(rows, lambda row: row.cell.competitor).values():
         points(axes, some, lambda row: (work[row], row.rate("flops") or 0.0))
@@ -235,5 +230,5 @@ def stacks(
             axes.vlines(size(row, "floor") or math.nan, i - 0.42, i + 0.42, color=INK)
         axes.set_yticks(range(len(rows)), [plain(row.cell.competitor, 24) for row in rows])
         axes.invert_yaxis()
-        axes.set(xlabel=unit, title=plain(f"{rows[0].label}, {rows[0].cell.pass_}", 60))
+        axes.set(xlabel=unit, title=plain(f"{rows[0].label}, {rows[0].cell.pass_}", 78))
     return figure

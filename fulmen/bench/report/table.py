@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fulmen.bench import schema, words
@@ -14,7 +15,7 @@ from fulmen.bench.report.model import digits, percent, size, times_as_fast
 from fulmen.bench.schema import text
 
 # The columns of the page: title, how a value is said, and their look.
-SHOWN = {
+SHOWN: dict[str, tuple[str, Callable[[Any], str], str]] = {
     "status": ("Status", text, ""), "suite": ("Suite", text, ""), "competitor": ("Implementation", text, "key"),
     "family": ("Case", text, ""), "n": ("N", "{:,}".format, "number"), "pass": ("Pass", text, ""),
     "cache": ("L2", text, ""), "run_id": ("Run", text, ""), "median_ms": ("Median ms", digits, "number"),
@@ -75,13 +76,9 @@ def shown(report: model.Report) -> content.Block:
         special = {
             "status": content.entry(f"{content.GLYPHS[row.kind]} {word.short}", f"status {word.severity}"),
             "competitor": content.name_of(row), "flags": flags if row.timed else row.cell.reason,
-            "times_as_fast": content.entry(times_as_fast(row.gain) + (" ≠" if row.other else ""), sort=row.gain),
+            "times_as_fast": row.other and content.entry(f"{times_as_fast(row.gain)} ≠", sort=row.gain),
         }  # fmt: skip
-        lines.append([special.get(name) or entry(line[name], SHOWN[name][1]) for name in names])
+        known = {name: line[name] for name in names if line[name] is not None}
+        plain = {name: content.entry(SHOWN[name][1](x), sort=x) for name, x in known.items()}
+        lines.append([special.get(name) or plain.get(name, "") for name in names])
     return content.table(((SHOWN[name][0], SHOWN[name][2]) for name in names), lines, "cells")
-
-
-def entry(value: Any, say: Any) -> content.Entry:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return content.entry(say(value), sort=value)

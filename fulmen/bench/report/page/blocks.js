@@ -43,8 +43,8 @@ function table({ columns, lines, look }) {
 
 function command({ text }) {
   const copy = button({ class: "copy", async click() {
-    const done = await navigator.clipboard.writeText(text).then(() => true, () => prompt("Press Ctrl+C to copy", text));
-    if (done) copy.textContent = "Copied";
+    await navigator.clipboard.writeText(text).catch(() => prompt("Press Ctrl+C to copy", text));
+    copy.textContent = "Copied";
   } }, "Copy");
   return h("div", { class: "command" }, h("code", { tabindex: "0" }, text), copy);
 }
@@ -54,8 +54,8 @@ const BLOCKS = {
   command,
   text: ({ text }) => h("p", {}, text),
   legend: ({ entries }) => h("p", { class: "legend" }, entries.map((one) => h("span", {}, show(one)))),
-  facts: ({ facts }) => h("dl", { class: "facts" },
-    facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, show(value))))),
+  facts: ({ facts }) => h("dl", { class: "facts" }, facts.map(([name, value]) =>
+    h("div", { class: value.length > 60 && "wide" }, h("dt", {}, name), h("dd", {}, show(value))))),
   card: ({ title, blocks, folded }) => h(folded ? "details" : "figure", { class: "card" },
     h(folded ? "summary" : "figcaption", {}, title), blocks.map(draw)),
   figure: ({ svg }) => fill(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, { class: "chart" }),

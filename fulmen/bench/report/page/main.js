@@ -8,25 +8,25 @@ put("headlines", DATA.headlines.map(draw));
 // ------------------------------------------------------------------------------------------- sections
 
 const headings = DATA.headings.map(([id, title, lead]) =>
-  h("section", { id, hidden: true }, h("h2", {}, title), lead && h("p", { class: "lead" }, lead), h("div", { class: "grid" })));
+  h("section", { id }, h("h2", {}, title), h("p", { class: "lead" }, lead), h("div", { class: "grid" })));
 put("sections", headings);
 $("glossary").before($("cells"));
 put("nav", [...document.querySelectorAll("main section")].map(({ id }) => h("a", { href: "#" + id }, id)));
-const chosen = { suite: "", pass_: "", cache: "" };
 
-// The names that occur below what is chosen; what does not occur there is replaced by the first.
+const chosen = { suite: "", pass_: "", cache: "" }, names = Object.keys(chosen);
+const matches = (section, some) => some.every((name) => !section[name] || section[name] === chosen[name]);
 function drawSections() {
-  const fits = (one, names) => names.every((name) => !one[name] || one[name] === chosen[name]);
-  put("controls", Object.keys(chosen).map((name, i, names) => {
-    const values = [...new Set(DATA.sections.filter((one) => one[name] && fits(one, names.slice(0, i))).map((one) => one[name]))];
+  put("controls", names.map((name, i) => { // what the choices before it leave; else the first of them
+    const some = DATA.sections.filter((one) => one[name] && matches(one, names.slice(0, i)));
+    const values = [...new Set(some.map((one) => one[name]))];
     if (!values.includes(chosen[name])) [chosen[name]] = values;
     return values.length > 1 && h("fieldset", { class: "segments" }, values.map((value) => h("label", {},
       h("input", { type: "radio", name, value, checked: value === chosen[name] }), h("span", {}, value))));
   }));
   for (const section of headings) {
-    const blocks = DATA.sections.filter((one) => one.name === section.id && fits(one, Object.keys(chosen)));
-    section.hidden = !blocks.length;
-    section.lastChild.replaceChildren(...blocks.flatMap((one) => one.blocks).map(draw));
+    const some = DATA.sections.filter((one) => one.name === section.id && matches(one, names));
+    section.hidden = !some.length;
+    section.lastChild.replaceChildren(...some.flatMap((one) => one.blocks).map(draw));
   }
 }
 $("controls").addEventListener("change", ({ target: { name, value } }) => {
@@ -40,29 +40,28 @@ drawSections();
 
 const filter = { kind: "", words: [] }, order = { column: -1, down: false };
 put("table", table(DATA.cells));
-const body = $("table").querySelector("tbody"), lines = [...body.rows].map((tr, i) => {
+const body = $("table").querySelector("tbody"), headers = [...$("table").querySelectorAll("thead th")];
+const lines = [...body.rows].map((tr, i) => {
   const row = DATA.rows[i];
   tr.classList.toggle("replaced", row.replaced);
   return { tr, row, entries: DATA.cells.lines[i], text: `${tr.textContent} ${row.find}`.toLowerCase() };
 });
-const tiles = DATA.tiles.map(([kind, glyph, count, severity, word, title]) => button({
+put("tiles", DATA.tiles.map(([kind, glyph, count, severity, word, title]) => button({
   class: "tile " + severity, title, "data-kind": kind,
-  click: () => { filter.kind = filter.kind === kind ? "" : kind; drawTable(); } },
-glyph, h("span", { class: "count" }, count.toLocaleString("en-US")), h("span", { class: "word" }, word)));
-put("tiles", tiles);
-const headers = [...$("table").querySelectorAll("thead th")];
+  click() { filter.kind = filter.kind === kind ? "" : kind; drawTable(); },
+}, glyph, h("strong", {}, count.toLocaleString("en-US")), h("span", { class: "word" }, word))));
 headers.forEach((th, column) => th.replaceChildren(button({ class: "sort", click() {
   const again = order.column === column;
   Object.assign(order, again && order.down ? { column: -1, down: false } : { column, down: again });
   drawTable();
 } }, th.textContent)));
 
-const valueOf = (entry) => entry?.sort ?? entry?.text ?? [entry ?? ""].flat().map((one) => one.text ?? one).join(" ");
+const valueOf = (entry) => entry.sort ?? entry.text ?? [entry].flat().map((one) => one.text ?? one).join(" ");
 function compare(one, two) { // what has no value comes last, either way
   const [a, b] = [one, two].map(({ entries }) => valueOf(entries[order.column]));
   if (a === "" || b === "") return (a === "") - (b === "");
-  const sign = order.down ? -1 : 1;
-  return sign * (typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+  const by = typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+  return order.down ? -by : by;
 }
 function drawTable() {
   for (const { tr, row, text } of lines) {
@@ -71,9 +70,8 @@ function drawTable() {
   body.append(...(order.column < 0 ? lines : lines.toSorted(compare)).map(({ tr }) => tr));
   const sorted = (i) => (order.column !== i ? "none" : order.down ? "descending" : "ascending");
   headers.forEach((th, i) => th.setAttribute("aria-sort", sorted(i)));
-  for (const tile of tiles) tile.setAttribute("aria-pressed", String(tile.dataset.kind === filter.kind));
-  const count = lines.filter(({ tr }) => !tr.hidden).length;
-  put("shown", `${count.toLocaleString("en-US")} of ${lines.length.toLocaleString("en-US")} cells.`,
+  for (const tile of $("tiles").children) tile.setAttribute("aria-pressed", String(tile.dataset.kind === filter.kind));
+  put("shown", `${lines.filter(({ tr }) => !tr.hidden).length} of ${lines.length} cells.`,
     " Click a heading to sort, an implementation to see its samples.");
 }
 $("search").addEventListener("input", ({ target }) => {
@@ -84,7 +82,7 @@ drawTable();
 
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((box) => { box.open = true; }));
 addEventListener("keydown", (event) => {
-  if (event.key !== "/" || event.ctrlKey || event.metaKey || drawer.open || event.target.closest("input, select")) return;
+  if (event.key !== "/" || event.ctrlKey || event.metaKey || drawer.open || event.target.closest("input")) return;
   event.preventDefault();
   $("search").focus();
 });
