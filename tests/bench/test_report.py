@@ -253,10 +253,11 @@ def test_throughput_in_fitting_units(read):
 
 def test_a_value_is_said_in_the_unit_of_its_name():
     values = {
-        "l2_bytes": (62914560, "60.00 MiB"), "flops_hard": (1.07e15, "1.07 PFLOP/s"), "bytes_hard": (4.89e12, "4.89 TB/s"),
-        "bytes_min": (2048.0, "2.000 KiB"), "flops_min": (2e9, "2 GFLOP"), "efficiency": (0.25, "25 %"),
-        "error": (2.5e-3, "2.5e-03"), "seed": (1234567, "1234567"), "sm_count": (1320, "1,320"), "causal": (True, "yes"),
-        "throttle": (["a", "b"], "a, b"), "driver": (None, ""),
+        "l2_bytes": (62914560, "60.00 MiB"), "flops_hard": (1.07e15, "1.07 PFLOP/s"), "driver": (None, ""),
+        "bytes_hard": (4.89e12, "4.89 TB/s"), "causal": (True, "yes"), "bytes_min": (2048.0, "2.000 KiB"),
+        "flops_min": (2e9, "2 GFLOP"), "efficiency": (0.25, "25 %"),
+        "error": (2.5e-3, "2.5e-03"), "seed": (1234567, "1234567"), "sm_count": (1320, "1,320"),
+        "throttle": (["a", "b"], "a, b"),
     }  # fmt: skip
     for name, (value, said) in values.items():
         assert content.said(name, value) == said, name

@@ -268,9 +268,11 @@ def kinds(report: Report, rows: list[Row]) -> Iterator[Block]:
 def memory(rows: list[Row]) -> Iterator[Block]:
     lines = []
     for case in model.longest(row for row in rows if row.cell.cache == "cold"):
-        most = max(x or 0.0 for row in case for x in (row.size(), row.size("peak", "floor")))
-        for row in case:
-            parts, floor = {part: row.size(part) for part in model.MEMORY}, row.size("peak", "floor")
+        sizes = [{part: row.size(part) for part in model.MEMORY} for row in case]
+        most = max(max(row.size("peak", what) or 0.0 for row in case) for what in ("bytes", "floor"))
+        most = max(most, *(sum(x or 0.0 for x in parts.values()) for parts in sizes))
+        for row, parts in zip(case, sizes, strict=True):
+            floor = row.size("peak", "floor")
             figures = (size(row.size()), times_as_fast(model.ratio(row.size(), floor)), *map(size, parts.values()))
             lines.append([row.label, name_of(row), stack(parts, model.MEMORY, most, floor), *figures])
     if lines:

@@ -266,7 +266,7 @@ def longest(rows: Iterable[Row]) -> list[list[Row]]:
     """The rivals at the longest length of each family, where memory matters; of the total pass, if there is one."""
 
     def rank(row: Row) -> tuple[int, int]:
-        return ("backward", "forward", "total").index(row.cell.pass_), row.n or 0
+        return {"total": 2, "forward": 1}.get(row.cell.pass_, 0), row.n or 0
 
     families = grouped((row for row in rows if row.size() is not None), lambda row: row.family).values()
     return [[row for row in family if rank(row) == max(map(rank, family))] for family in families]

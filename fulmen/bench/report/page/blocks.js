@@ -52,7 +52,6 @@ function command({ text }) {
 const BLOCKS = {
   table,
   command,
-  text: ({ text }) => h("p", {}, text),
   legend: ({ entries }) => h("p", { class: "legend" }, entries.map((one) => h("span", {}, show(one)))),
   facts: ({ facts }) => h("dl", { class: "facts" }, facts.map(([name, value]) =>
     h("div", { class: value.length > 60 && "wide" }, h("dt", {}, name), h("dd", {}, show(value))))),
