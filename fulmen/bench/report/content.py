@@ -1,7 +1,8 @@
 """What a reader is told, once for the page and for Markdown: sections of blocks.
 
 A block is a dict, ready for JSON; `kind` is one of
-    card     title and blocks, `folded` or not       table    columns (name, look) and lines of entries
+    card     title and blocks, `folded` or not       table    columns (name, look) and lines of entries; those of a
+                                                              first column "group" stand below it in the page
     facts    names and entries                       legend   entries
     figure   svg, drawn when it is asked for         command  to be copied
 An entry is text, a list of entries, or a dict with any of: `text`; `look`, a class of the style sheet; `row`, whose
@@ -43,7 +44,7 @@ SECTIONS = {
 GLYPHS = {"ok": "✓", "flagged": "▲", "failed": "✕", "withheld": "⊘", "oom": "□", "unsupported": "–", "timeout": "◷",
           "interrupted": "‖", "skipped": "·"}  # fmt: skip
 MARKS = "●■▲◆▼✕⬟✚"  # as the markers of the plots
-PLAIN = ("suite", "pass", "result", "precision", "worst")  # columns without numbers
+PLAIN = ("case", "suite", "pass", "result", "precision", "worst")  # columns without numbers
 STEPS = (1.05, 1.25, 2, 4, 10)  # a heatmap takes its next colour here
 
 # The fields of a cell in the order of the drawer; docs/bench.md says what they mean.
@@ -91,7 +92,7 @@ def table(columns: Iterable[tuple[Entry, str]], lines: Iterable[Iterable[Entry]]
 
 def heads(*names: str) -> list[tuple[Entry, str]]:
     """Columns by name; parts of a bar with their colour."""
-    looks = {"": "bar", "implementation": "key", "why": "why", "case": "case"} | dict.fromkeys(PLAIN, "")
+    looks = {"": "bar", "implementation": "key", "why": "why"} | dict.fromkeys(PLAIN, "")
     colours = model.KINDS | model.MEMORY
     marks = {name: entry(name.replace("_", " "), mark=(colour, "■")) for name, colour in colours.items()}
     return [(marks.get(name, name), looks.get(name, "number")) for name in names]
@@ -262,7 +263,8 @@ def kinds(report: Report, rows: list[Row]) -> Iterator[Block]:
             figures = (tokens, percent(row.of_audit("efficiency")), *(digits(x, 3) for x in parts.values()))
             lines.append([row.label, name_of(row), stack(parts, model.KINDS, most), *figures])
     if lines:
-        yield table(heads("case", "implementation", "", "tokens/s", "share", *model.KINDS), lines, "cells")
+        head = heads("implementation", "", "tokens/s", "share", *model.KINDS)
+        yield table([("case", "group"), *head], lines, "cells")
 
 
 def memory(rows: list[Row]) -> Iterator[Block]:
@@ -276,7 +278,8 @@ def memory(rows: list[Row]) -> Iterator[Block]:
             figures = (size(row.size()), times_as_fast(model.ratio(row.size(), floor)), *map(size, parts.values()))
             lines.append([row.label, name_of(row), stack(parts, model.MEMORY, most, floor), *figures])
     if lines:
-        yield table(heads("case", "implementation", "", "peak", "of the floor", *model.MEMORY), lines, "cells")
+        head = heads("implementation", "", "peak", "of the floor", *model.MEMORY)
+        yield table([("case", "group"), *head], lines, "cells")
 
 
 def stack(parts: dict[str, float | None], colours: dict[str, str], most: float, floor: float | None = None) -> Entry:

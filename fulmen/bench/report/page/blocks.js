@@ -35,10 +35,13 @@ function show(entry) {
 function table({ columns, lines, look }) {
   const cell = (entry, [, kind]) => h(kind === "key" ? "th" : "td", { class: kind, scope: kind === "key" && "row" },
     show(entry));
+  const heading = (line, before) => columns[0][1] === "group" && line[0] !== before?.[0]
+    && h("tr", {}, h("th", { colspan: columns.length }, line[0]));
   return h("div", { class: "scroll", tabindex: "0" }, h("table", { class: look },
     columns.some(([name]) => name) && h("thead", {}, h("tr", {}, columns.map(([name, kind]) =>
       h("th", { scope: "col", class: kind }, show(name))))),
-    h("tbody", {}, lines.map((line) => h("tr", {}, line.map((entry, i) => cell(entry, columns[i])))))));
+    h("tbody", {}, lines.map((line, i) => [heading(line, lines[i - 1]),
+      h("tr", {}, line.map((entry, j) => cell(entry, columns[j])))]))));
 }
 
 function command({ text }) {
