@@ -6,7 +6,7 @@ that of Mann and Whitney's test. docs/bench.md says what a verdict means.
 
 GPU clocks move with heat and power. Where both files hold clocks, cycles (time x clock) are compared as well. A change
 in time without one in cycles is the clock's, and the cell is SAME. A kernel that waits for memory takes equally long at
-another clock, and is SAME by its time whatever its cycles say. The page of a report does the same (`compare.js`).
+another clock, and is SAME by its time whatever its cycles say.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fulmen.__main__ import main
 from fulmen.bench import audit, comparing, report, schema, words
-from fulmen.bench.report import html, markdown, model, plots, table
+from fulmen.bench.report import content, html, markdown, model, plots, table
 from tests.bench import sample_results
 
 
@@ -99,15 +99,8 @@ def test_markdown(read):
     text = markdown.render(read)
     assert "311 of 324 cells proven right" in text
     assert "### B4 H32 D64 · bf16 · causal · decay" in text
-    for heading in (
-        "## Environment",
-        "## Scaling",
-        "## Memory",
-        "## Correctness",
-        "## Without a number",
-        "## To measure",
-    ):
-        assert heading in text
+    for heading in ("Environment", "Scaling", "Memory", "Correctness", "Without a number", "What the words mean"):
+        assert f"## {heading}" in text
     for table_ in re.findall(r"(?:^\|.*\n)+", text, re.M):
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table_.splitlines()}
         assert len(widths) == 1, table_[:200]
@@ -115,12 +108,14 @@ def test_markdown(read):
 
 def test_payload(read):
     data = data_of(html.render(read))
-    assert len(data["rows"]) == 324
-    assert sum(n for _, n in data["counts"]) == 324
-    assert data["counts"][0][0] == "ok"
-    assert data["rows"][7]["samples_ms"] == pytest.approx(read.rows[7].cell.samples_ms, rel=2e-4)
-    assert any(fit["linear"] for fit in data["fits"])
-    assert data["baselines"] == {"lightning": "sdpa-fa2", "flash": "sdpa-fa2"}
+    assert len(data["rows"]) == len(data["cells"]["lines"]) == 324
+    assert sum(tile[2] for tile in data["tiles"]) == 324
+    assert data["tiles"][0][0] == "ok"
+    assert data["rows"][7]["samples"] == pytest.approx(read.rows[7].cell.samples_ms, rel=2e-4)
+    assert read.baselines == {"lightning": "sdpa-fa2", "flash": "sdpa-fa2"}
+    assert any(fit.linear for fit in read.fits.values())
+    views = {(one["suite"], one["pass_"]) for one in data["sections"] if one["name"] == "speed"}
+    assert views == {(suite, pass_) for suite in ("lightning", "flash") for pass_ in schema.PASSES}
 
 
 def test_every_word_is_explained():
@@ -228,8 +223,8 @@ def test_what_is_no_time_is_withheld(t, tmp_path):
     results = schema.Results(sample_results.make(samples=6).runs, cells)
     report.write(results, tmp_path)
     rows = data_of((tmp_path / "report.html").read_text())["rows"]
-    assert [row["status"] for row in rows[:12]] == ["withheld", "withheld", "ok"] * 4
-    assert all("median" not in row for row in rows if row["status"] == "withheld")
+    assert [row["kind"] == "withheld" for row in rows[:12]] == [True, True, False] * 4
+    assert all("median" not in row and not row["samples"] for row in rows if row["kind"] == "withheld")
     lines = list(csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text())))
     assert all(line["median_ms"] == line["device_ms"] == "" for line in lines if line["status"] == "withheld")
     assert {line["device_ms"] for line in lines[:12]} == {""}
@@ -246,24 +241,49 @@ def test_no_time_above_the_roof_is_called_measured(read):
 
 
 def test_throughput_in_fitting_units(read):
-    assert read.flops_unit() == (1e12, "TFLOP/s")
     cells = [schema.parse(schema.dumps(row.cell), "") for row in read.rows[:9]]
     for cell in cells:
         cell.stats = {"median": 1e5}
     slow = model.read(schema.Results(read.results.runs, cells))
-    assert slow.flops_unit() == (1e9, "GFLOP/s")
-    assert data_of(html.render(slow))["flops_unit"] == [1e9, "GFLOP/s"]
+    for report_, unit in ((read, "TFLOP/s"), (slow, "MFLOP/s")):
+        shown = table.shown(report_)
+        column = [name for name, _ in shown["columns"]].index("Arithmetic")
+        assert shown["lines"][0][column]["text"].endswith(unit)
+
+
+def test_a_value_is_said_in_the_unit_of_its_name():
+    values = {
+        "l2_bytes": (62914560, "60.00 MiB"), "flops_hard": (1.07e15, "1.07 PFLOP/s"), "driver": (None, ""),
+        "bytes_hard": (4.89e12, "4.89 TB/s"), "causal": (True, "yes"), "bytes_min": (2048.0, "2.000 KiB"),
+        "flops_min": (2e9, "2 GFLOP"), "efficiency": (0.25, "25 %"),
+        "error": (2.5e-3, "2.5e-03"), "seed": (1234567, "1234567"), "sm_count": (1320, "1,320"),
+        "throttle": (["a", "b"], "a, b"),
+    }  # fmt: skip
+    for name, (value, said) in values.items():
+        assert content.said(name, value) == said, name
 
 
 def test_headlines(read):
-    found = {(one.suite, one.pass_): one for one in model.headlines(read)}
+    found = {(one.rows[0].cell.suite, one.rows[0].cell.pass_): one for one in model.headlines(read)}
     assert set(found) == {(suite, pass_) for suite in ("lightning", "flash") for pass_ in schema.PASSES}
     one = found["flash", "forward"]
-    assert (one.competitor, one.baseline, one.cases, one.other) == ("fulmen triton", "sdpa-fa2", 6, False)
+    assert (one.name, len(one.rows)) == ("fulmen triton", 6)
     assert 1 < one.low < one.mean < one.high < 0.61 / 0.40 + 0.05
-    assert found["lightning", "total"].other
+    assert found["lightning", "total"].name == "fulmen triton ≠"
     text = markdown.render(read)
-    assert text.index("times as fast as") < text.index("proven right") < text.index("## Environment")
+    assert text.index("fulmen triton against sdpa-fa2") < text.index("proven right") < text.index("## Environment")
+
+
+def test_the_figures_of_the_page_have_no_style_of_their_own(read):
+    figures = [x["svg"]() for one in content.sections(read) for block in one.blocks[:1] if block["kind"] == "card"
+               for x in block["blocks"] if x["kind"] == "figure"]  # fmt: skip
+    assert len(figures) == 12  # scaling and roofline of three passes in two suites
+    for figure in figures:
+        assert " style=" not in figure
+        assert "<style" not in figure
+        assert 'class="s0"' in figure
+        assert "#row=" in figure
+        assert figure.count("<text") > 5
 
 
 def test_families_without_the_baseline_say_so(results):
@@ -273,7 +293,7 @@ def test_families_without_the_baseline_say_so(results):
         if c.suite == "lightning" and not (c.competitor.startswith("sdpa") and c.case["D"] == 64)
     ]
     text = markdown.render(model.read(schema.Results(results.runs, cells)))
-    assert "forward, no baseline" in text
+    assert "decay · no baseline" in text
 
 
 def test_a_later_run_replaces_an_earlier_one():

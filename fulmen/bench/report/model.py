@@ -22,8 +22,10 @@ from fulmen.bench.audit import grouped, number, time_ms
 from fulmen.bench.schema import text
 
 LENGTHS = ("N", "N_Q", "N_KV")
-KINDS = ("products", "attention", "glue", "optimiser")  # of kernels
-MEMORY_PARTS = ("inputs", "output", "saved", "workspace_forward", "gradients", "workspace_backward", "peak")
+# Kernels by kind and memory by part, with their colours in the style sheet.
+KINDS = {"products": "s0", "attention": "s1", "glue": "s4", "optimiser": "s2"}
+MEMORY = {"inputs": "g0", "output": "g1", "gradients": "g2", "saved": "s1", "workspace_forward": "s5",
+          "workspace_backward": "s0"}  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -44,6 +46,9 @@ class Row:
     high: float | None = None
     flags: list[tuple[str, str]] = field(default_factory=list)  # flag, why
     replaced: bool = False  # a later run measured the same
+    base: Row | None = None  # the baseline's row of the same case and run, if both have a time
+    index: int = 0  # of the competitor in its suite: its colour and marker
+    id: str = ""  # in a link
 
     def __post_init__(self) -> None:
         cell, self.timed = self.cell, self.median is not None
@@ -51,8 +56,19 @@ class Row:
         self.kind = ("flagged" if self.flagged else "ok") if self.timed else cell.status
         self.label = self.family.label + ("" if self.n is None else f" · N {self.n:,}")
         self.place = (self.family, self.n, cell.pass_, cell.cache, cell.run_id)  # equal for the rivals of one case
+        self.curve = (self.family, cell.competitor, cell.pass_, cell.cache)  # equal for what differs in N alone
         shares = (ratio(t.get("error"), t.get("bound")) for t in cell.correctness.values())
         self.worst = max((x for x in shares if x is not None), default=None)  # error, in units of what it may be
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the baseline; None without a time of either."""
+        return None if self.base is None else ratio(self.base.median, self.median)
+
+    @property
+    def other(self) -> bool:
+        """The baseline computes another function: a choice of model, not of kernel."""
+        return self.base is not None and self.base.cell.function != self.cell.function
 
     def size(self, part: str = "peak", what: str = "bytes") -> float | None:
         """Bytes of a part of the memory, or its floor."""
@@ -67,18 +83,21 @@ class Row:
         return None if work is None or self.median is None else number(work / self.median * 1e3)
 
 
-class Headline(NamedTuple):
-    """Our speed against the baseline in one suite and pass: geometric mean and range over cases."""
+class Mean(NamedTuple):
+    """The speed of one competitor against the baseline: geometric mean and range over rows, all of one pass."""
 
-    suite: str
-    pass_: str
-    competitor: str
-    baseline: str
     mean: float
     low: float
     high: float
-    cases: int
-    other: bool  # the baseline computes another function
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        return self.rows[0].cell.competitor + (" ≠" if any(row.other for row in self.rows) else "")
+
+    @property
+    def range(self) -> str:
+        return f"{digits(self.low, 3)} to {times_as_fast(self.high)}"
 
 
 @dataclass
@@ -88,19 +107,26 @@ class Report:
     relations: audit.Relations
 
     def __post_init__(self) -> None:
-        self.families = list(dict.fromkeys(row.family for row in self.rows))
-        self.suites = list(dict.fromkeys(row.cell.suite for row in self.rows))
+        suites = grouped(self.rows, lambda row: row.cell.suite)
+        self.suites, self.baselines = list(suites), {suite: baseline(self.of(suite)) for suite in suites}
         devices = (text(run.environment.get("device", "unknown device")) for run in self.results.runs.values())
         self.title = f"{', '.join(dict.fromkeys(devices))}: {', '.join(self.suites)}"
+        for i, row in enumerate(self.rows):
+            row.id = row.cell.config_hash + (f"-{i}" if row.replaced else "")
+        for suite, rows in suites.items():
+            names = list(dict.fromkeys(row.cell.competitor for row in rows))
+            live = [row for row in rows if row.timed and not row.replaced]
+            bases = {row.place: row for row in live if row.cell.competitor == self.baselines[suite]}
+            for row in rows:
+                row.index = names.index(row.cell.competitor)
+            for row in live:
+                row.base = bases.get(row.place)
+        curves = {id(row.cell): row.curve for row in self.rows}
+        self.fits = {curves[id(fit.cell)]: fit for fit in self.relations.scaling}
 
     def of(self, suite: str) -> list[Row]:
         """The rows of a suite that no later run replaced."""
         return [row for row in self.rows if row.cell.suite == suite and not row.replaced]
-
-    def flops_unit(self) -> tuple[float, str]:
-        """TFLOP/s, or GFLOP/s where nothing is as fast as that."""
-        rates = [row.rate("flops") or 0.0 for row in self.rows]
-        return (1e12, "TFLOP/s") if max(rates, default=0.0) >= 1e12 else (1e9, "GFLOP/s")
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -193,52 +219,57 @@ def counts(rows: Iterable[Row]) -> dict[str, int]:
     return {name: found[name] for name in words.KINDS if found[name]}
 
 
+def proven(rows: list[Row]) -> str:
+    timed = sum(row.timed for row in rows)
+    return f"{'All' if timed == len(rows) else f'{timed:,} of'} {len(rows):,} cells proven right, then timed."
+
+
 def baseline(rows: Iterable[Row]) -> str:
     """The competitor that others are divided by: torch's own attention if there, else a peer timed most often."""
     timed = Counter(row.cell.competitor for row in rows if row.timed)
     return min(timed, key=lambda x: ("sdpa" not in x.lower(), "fulmen" in x.lower(), -timed[x], x), default="")
 
 
-def speedup(row: Row, base: Row | None) -> float | None:
-    """How many times as fast as the baseline; None without a time of either."""
-    return None if base is None or row.median is None or base.median is None else base.median / row.median
+def several(rows: Iterable[Row]) -> bool:
+    """Of more than one length."""
+    return len({row.n for row in rows}) > 1
 
 
-def headlines(report: Report) -> list[Headline]:
-    """`fulmen auto`, or else the one of ours that was timed most often, against the baseline of each suite.
+def means(rows: Iterable[Row]) -> list[Mean]:
+    """Of every competitor that has cases in common with the baseline; the fastest first."""
+    found = []
+    for some in grouped((row for row in rows if row.base), lambda row: row.cell.competitor).values():
+        gains = [row.gain or 1.0 for row in some]
+        found.append(Mean(statistics.geometric_mean(gains), min(gains), max(gains), some))
+    return sorted(found, key=lambda one: -one.mean)
 
-    Cases where both compute the same function, if there are any.
+
+def headlines(report: Report) -> list[Mean]:
+    """`fulmen auto`, or else the one of ours that was timed most often, in each suite and pass.
+
+    Cases where baseline and ours compute the same function, if there are any.
     """
     found = []
     for suite in report.suites:
         rows = [row for row in report.of(suite) if row.timed]
         rows = [row for row in rows if row.cell.cache == "cold"] or rows
-        base, names = baseline(rows), Counter(row.cell.competitor for row in rows)
-        ours = [x for x in names if x.startswith("fulmen") and x != base] or [x for x in names if x != base]
+        names = Counter(row.cell.competitor for row in rows if row.cell.competitor != report.baselines[suite])
+        ours = [x for x in names if x.startswith("fulmen")] or list(names)
         best = max(ours, key=lambda x: (x == "fulmen auto", names[x]), default="")
-        bases = {row.place: row for row in rows if row.cell.competitor == base}
-        pairs = [(row, bases[row.place]) for row in rows if row.cell.competitor == best and row.place in bases]
-        alike = [(a, b) for a, b in pairs if a.cell.function == b.cell.function]
-        for pass_, some in grouped(alike or pairs, lambda pair: pair[0].cell.pass_).items():
-            gains = [gain for pair in some if (gain := speedup(*pair)) is not None]
-            mean = statistics.geometric_mean(gains)
-            found.append(Headline(suite, pass_, best, base, mean, min(gains), max(gains), len(gains), not alike))
+        rows = [row for row in rows if row.cell.competitor == best and row.base]
+        alike = [row for row in rows if not row.other] or rows
+        found += [one for some in grouped(alike, lambda row: row.cell.pass_).values() for one in means(some)]
     return found
 
 
-def correctness(report: Report) -> list[dict[str, Any]]:
-    """For each competitor, suite and precision: tensors checked, how many are wrong, and the worst; worst first."""
-    lines: dict[tuple[str, ...], dict[str, Any]] = {}
-    for i, row in enumerate(report.rows):
-        whose = (row.cell.competitor, row.cell.suite, text(row.cell.case.get("dtype", "")))
-        for tensor, one in row.cell.correctness.items():
-            line = lines.setdefault(whose, dict(zip(("competitor", "suite", "dtype"), whose, strict=True)))
-            line["tensors"] = line.get("tensors", 0) + 1
-            line["wrong"] = line.get("wrong", 0) + (one.get("ok") is False)
-            share = ratio(one.get("error"), one.get("bound")) or 0.0
-            if share >= line.get("share", 0.0):
-                line |= {"share": share, "row": i, "tensor": tensor} | {k: one.get(k) for k in ("error", "bound")}
-    return sorted(lines.values(), key=lambda line: (not line["wrong"], -line["share"]))
+def longest(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rivals at the longest length of each family, where memory matters; of the total pass, if there is one."""
+
+    def rank(row: Row) -> tuple[int, int]:
+        return {"total": 2, "forward": 1}.get(row.cell.pass_, 0), row.n or 0
+
+    families = grouped((row for row in rows if row.size() is not None), lambda row: row.family).values()
+    return [[row for row in family if rank(row) == max(map(rank, family))] for family in families]
 
 
 # --------------------------------------------------------------------------------------------- numbers
@@ -252,38 +283,17 @@ def digits(x: float | None, significant: int = 4) -> str:
     return f"{x:.{significant - 1}g}" if places > 6 else f"{x:,.{max(places, 0)}f}"
 
 
+def times_as_fast(x: float | None) -> str:
+    return "" if x is None else f"{digits(x, 3)}×"
+
+
+def percent(x: float | None, places: int = 0) -> str:
+    return "" if x is None else f"{100 * x:.{places}f} %"
+
+
 def size(x: float | None) -> str:
     """Bytes in binary units."""
     if x is None:
         return ""
     power = min(3, max(0, math.floor(math.log2(abs(x)) / 10))) if x else 0
     return f"{digits(x / 1024**power, 4 if power else 1)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-FIRST = ("device", "arch", "sm_count", "l2_bytes", "memory_bytes", "power_limit_w", "driver", "cuda", "torch", "triton",
-         "python", "cpu", "commit", "flops_measured", "flops_hard", "bytes_measured", "bytes_hard")  # fmt: skip
-
-UNITS = {"bytes": "B", "mhz": "MHz", "w": "W", "c": "°C", "ms": "ms"}
-
-
-def environment(run: schema.Run) -> list[tuple[str, str]]:
-    """The facts and ceilings of a run as name and value, in the order in which a reader looks for them."""
-    facts = {k: v for k, v in (run.environment | run.ceilings).items() if v not in (None, "", [], {})}
-    changed = " with changes" if run.commit.get("dirty") else ""
-    facts["commit"] = str(run.commit.get("sha") or "unknown")[:12] + changed
-    names = sorted(facts, key=lambda k: (FIRST.index(k) if k in FIRST else len(FIRST), k))
-    when = run.time[:16].replace("T", " ") + (" UTC" if run.time.endswith(("Z", "+00:00")) else "")
-    return [*(fact(k, facts[k]) for k in names), ("measured", when), ("run", run.run_id), ("protocol", run.protocol)]
-
-
-def fact(name: str, value: Any) -> tuple[str, str]:
-    """A name in words, and the value in the unit that the name ends or begins with."""
-    x, (what, _, unit) = number(value), name.rpartition("_")
-    words = name.replace("_", " ")
-    if x is not None and name.startswith("flops"):
-        return words, f"{digits(x / 1e12, 3)} TFLOP/s" if x >= 1e12 else f"{digits(x / 1e9, 3)} GFLOP/s"
-    if x is not None and name.startswith("bytes"):
-        return words, f"{digits(x / 1e9)} GB/s"
-    if x is not None and unit in UNITS:
-        return what.replace("_", " "), size(x) if unit == "bytes" else f"{digits(x)} {UNITS[unit]}"
-    return words, ", ".join(map(text, value)) if isinstance(value, list) else text(value)
