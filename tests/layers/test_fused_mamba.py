@@ -3,18 +3,19 @@ operations and fp64, what is saved, compiled for every GPU we name."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from fulmen.boundary import is_plain_eager
 from fulmen.hardware import TARGETS
 from fulmen.layers import scan as mamba
-from fulmen.layers.fused import conv
+from fulmen.layers.fused import conv, state_update
 from fulmen.layers.fused import mamba as kernels
 from tests.aot import ScanCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
-MODULES = {"conv": conv, "mamba": kernels}
+MODULES = {"conv": conv, "mamba": kernels, "state_update": state_update}
 B, N, H, P, G, D = 2, 37, 6, 8, 2, 16
 
 
@@ -169,3 +170,47 @@ def test_compiles_without_spills(compiler, arch, sizes) -> None:
     for usage in compiler(ScanCase(arch, *sizes)):
         assert usage.stack == 0, usage
         assert usage.shared <= TARGETS[arch].smem_bytes
+
+
+@pytest.fixture
+def as_hardware(monkeypatch):
+    """In the interpreter max and min drop a NaN where the hardware's plain instructions do."""
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        for name, of in {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}.items():
+            monkeypatch.setattr(InterpreterBuilder, name, lambda self, a, b, of=of: self.binary_op(a, b, of))
+
+
+@pytest.mark.parametrize("steps", [(True, 0.0, torch.inf), (True, 0.1, 0.9), (False, -torch.inf, torch.inf)], ids=str)
+def test_a_step_size_that_is_nan_stays_nan(steps, fused, as_hardware) -> None:
+    steps = mamba.Steps(*steps)
+    x, dt, A = drawn(1, 5, 2, 4), drawn(1, 5, 2, seed=1), -drawn(2, seed=2).abs()
+    dt[0, 3, 1] = torch.nan
+    v, decay, _ = kernels.Values.apply(steps, x, dt, A, None, None, None)
+    wrong = torch.zeros(1, 5, 2, dtype=torch.bool, device=DEVICE)
+    wrong[0, 3, 1] = True
+    assert torch.equal(v.isnan(), wrong[..., None].expand_as(v))
+    assert torch.equal(decay.isnan(), wrong.transpose(1, 2))
+    for shared in (True, False):
+        state, given = torch.zeros(5, 2, 4, 3, device=DEVICE), dt[0, :, :, None].expand(5, 2, 4)
+        given = given if shared else given.contiguous()
+        k, q = (torch.ones(5, 1, 3, device=DEVICE) for _ in range(2))
+        of_heads = A[:, None, None].expand(2, 4, 3)
+        y = state_update.update(state, x[0], given, of_heads, k, q, None, None, None, steps, None)
+        assert torch.equal(y.isnan(), wrong[0, ..., None].expand_as(y))
+        assert torch.equal(state.isnan(), wrong[0, ..., None, None].expand_as(state))
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_a_convolution_sees_no_more_than_its_taps(taps, fused) -> None:
+    """NaN, and in the backward what comes of it, reaches as many tokens as there are taps."""
+    x, weight, bias = drawn(1, 9, 8), drawn(8, taps, seed=1), drawn(8, seed=2)
+    x[0, 4], bias[3] = torch.nan, torch.inf
+    y = mamba.convolve(x, weight, bias, False)
+    assert y[0, :, :3].isnan().any(1).nonzero()[:, 0].tolist() == list(range(4, 4 + taps))
+    x.nan_to_num_().requires_grad_()
+    dy = torch.ones_like(x)
+    dy[0, 4] = torch.nan
+    (dx,) = torch.autograd.grad(mamba.convolve(x, weight, bias, False), x, dy)
+    assert dx[0].isnan().any(1).nonzero()[:, 0].tolist() == list(range(5 - taps, 5))

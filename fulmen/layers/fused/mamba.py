@@ -55,7 +55,9 @@ def softplus(x):
 
 @triton.jit
 def clamped(dt, low, high):
-    return tl.minimum(tl.maximum(dt, low), high)
+    """NaN stays NaN, as in torch.clamp."""
+    dt = tl.maximum(dt, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(dt, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
