@@ -49,14 +49,14 @@ def scan(
     """y (B, N, H, P), of x's dtype, and with_state the last states (B, H, D, E), as `lightning_attention` has them.
 
     x, z     (B, N, H, P)                    dt      (B, N, H), plus dt_bias (H,)
-    B, C     (B, N, groups, state size)      A       fp32 (H,)
+    B, C     (B, N, groups, state size)      A       (H,)
     D        (H,) or (H, P), or None         seq     int (B, N): the state starts again where it changes
     """
     kernels = _kernels(x, D, z, norm)
     if kernels is not None:
         seq = None if seq is None else seq.to(torch.int32).contiguous()
         dt_bias, D = (None if t is None else t.contiguous() for t in (dt_bias, D))
-        v, decay, skip = kernels.Values.apply(steps, x, dt, A.contiguous(), dt_bias, D, seq)
+        v, decay, skip = kernels.Values.apply(steps, x, dt, A.float().contiguous(), dt_bias, D, seq)
     else:
         v, decay = _values(x, dt, A, dt_bias, steps, seq)
     q, k, v = C.transpose(1, 2), B.transpose(1, 2), v.transpose(1, 2)
@@ -88,19 +88,21 @@ def scan_step(
     B, C         (B, groups, state size)                      slots        int (B,) or None; -1: none, and y is zero
     """
     trained = needs_gradient((state, x, dt, A, B, C, D, z, dt_bias))
-    if x.is_cuda and is_plain_eager(state, x) and not trained:
-        from fulmen.layers.fused import state_update
-
-        return state_update.update(state, x, dt, A, B, C, D, z, dt_bias, steps, slots)
-    heads = state.shape[1]
+    served = not trained and state.dtype != torch.float64 and is_plain_eager(state)
+    kernels = kernels_for("state_update", x) if served else None
+    if kernels is not None:
+        y: Tensor = kernels.update(state, x, dt, A, B, C, D, z, dt_bias, steps, slots)
+        return y
+    heads, wide = state.shape[1], torch.promote_types(_wide(x).dtype, state.dtype)
     dt = _step_sizes(dt, dt_bias, steps)[..., None]
-    B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
+    B, C = (t.to(wide).repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
     rows = None if slots is None else torch.where((slots >= 0) & (slots < state.shape[0]), slots, -1).long()
     old = state[: x.shape[0]] if rows is None else state[rows]
-    new = (old.clone() if trained else old).float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
+    kept = (old.clone() if trained else old).to(wide) * torch.exp(dt * A.to(wide))
+    new = kept + dt * x.to(wide)[..., None] * B
     y = (new * C).sum(-1)
     y = y if D is None else y + x * D
-    y = (y if z is None else y * F.silu(z.float())).to(x.dtype)
+    y = (y if z is None else y * F.silu(_wide(z))).to(x.dtype)
     if rows is None:
         old.copy_(new)
         return y
@@ -126,6 +128,11 @@ def _in_rows(x: Tensor) -> bool:
     return x.stride(3) == 1 and (H == 1 or x.stride(2) == P) and (B == 1 or x.stride(0) == N * x.stride(1))
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _values(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, steps: Steps, seq: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -135,11 +142,12 @@ def _values(
     if seq is not None:
         changes = torch.cat([seq[:, :1] != 0, seq[:, 1:] != seq[:, :-1]], 1)
         decay = decay + RESET * changes[..., None]
-    return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).float()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).to(wide)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
-    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = _wide(dt)
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     dt = F.softplus(dt) if steps.softplus else dt
     return dt if steps.softplus and steps[1:] == (0.0, torch.inf) else dt.clamp(*steps[1:])
@@ -149,12 +157,12 @@ def _outputs(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, norm: Nor
     if D is not None:
         o = o + x * (D[:, None] if D.ndim == 1 else D)
     if z is not None:
-        o = o * F.silu(z.float())
+        o = o * F.silu(_wide(z))
     return o if norm is None else _normed(o.flatten(2), norm, x.dtype).view(x.shape)
 
 
 def _normed(g: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
-    g = g.unflatten(-1, (norm.groups, -1)).to(torch.promote_types(g.dtype, torch.float32))
+    g = _wide(g.unflatten(-1, (norm.groups, -1)))
     g = g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * g.flatten(-2).to(dtype)
 
@@ -165,7 +173,7 @@ def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
     kernels = kernels_for("mamba", o, z) if all(map(_in_rows, rows)) and _fits(norm) else None
     if kernels is not None:
         return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
-    return _normed(o * F.silu(z.float()), norm, o.dtype)
+    return _normed(o * F.silu(_wide(z)), norm, o.dtype).to(o.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- convolution
