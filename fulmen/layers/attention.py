@@ -291,7 +291,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
         if not self.fused_qkv:
             if context is x:
                 return project(x, self.q_proj, self.k_proj, self.v_proj)
-            return self.q_proj(x), *project(context, self.k_proj, self.v_proj)
+            return *project(x, self.q_proj), *project(context, self.k_proj, self.v_proj)
         (qkv,) = project(x, self.qkv_proj)
         q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
         kv_size = (qkv.shape[-1] - q_size) // 2

@@ -9,7 +9,14 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from fulmen.hardware import TARGETS
-from fulmen.layers import GroupedQueryAttention, KVCache, LightningAttention, MultiHeadLatentAttention, Sequences
+from fulmen.layers import (
+    GroupedQueryAttention,
+    KVCache,
+    LightningAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    Sequences,
+)
 from fulmen.layers.fused.projections import MAX_ROWS, Facts, few_rows, project
 from fulmen.testing import assert_close, expected
 from tests.aot import LinearCase
@@ -313,3 +320,16 @@ def test_on_a_gpu_and_in_a_graph(kind, B) -> None:
     graph.replay()
     assert all(torch.equal(out, one) for one in y)
     assert (out - plain).float().norm() < 0.02 * plain.float().norm()
+
+
+@torch.no_grad()
+def test_projections_of_cross_attention(ran) -> None:
+    """q of x in one launch, k and v of the context in another."""
+    layer = MultiHeadAttention(32, 4, context_dim=24, bias=True).to(DEVICE)
+    x, context = drawn(2, 1, 32, dtype=torch.float32), drawn(2, 5, 24, dtype=torch.float32, seed=2)
+    y = layer(x, context=context)
+    if DEVICE == "cpu":
+        assert ran == ["linear_rows_kernel"] * 2
+    with torch.enable_grad():
+        want = layer(x, context=context)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -275,3 +276,98 @@ def test_a_step_after_inference_mode_and_with_gradients():
     layer(x[:, 5:], cache=cache).sum().backward()
     assert layer.dt_bias.grad is not None
     assert layer.dt_bias.grad.any()
+
+
+# ---------------------------------------------------------------------------------- who looks on, and what fails
+
+
+@torch.no_grad()
+def test_fp64_is_exact_to_its_last_digits():
+    """Whole and in steps: nothing on the way is rounded to fp32."""
+    layer, x, cache = made(dt_limit=(0.001, 0.5)).double(), tokens().double(), MambaCache()
+    want = definition(layer, x)
+    exact = {"rtol": 1e-12, "atol": 1e-13}
+    close(layer(x), want, **exact)
+    parts = [layer(part, cache=cache) for part in x.split([9, 1, 1, 10], 1)]
+    close(torch.cat(parts, 1), want, **exact)
+    assert cache.state.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward"])
+@torch.no_grad()
+def test_a_norm_that_somebody_watches_is_called(kind):
+    layer, x = made(), tokens()
+    want, seen = layer(x), []
+    if kind == "hook":
+        layer.norm.register_forward_hook(lambda *args: seen.append(1))
+    elif kind == "pre-hook":
+        layer.norm.register_forward_pre_hook(lambda *args: seen.append(1))
+    else:
+        forward = layer.norm.forward
+        layer.norm.forward = lambda x: (seen.append(1), forward(x))[1]
+    cache = MambaCache()
+    parts = [layer(x[:, :20], cache=cache), layer(x[:, 20:], cache=cache)]
+    assert len(seen) == 2
+    close(torch.cat(parts, 1), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_convolution_that_must_be_called_is_refused():
+    for change in (
+        lambda conv: conv.register_forward_hook(lambda module, given, y: 2 * y),
+        lambda conv: torch.nn.utils.weight_norm(conv),  # a hook computes the weight
+        lambda conv: setattr(conv, "__class__", type("Adapted", (torch.nn.Conv1d,), {})),
+    ):
+        layer = made()
+        with pytest.warns(FutureWarning) if change.__code__.co_names[:1] == ("torch",) else contextlib.nullcontext():
+            change(layer.conv1d)
+        with pytest.raises(NotImplementedError, match="conv1d is a .* reads its weights and does not call it"):
+            layer(tokens())
+
+
+@torch.no_grad()
+def test_a_parametrised_convolution_counts():
+    layer, x = made(), tokens()
+    exact = copy.deepcopy(layer)
+    exact.conv1d.weight.mul_(2)
+    torch.nn.utils.parametrize.register_parametrization(layer.conv1d, "weight", _Doubled())
+    close(layer(x), exact(x))
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@torch.no_grad()
+def test_a_call_that_fails_leaves_the_cache():
+    layer, x, cache = made(), tokens(), MambaCache()
+    layer(x[:, :9], cache=cache)
+    held = cache.state, cache.conv, cache.length
+    handle = layer.out_proj.register_forward_hook(_failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer(x[:, 9:13], cache=cache)
+    assert (cache.state, cache.conv, cache.length) == held
+    handle.remove()
+    close(layer(x[:, 9:], cache=cache), layer(x)[:, 9:], rtol=1e-4, atol=1e-5)
+
+
+def _failing(*args):
+    raise RuntimeError("out of memory")
+
+
+@torch.no_grad()
+def test_a_norm_in_fp32_of_a_layer_in_bf16():
+    layer, x, cache = made().bfloat16(), tokens().bfloat16(), MambaCache()
+    layer.norm.float()
+    want = layer(x)
+    parts = [layer(part, cache=cache) for part in x.split([20, 1], 1)]
+    assert {y.dtype for y in parts} == {torch.bfloat16}
+    close(torch.cat(parts, 1), want, rtol=3e-2, atol=3e-2)
+
+
+@torch.no_grad()
+def test_offsets_that_are_a_view():
+    layer, x = made(), tokens(1, 30)
+    ends = torch.tensor([[0, 7], [4, 7], [30, 7]], dtype=torch.int32)[:, 0]
+    assert not ends.is_contiguous()
+    close(layer(x, cu_seqlens=ends), layer(x, cu_seqlens=ends.contiguous()), rtol=0, atol=0)
