@@ -151,9 +151,9 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tens
     for name, t in (("B", B), ("C", C)):
         if t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{name} is {t.dtype}, must be x's {x.dtype}: cast one of them")
-    for name, t in (("seq_idx", seq_idx), ("cu_seqlens", ends)):
-        if t is not None and (t.is_floating_point() or t.dtype == torch.bool):
-            raise ValueError(f"{name} is {t.dtype}, must be integers")
+    for name, index in (("seq_idx", seq_idx), ("cu_seqlens", ends)):
+        if index is not None and (index.is_floating_point() or index.dtype == torch.bool):
+            raise ValueError(f"{name} is {index.dtype}, must be integers")
     if seq_idx is not None and seq_idx.shape != (batch, length):
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, must be (B, L) = ({batch}, {length})")
     if seq_idx is not None and ends is not None:

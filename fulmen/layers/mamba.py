@@ -192,15 +192,14 @@ class Mamba2(weights.AttentionLayer):
             )
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-        """On this rank: the convolution's weight (channels, taps) and bias, A, D, dt_bias."""
+        """On this rank: the convolution's weight (channels, taps) and bias, A_log, D, dt_bias."""
         if not is_its_weights(self.conv1d, nn.Conv1d):
             raise NotImplementedError(
                 f"conv1d is a {type(self.conv1d).__name__} that has hooks or is no plain torch.nn.Conv1d: Mamba2 reads "
                 "its weights and does not call it; put hooks on in_proj, out_proj or the layer"
             )
         bias = None if self.conv1d.bias is None else local(self.conv1d.bias)
-        A = -torch.exp(local(self.A_log).to(torch.promote_types(self.A_log.dtype, torch.float32)))
-        return local(self.conv1d.weight)[:, 0], bias, A, local(self.D), local(self.dt_bias)
+        return local(self.conv1d.weight)[:, 0], bias, local(self.A_log), local(self.D), local(self.dt_bias)
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., H, P), B and C (..., groups, state size), of this rank."""
@@ -221,7 +220,8 @@ class Mamba2(weights.AttentionLayer):
         self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs, cache: MambaCache | None
     ) -> tuple[Tensor, Tensor | None]:
         """(B, N, H * P), normed and gated, and the state a cache is to hold."""
-        weight, bias, A, D, dt_bias = self._parameters_here()
+        weight, bias, A_log, D, dt_bias = self._parameters_here()
+        A = -torch.exp(A_log.to(torch.promote_types(A_log.dtype, torch.float32)))
         (rows, N), counts = xBC.shape[:2], call.counts
         before, state = (None, None) if cache is None else (cache.conv, cache.state)
         seq = None if call.cu_seqlens is None else sequences_of(N, call.cu_seqlens)[None]
@@ -246,14 +246,11 @@ class Mamba2(weights.AttentionLayer):
 
     def _step(self, z: Tensor, xBC: Tensor, dt: Tensor, cache: Any) -> Tensor:
         """(B, 1, H * P) of one token; the cache's memory is updated in place."""
-        weight, bias, A, D, dt_bias = self._parameters_here()
+        weight, bias, A_log, D, dt_bias = self._parameters_here()
         x, B, C = self._split(convolve_step(xBC, weight, bias, cache.conv.mT, True))
-        P, states = self.head_dim, self.state_size
-        dt, D, dt_bias = (t[..., None].expand(*t.shape, P) for t in (dt, D, dt_bias))
-        A = A[:, None, None].expand(-1, P, states)
-        norm = self._norm_of(z)
+        norm = None if self.norm is None else self._norm_of(z)
         gate = None if self.norm is not None else z.view(x.shape)
-        y = scan_step(cache.state.mT, x, dt, A, B, C, D, gate, dt_bias, self.steps).view(z.shape)
+        y = scan_step(cache.state.mT, x, dt, A_log, B, C, D, gate, dt_bias, self.steps, log=True).view(z.shape)
         cache.count(1, self)
         if self.norm is None:
             return y
@@ -357,7 +354,7 @@ def _norm_groups(source: Any, prefix: str) -> int | None:
     """The groups of a mixer's norm; None, of a state_dict: those of B and C. Before transformers 5.23 some had one."""
     if not isinstance(source, nn.Module):
         return None
-    norm = source.get_submodule(prefix.removesuffix(".")).norm
+    norm: Any = source.get_submodule(prefix.removesuffix(".")).norm
     width: int = norm.weight.shape[0]
     return width // getattr(norm, "group_size", width)
 

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulmen.boundary import is_plain_eager, needs_gradient
-from fulmen.layers.fused import kernels_for
+from fulmen.boundary import needs_gradient
+from fulmen.layers.fused import fused_call, kernels_for
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 
 RESET = 128.0  # a decay of exp(-128) leaves nothing in fp32, and a running sum that takes it in stays exact to 1e-5
 MAX_NORM = 8192  # features normed together, which one program holds
 MAX_FUSED_TAPS = 4
+_note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier state
 
 
 class Steps(NamedTuple):
@@ -79,22 +80,30 @@ def scan(
 
 def scan_step(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, steps: Steps, slots: Tensor | None = None,
+    dt_bias: Tensor | None, steps: Steps, slots: Tensor | None = None, *, log: bool = False,
 ) -> Tensor:  # fmt: skip
     """y (B, H, P) of one token for each row; state is updated in place.
 
     state        (slots, H, P, state size), any strides       x, dt, z     (B, H, P)
     A            (H, P, state size)                           D, dt_bias   (H, P)
     B, C         (B, groups, state size)                      slots        int (B,) or None; -1: none, and y is zero
+    log          A is given as log(-A)
+
+    A, dt, D and dt_bias may lack their last dimensions, which then share a number.
     """
     trained = needs_gradient((state, x, dt, A, B, C, D, z, dt_bias))
-    served = not trained and state.dtype != torch.float64 and is_plain_eager(state)
-    kernels = kernels_for("state_update", x) if served else None
-    if kernels is not None:
-        y: Tensor = kernels.update(state, x, dt, A, B, C, D, z, dt_bias, steps, slots)
-        return y
+    if not trained and state.dtype != torch.float64:
+        slots = None if slots is None else slots.contiguous()
+        tensors = (state, x, dt, A, B, C, D, z, dt_bias, slots)
+        found = fused_call("state_update", "updated", (steps, log), *tensors, like=(x,))
+        if found is not None:
+            _note_change([state])
+            return found[0]
     heads, wide = state.shape[1], torch.promote_types(_wide(x).dtype, state.dtype)
-    dt = _step_sizes(dt, dt_bias, steps)[..., None]
+    A = -torch.exp(_wide(A)) if log else A
+    A = A.view(*A.shape, *(1,) * (3 - A.ndim))
+    D, dt_bias = (t if t is None or t.ndim == 2 else t[:, None] for t in (D, dt_bias))
+    dt = _step_sizes(dt if dt.ndim == 3 else dt[..., None], dt_bias, steps)[..., None]
     B, C = (t.to(wide).repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
     rows = None if slots is None else torch.where((slots >= 0) & (slots < state.shape[0]), slots, -1).long()
     old = state[: x.shape[0]] if rows is None else state[rows]
@@ -169,10 +178,16 @@ def _normed(g: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
 
 def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
     """norm(o silu(z)), (B, N, width)."""
-    rows = [t[:, :, None] for t in (o, z)]
-    kernels = kernels_for("mamba", o, z) if all(map(_in_rows, rows)) and _fits(norm) else None
-    if kernels is not None:
-        return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
+    even = all(t.stride(2) == 1 and (t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)) for t in (o, z))
+    if even and _fits(norm):
+        if not torch.is_grad_enabled():
+            facts = norm.groups, norm.eps
+            found = fused_call("mamba", "finished", facts, o, None, None, z, norm.weight, like=(o, z))
+            if found is not None:
+                return found[0]
+        kernels = kernels_for("mamba", o, z)
+        if kernels is not None:
+            return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
     return _normed(o * F.silu(_wide(z)), norm, o.dtype).to(o.dtype)
 
 
@@ -219,10 +234,11 @@ def convolve_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor,
     """y (B, channels) of one token x (B, channels); state (B, channels, last tokens) is shifted in place."""
     taps = weight.shape[1]
     if taps <= MAX_FUSED_TAPS and weight.is_contiguous() and not needs_gradient((x, weight, bias, state)):
-        given = [t for t in (x, weight, bias) if t is not None]
-        kernels = kernels_for("conv", *given)
-        if kernels is not None:
-            return kernels.step(x, weight, bias, state, silu)
+        like = (x, weight) if bias is None else (x, weight, bias)
+        found = fused_call("conv", "stepped", silu, x, weight, bias, state, like=like)
+        if found is not None:
+            _note_change([state])
+            return found[0]
     rows = torch.cat([state.to(x.dtype), x[:, :, None]], 2)
     state.copy_(rows[:, :, 1:])
     y = (rows[:, :, -taps:] * weight).sum(2)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fulmen.integrations import mamba
+from fulmen.launch import run
 from fulmen.layers.fused import state_update
 from fulmen.layers.scan import Steps
 
@@ -144,7 +145,11 @@ def plainly(state, *, slots, **given):
 
 def by_kernel(state, *, slots, dt_softplus, **given):
     order = (given[k] for k in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"))
-    return state_update.update(state, *order, Steps(dt_softplus, -torch.inf, torch.inf), slots)
+    slots = None if slots is None else slots.contiguous()
+    facts = Steps(dt_softplus, -torch.inf, torch.inf), False
+    (y,), launch = state_update.updated(facts, state, *order, slots)
+    run(launch)
+    return y
 
 
 @pytest.mark.parametrize("update", [plainly, by_kernel])

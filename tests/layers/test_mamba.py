@@ -320,7 +320,7 @@ def test_a_convolution_that_must_be_called_is_refused():
         layer = made()
         with pytest.warns(FutureWarning) if change.__code__.co_names[:1] == ("torch",) else contextlib.nullcontext():
             change(layer.conv1d)
-        with pytest.raises(NotImplementedError, match="conv1d is a .* reads its weights and does not call it"):
+        with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads its weights and does not call it"):
             layer(tokens())
 
 
@@ -371,3 +371,29 @@ def test_offsets_that_are_a_view():
     ends = torch.tensor([[0, 7], [4, 7], [30, 7]], dtype=torch.int32)[:, 0]
     assert not ends.is_contiguous()
     close(layer(x, cu_seqlens=ends), layer(x, cu_seqlens=ends.contiguous()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_steps_by_kernels(kind, interpreted):
+    """All of a step in five launches, as torch's operations have it."""
+    layer, x = made(**KINDS[kind]), tokens(3, 6)
+    torch.nn.init.uniform_(layer.D, 0.5, 1.5)
+    caches, ys = [MambaCache(), MambaCache()], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fulmen.layers.fused.on_gpu", lambda x: False)
+        patch.setattr("fulmen.layers.fused.projections.on_gpu", lambda x: False)
+        patch.setattr("fulmen.layers.scan.kernels_for", lambda *given: None)
+        for cache in caches:
+            layer(x[:, :3], cache=cache)
+        ys.append([layer(x[:, t : t + 1], cache=caches[0]) for t in (3, 4, 5)])
+    interpreted.clear()
+    ys.append([layer(x[:, t : t + 1], cache=caches[1]) for t in (3, 4, 5)])
+    normed = [] if layer.norm is None else ["outputs_kernel"]
+    products = ["linear_rows_kernel"]
+    assert interpreted == 3 * [*products, "conv_step_kernel", "state_update_kernel", *normed, *products]
+    for plain, fast in zip(*ys, strict=True):
+        close(fast, plain, rtol=1e-4, atol=1e-5)
+    close(caches[1].state, caches[0].state, rtol=1e-4, atol=1e-5)
+    assert torch.equal(caches[1].conv, caches[0].conv)
+    assert caches[1].length == 6

@@ -11,8 +11,8 @@ three rows after its own, whose d it needs:
 
     dx_t = sum_k w_k d_{t+k}        dw_k = sum_t d_t x_{t-k}        dbias = sum_t d_t
 
-Sums over a program's rows are added over programs in a fixed order. One token of a sequence: `step` shifts a state of
-the last inputs.
+Sums over a program's rows are added over programs in a fixed order. One token of a sequence: `stepped` shifts a state
+of the last inputs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def conv_kernel(
     SILU: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Programs are (b, tile of tokens, tile of channels); seq (B, N) is the number of each token's sequence."""
-    pid, b, begin, c, mask = tile_of(N, channels, TOKENS, CHANNELS)
+    _, b, begin, c, mask = tile_of(N, channels, TOKENS, CHANNELS)
     w0, w1, w2, w3, bias = load_weights(weight_ptr, bias_ptr, c, mask, WIDTH, CHANNELS)
     x1 = load_tokens(x_ptr, before_ptr, b, begin - 1, c, mask, stride_b, stride_n, channels, WIDTH)
     x2 = load_tokens(x_ptr, before_ptr, b, begin - 2, c, mask, stride_b, stride_n, channels, WIDTH)
@@ -223,12 +223,10 @@ def conv_step_launch(
     return Launch(conv_step_kernel, B * triton.cdiv(channels, block), (x, weight, bias, state, y), sizes, WARPS)
 
 
-def step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
-    """y (B, channels) of one token x (B, channels); state (B, channels, last tokens) is shifted in place."""
+def stepped(silu: bool, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> tuple[tuple[Tensor], Launch]:
+    """y (B, channels) of one token x (B, channels), and its launch; it shifts state (B, channels, last tokens)."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run(conv_step_launch, (x, weight, bias, state, y), silu)
-    torch._C._increment_version([state])  # so that autograd refuses a backward that saved an earlier state
-    return y
+    return (y,), conv_step_launch(x, weight, bias, state, y, silu)
 
 
 class Convolved(torch.autograd.Function):

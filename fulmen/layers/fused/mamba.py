@@ -294,6 +294,14 @@ def outputs_backward_launch(
     return Launch(outputs_backward_kernel, programs * groups, tensors, rest, options)
 
 
+def finished(
+    facts: tuple[int, float], o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, weight: Tensor
+) -> tuple[tuple[Tensor], Launch]:
+    """As `Outputs`, for `fused_call`; facts are groups and eps, D is of each feature."""
+    y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    return (y,), outputs_launch(o, x, D, z, weight, y, *facts)
+
+
 class Outputs(torch.autograd.Function):
     """groups, eps, o (B, N, width), skip x, D (heads,), z, weight (width,) -> y (B, N, width); see the top of the file.
 
