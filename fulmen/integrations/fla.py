@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulmen.boundary import require_tensors
 from fulmen.lightning.op import lightning_attention_with_state
 
 __all__ = [
@@ -36,14 +37,13 @@ def chunk_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t S_t; g (B, T, H), or g_gamma (H,) for all tokens.
 
-    A g that is expanded from one number for each head costs no more than g_gamma.
+    A g that is expanded from one number for each head, and needs no gradient, costs no more than g_gamma.
     """
     _heads(q, k, v)
+    _check(q, v, {"g": g, "g_gamma": g_gamma, "initial_state": initial_state, "cu_seqlens": cu_seqlens}, state_v_first)
     if g is not None and g_gamma is not None:
         raise ValueError("g and g_gamma are both given: a decay is either of each token, g, or constant, g_gamma")
-    if g is not None and g.ndim != 3:
-        raise ValueError(f"g has shape {tuple(g.shape)}, must be (B, T, H)")
-    if g is not None and g.numel() and not any(s for s, n in zip(g.stride()[:2], g.shape[:2], strict=True) if n != 1):
+    if g is not None and _is_constant(g):
         g_gamma, g = g[0, 0], None
     decay = None if g_gamma is None else -g_gamma.to(_wide(q))
     decay = decay if g is None else -g.to(_wide(q)).transpose(1, 2)
@@ -119,6 +119,31 @@ def _attend(
         backend=backend,
     )
     return o.transpose(1, 2), final
+
+
+def _is_constant(g: Tensor) -> bool:
+    """Whether all tokens share their numbers in memory; a gradient is of each token."""
+    if not g.numel() or (g.requires_grad and torch.is_grad_enabled()):
+        return False
+    return not any(s for s, n in zip(g.stride()[:2], g.shape[:2], strict=True) if n != 1)
+
+
+def _check(q: Tensor, v: Tensor, given: dict[str, Any], v_first: bool) -> None:
+    """What `lightning_attention` would call by other names."""
+    require_tensors({}, given)
+    (B, T, heads, D), H, E, ends = q.shape, max(q.shape[2], v.shape[2]), v.shape[3], given["cu_seqlens"]
+    sequences = B if ends is None else ends.numel() - 1
+    wanted = {
+        "g": ("(B, T, H)", (B, T, H)), "g_gamma": ("(H,)", (H,)),
+        "initial_state": ("(sequences, H, E, D)", (sequences, H, E, D)) if v_first
+        else ("(sequences, H, D, E)", (sequences, H, D, E)),
+    }  # fmt: skip
+    for name, (layout, shape) in wanted.items():
+        x = given[name]
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be {layout} = {shape}; q is {tuple(q.shape)}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
 
 
 def _wide(q: Tensor) -> torch.dtype:

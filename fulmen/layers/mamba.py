@@ -176,7 +176,7 @@ class Mamba2(weights.AttentionLayer):
     def _takes_step(self, call: Inputs, cache: MambaCache, mixed: Tensor) -> bool:
         if cache.state is None or call.padding is not None or mixed.shape[1] != 1:
             return False
-        if cache.state.is_inference() and not torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and cache.state.is_inference() and not torch.is_inference_mode_enabled():
             return False  # such memory cannot change in place here
         return not torch.is_grad_enabled() or not needs_gradient((mixed, cache.state, *self.parameters()))
 

@@ -397,3 +397,18 @@ def test_steps_by_kernels(kind, interpreted):
     close(caches[1].state, caches[0].state, rtol=1e-4, atol=1e-5)
     assert torch.equal(caches[1].conv, caches[0].conv)
     assert caches[1].length == 6
+
+
+@torch.no_grad()
+def test_compiled_steps():
+    torch._dynamo.reset()
+    layer, x, caches = made(), tokens(2, 8), [MambaCache(), MambaCache()]
+    for cache in caches:
+        layer(x[:, :5], cache=cache)
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for t in (5, 6, 7):
+        one = x[:, t : t + 1]
+        close(step(one, cache=caches[0]), layer(one, cache=caches[1]), rtol=1e-4, atol=1e-5)
+    close(caches[0].state, caches[1].state, rtol=1e-4, atol=1e-5)
+    close(caches[0].conv, caches[1].conv, rtol=0, atol=0)
+    assert caches[0].length == 8
