@@ -252,7 +252,8 @@ class GroupedQueryAttention(weights.AttentionLayer):
     def _step(self, x: Tensor, cache: KVCache | KVPool) -> Tensor:
         """o (B, N, H * head_dim) of tokens that are written after the cache's; where, the device alone knows."""
         B, N, _ = x.shape
-        q, k, v = (t.view(B, N, -1, self.head_dim) for t in self._projections(x, x))
+        D = self.head_dim
+        q, k, v = (t.view(B, N, t.shape[2] // D, D) for t in self._projections(x, x))
         at = cache.at(k, v)
         cos = sin = None
         if self.qk_norm is not None:

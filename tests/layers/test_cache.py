@@ -489,3 +489,12 @@ def test_a_reorder_of_states_that_fails_leaves_the_cache(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         cache.reorder([0, 0, 1, 2])
     assert all(a is b for a, b in zip((cache.state, cache.conv, cache.lengths), held, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@torch.no_grad()
+def test_steps_of_no_rows(tokens):
+    layer, cache = GroupedQueryAttention(16, 4, 2, causal=True, rope={}), KVCache(16)
+    for N in (tokens, 1, 1):
+        assert layer(torch.randn(0, N, 16), cache=cache).shape == (0, N, 16)
+    assert cache.length == tokens + 2
