@@ -284,8 +284,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         from fulmen.layers.fused.latent import Expanded
 
         last = self._q_first() if self.q_b_proj is None else self.q_b_proj
-        if not is_plain(last) or q._is_view():  # somebody may have kept it; autograd refuses views
-            q = q.clone()
+        if not is_plain(last) or q._is_view() or not q.is_contiguous():  # others may have it; autograd refuses views
+            q = q.clone(memory_format=torch.contiguous_format)
         latent, k_rope = summed_gradient(latent, self.mesh), summed_gradient(k_rope, self.mesh)
         q, k, v = Expanded.apply(q, latent, k_rope, weight, cos, sin, self.nope_dim, self.rope.interleaved)
         q, k, v = (t.transpose(1, 2) for t in (q.unflatten(2, (-1, k.shape[3])), k, v))
@@ -364,12 +364,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         at = cache.at(down)
         (kv,) = at.memory
         up = local(self.kv_b_proj.weight).view(-1, self.nope_dim + self.value_dim, R)
-        few = are_few(down)
-        found = None
-        if fuses and is_plain_eager(down) and queries.is_contiguous() and down.is_contiguous():
+        few = are_few(down) and up.is_contiguous()
+        found, in_rows = None, all(t is None or t.is_contiguous() for t in (queries, down, latent))
+        if fuses and is_plain_eager(down) and in_rows:
             facts = (self.nope_dim, self.rope.interleaved, 0.0 if norm is None else self.kv_a_layernorm.eps)
             tensors = (queries, latent, down, norm, *tables, at.begin, at.table, kv, up if few else None)
-            like = (queries, down, kv, up) if latent is None else (queries, latent, down, kv, up)
+            like = tuple(t for t in (queries, latent, down, norm, kv, up) if t is not None)
             found = fused_call("decode", "latent_step", facts, *tensors, like=like)
         if found is None:
             latent = self.kv_a_layernorm(down[..., :R]) if latent is None else latent

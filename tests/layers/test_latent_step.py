@@ -235,3 +235,30 @@ def test_a_parametrised_up_projection_is_read(way):
 class Doubled(torch.nn.Module):
     def forward(self, weight):
         return 2 * weight
+
+
+def sliced(t):
+    """The same numbers, with others between them, as of a tensor that was loaded by assignment."""
+    return torch.nn.Parameter(torch.stack([t.detach(), t.detach() + 1], -1).flatten(-2)[..., : 2 * t.shape[-1]][..., ::2])
+
+
+def widened(t):
+    return torch.nn.Parameter(torch.cat([t.detach(), t.detach() + 1], 1)[:, : t.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("kv_b_proj", widened), ("kv_b_proj", sliced), ("kv_a_layernorm", sliced), ("q_a_layernorm", sliced)],
+)
+@pytest.mark.parametrize("B", [1, 3, 17])
+@torch.no_grad()
+def test_weights_that_are_views(name, change, B, interpreted):
+    layer, x = made(), tokens(B, 6)
+    for norm in (layer.q_a_layernorm, layer.kv_a_layernorm):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    want, cache = layer(x), LatentCache(max_length=24)
+    module = layer.get_submodule(name)
+    module.weight = change(module.weight)
+    assert not module.weight.is_contiguous()
+    y = [layer(x[:, :4], cache=cache), *(layer(part, cache=cache) for part in x[:, 4:].split(1, 1))]
+    close(torch.cat(y, 1), want, rtol=1e-4, atol=1e-5)

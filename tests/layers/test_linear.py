@@ -215,6 +215,11 @@ LAYERS = {
         32, 2, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16, rope={"interleaved": False}
     ),
 }
+LAYERS |= {  # smaller than any tile
+    "tiny lightning": lambda: LightningAttention(32, 1, head_dim=2, value_dim=1, qk_norm="after", rope={"dim": 2}),
+    "tiny grouped": lambda: GroupedQueryAttention(32, 1, 1, head_dim=2, causal=True, rope={}, bias=True),
+    "tiny latent": lambda: MultiHeadLatentAttention(32, 1, q_rank=1, kv_rank=8, nope_dim=1, rope_dim=2, value_dim=1),
+}
 PRODUCTS = ["linear_row_kernel", "linear_rows_kernel"]
 
 
