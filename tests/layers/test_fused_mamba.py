@@ -220,3 +220,34 @@ def test_a_convolution_sees_no_more_than_its_taps(taps, fused) -> None:
     dy[0, 4] = torch.nan
     (dx,) = torch.autograd.grad(mamba.convolve(x, weight, bias, False), x, dy)
     assert dx[0].isnan().any(1).nonzero()[:, 0].tolist() == list(range(5 - taps, 5))
+
+
+def apart(t):
+    """The same numbers, none beside another."""
+    return torch.stack([t, t + 1], -1)[..., 0]
+
+
+def test_hooks_that_hand_back_other_strides(fused) -> None:
+    """What is saved comes back as such hooks, of offloading or compression, make it."""
+    seq = sequences()
+
+    def of(joined, z, dt, of_heads, weight, taps, bias):
+        A, dt_bias, Dw = of_heads.unbind()
+        mixed = mamba.convolve(joined[:, :, 4:], taps, bias, True, seq)
+        x, k, q = mixed.split([H * P, G * D, G * D], 2)
+        y, _ = mamba.scan(
+            x.unflatten(2, (H, P)), dt, A, k.unflatten(2, (G, D)), q.unflatten(2, (G, D)), Dw, z.unflatten(2, (H, P)),
+            dt_bias, mamba.Steps(True, 0.0, torch.inf), norm=mamba.Norm(weight, 2, 1e-5), backend="eager",
+        )  # fmt: skip
+        return y.square().sum()
+
+    of_heads = torch.stack([-drawn(H, seed=3).abs() - 0.1, drawn(H, seed=4), drawn(H, seed=5)])
+    channels = H * P + 2 * G * D
+    leaves = [drawn(B, N, channels + 4), drawn(B, N, H * P, seed=1), drawn(B, N, H, seed=2), of_heads,
+              drawn(H * P, seed=6), drawn(channels, 4, seed=7), drawn(channels, seed=8)]  # fmt: skip
+    leaves = [t.requires_grad_() for t in leaves]
+    want = torch.autograd.grad(of(*leaves), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, apart):
+        loss = of(*leaves)
+    for got, wanted in zip(torch.autograd.grad(loss, leaves), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))

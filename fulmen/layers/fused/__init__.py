@@ -46,6 +46,23 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     return tuple(x if x is None else x.resolve_neg().contiguous() for x in ctx.saved_tensors)
 
 
+def saved_rows(ctx: Any) -> tuple[Any, ...]:
+    """As `saved`, but what is (B, N, ...) may be slices of rows, at equal distances, as it was."""
+    return tuple(x if x is None or in_rows(x) else x.resolve_neg().contiguous() for x in ctx.saved_tensors)
+
+
+def in_rows(x: Tensor) -> bool:
+    """Whether x (B, N, ...) has what follows its first two dimensions side by side, and rows at equal distances."""
+    if x.ndim < 3 or x.is_neg():
+        return False
+    size = 1
+    for n, stride in zip(x.shape[:1:-1], x.stride()[:1:-1], strict=True):
+        if n > 1 and stride != size:
+            return False
+        size *= n
+    return x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+
+
 def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 

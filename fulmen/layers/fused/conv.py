@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulmen.launch import Launch
+from fulmen.layers.fused import saved_rows
 from fulmen.layers.fused.rotary import p2, run
 
 TOKENS, CHANNELS = 64, 256  # of a program of the forward
@@ -248,7 +249,8 @@ class Convolved(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, seq, before = ctx.saved_tensors
+        x, weight, bias, seq, before = saved_rows(ctx)
+        before = None if before is None else before.contiguous()
         (B, N, channels), dy = x.shape, dy if dy.stride(2) == 1 else dy.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sums = torch.empty(B * triton.cdiv(N, BACK_TOKENS), 5, channels, dtype=torch.float32, device=x.device)

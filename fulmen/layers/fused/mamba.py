@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulmen.launch import Launch
+from fulmen.layers.fused import saved_rows
 from fulmen.layers.fused.lightning import GATE_PROGRAMS, warps, width_of
 from fulmen.layers.fused.rotary import p2, run
 from fulmen.layers.fused.sums import sum_launch
@@ -193,7 +194,7 @@ class Values(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dv: Tensor, ddecay: Tensor, dskip: Tensor) -> tuple[Any, ...]:
-        x, dt, A, bias, D = ctx.saved_tensors
+        x, dt, A, bias, D = saved_rows(ctx)
         dv = dv if dv.stride(3) == 1 else dv.contiguous()
         through = None if D is None else dskip.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -320,8 +321,8 @@ class Outputs(torch.autograd.Function):
         y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
         run(outputs_launch, (o, x, D, z, weight, y), groups, eps)
         ctx.options = groups, eps
-        ctx.skips = x is not None
-        if z is not None or weight is not None:
+        ctx.skips, ctx.saves = x is not None, z is not None or weight is not None
+        if ctx.saves:
             ctx.save_for_backward(o, x, D, z, weight)
         return y
 
@@ -329,9 +330,9 @@ class Outputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dy = dy.contiguous()
-        if not ctx.saved_tensors:
+        if not ctx.saves:
             return None, None, dy, dy if ctx.skips else None, None, None, None
-        o, x, D, z, weight = ctx.saved_tensors
+        o, x, D, z, weight = saved_rows(ctx)
         do = torch.empty(o.shape, dtype=o.dtype, device=o.device)
         dz = None if z is None else torch.empty_like(do)
         sums, dweight = None, None
