@@ -131,7 +131,7 @@ def _is_constant(g: Tensor) -> bool:
 def _check(q: Tensor, v: Tensor, given: dict[str, Any], v_first: bool) -> None:
     """What `lightning_attention` would call by other names."""
     require_tensors({}, given)
-    (B, T, heads, D), H, E, ends = q.shape, max(q.shape[2], v.shape[2]), v.shape[3], given["cu_seqlens"]
+    (B, T, _, D), H, E, ends = q.shape, max(q.shape[2], v.shape[2]), v.shape[3], given["cu_seqlens"]
     sequences = B if ends is None else ends.numel() - 1
     wanted = {
         "g": ("(B, T, H)", (B, T, H)), "g_gamma": ("(H,)", (H,)),

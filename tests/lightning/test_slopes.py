@@ -204,9 +204,9 @@ def test_a_decay_in_fp64(shape):
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     grads = [torch.autograd.grad(f(q, k, v, decay)[0].sum(), (q, k, v, decay)) for f in (attend, compiled)]
     torch.testing.assert_close(*grads)
-    with pytest.raises(ValueError, match="decay is torch.float64, must be float32$"):
+    with pytest.raises(ValueError, match=r"decay is torch.float64, must be float32$"):
         attend(q.float(), k.float(), v.float(), decay)
-    with pytest.raises(ValueError, match="decay is torch.float16, must be float32 or q's torch.float64"):
+    with pytest.raises(ValueError, match=r"decay is torch.float16, must be float32 or q's torch.float64"):
         attend(q, k, v, decay.half())
 
 
