@@ -354,7 +354,9 @@ def _norm_groups(source: Any, prefix: str) -> int | None:
     """The groups of a mixer's norm; None, of a state_dict: those of B and C. Before transformers 5.23 some had one."""
     if not isinstance(source, nn.Module):
         return None
-    norm: Any = source.get_submodule(prefix.removesuffix(".")).norm
+    norm: Any = getattr(source.get_submodule(prefix.removesuffix(".")), "norm", None)
+    if norm is None:
+        return None
     width: int = norm.weight.shape[0]
     return width // getattr(norm, "group_size", width)
 

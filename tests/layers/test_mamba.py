@@ -412,3 +412,19 @@ def test_compiled_steps():
     close(caches[0].state, caches[1].state, rtol=1e-4, atol=1e-5)
     close(caches[0].conv, caches[1].conv, rtol=0, atol=0)
     assert caches[0].length == 8
+
+
+@torch.no_grad()
+def test_a_mixer_inside_a_model():
+    """The groups of its norm are the module's own, which older versions of transformers did not know."""
+    module, config = theirs("mamba2")
+    model, x = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"mixer": module})])}), tokens()
+    prefix = "layers.0.mixer."
+    layer = Mamba2.from_hf(model, config, prefix=prefix)
+    close(layer(x), module(x), rtol=1e-4, atol=1e-4)
+    close(Mamba2.from_hf(model.state_dict(), config, prefix=prefix)(x), layer(x))
+    assert layer.norm.groups == G
+    del module.norm.group_size
+    assert Mamba2.from_hf(model, config, prefix=prefix).norm.groups == 1
+    with pytest.raises(ValueError, match="these weights are not those of Mamba2"):
+        Mamba2.from_hf(model, config, prefix="layers.0.")
