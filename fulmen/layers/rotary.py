@@ -188,7 +188,9 @@ def rotary_of(rope: Rotary | Mapping[str, Any] | None, head_dim: int, **usual: A
 
 def rotary_kernels(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
     """The kernels that turn these tensors, or None."""
-    if not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32):
+    if not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32):
+        return None
+    if not cos.device == sin.device == tensors[0].device:
         return None
     return kernels_for("rotary", *tensors)
 

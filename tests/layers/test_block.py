@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fulmen.boundary import is_plain_eager
 from fulmen.hardware import TARGETS
 from fulmen.layers import AddNorm, GatedMLP, block, linear_cross_entropy
+from fulmen.layers.fused import are_alike
 from fulmen.layers.fused import block as kernels
 from tests.aot import BlockCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
@@ -197,3 +198,10 @@ def test_nan_stays_nan(activation, launched, monkeypatch) -> None:
     torch.testing.assert_close(h, want, equal_nan=True)
     of = [torch.autograd.grad(y, (gate, up), torch.ones_like(y)) for y in (h, want)]
     torch.testing.assert_close(*of, equal_nan=True)
+
+
+def test_tensors_of_two_devices_reach_no_kernel() -> None:
+    """Kernels get addresses: PyTorch's operations are left to say what is wrong."""
+    x = torch.ones(2, 8)
+    assert are_alike(x, x + 1)
+    assert not any(are_alike(x, y) for y in (x.to("meta"), x.double(), x.T.contiguous().T, x[:0]))

@@ -193,3 +193,17 @@ def test_rows_that_share_their_positions(interpreted):
             apply_rotary(x, wrong, wrong)
     with pytest.raises(ValueError, match="sin has shape"):
         apply_rotary(x, cos[0], sin)
+
+
+def test_tables_that_no_kernel_reads(interpreted):
+    """Of another device or dtype: PyTorch's operations say what is wrong with them, or take them."""
+    x, rope = torch.randn(1, 2, 5, 8), Rotary(8)
+    cos, sin = rope(torch.arange(5))
+    want = apply_rotary(x, cos, sin)
+    interpreted.clear()
+    torch.testing.assert_close(apply_rotary(x, cos, sin.double()), want.double(), check_dtype=False)
+    with pytest.raises(RuntimeError, match="device"):
+        apply_rotary(x, cos.to("meta"), sin.to("meta"))
+    with pytest.raises(RuntimeError, match="device"):
+        apply_rotary(x, cos, sin.to("meta"))
+    assert interpreted == []

@@ -23,12 +23,18 @@ def serves(*tensors: Tensor) -> bool:
     return (
         first.is_cuda
         and first.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and all(x.dtype == first.dtype and x.stride(-1) == 1 and x.numel() > 0 for x in tensors)
+        and are_alike(*tensors)
         and is_plain_eager(*tensors)
         and torch.autograd.forward_ad._current_level < 0
         and not any(x.is_neg() for x in tensors)
         and hardware.of(first.device).arch >= 80
     )
+
+
+def are_alike(*tensors: Tensor) -> bool:
+    """Whether all have the first one's dtype and device, and contiguous rows that are not empty."""
+    dtype, device = tensors[0].dtype, tensors[0].device
+    return all(x.dtype == dtype and x.device == device and x.stride(-1) == 1 and x.numel() > 0 for x in tensors)
 
 
 def kernels_for(module: str, *tensors: Tensor) -> Any:
