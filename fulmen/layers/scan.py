@@ -94,6 +94,7 @@ def scan_step(
     trained = needs_gradient((state, x, dt, A, B, C, D, z, dt_bias))
     if not trained and state.dtype != torch.float64:
         slots = None if slots is None else slots.contiguous()
+        x = x if x.stride(2) == 1 else x.clone(memory_format=torch.contiguous_format)
         tensors = (state, x, dt, A, B, C, D, z, dt_bias, slots)
         found = fused_call("state_update", "updated", (steps, log), *tensors, like=(x,))
         if found is not None:

@@ -303,3 +303,12 @@ def test_more_bad_input():
             mamba.mamba_chunk_scan_combined(**given)
     with pytest.raises(ValueError, match=r"^state has shape \(3, 6\), must be"):
         mamba.selective_state_update(torch.zeros(3, H), **step_inputs(True))
+
+
+def test_a_step_of_any_strides_is_one_launch(interpreted):
+    """So that it can be captured: PyTorch's operations would read the slots on the host."""
+    given, slots = step_inputs(False), torch.tensor([4, -1, 0], dtype=torch.int32)
+    given = {k: v.mT.contiguous().mT for k, v in given.items()}
+    assert given["x"].stride(2) != 1
+    check_step(plainly, given, torch.randn(5, H, P, N).mT.contiguous().mT, slots)
+    assert interpreted == ["state_update_kernel"]
