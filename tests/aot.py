@@ -404,10 +404,8 @@ def mamba_tensors(rows: Any, shared: bool) -> tuple[Any, ...]:
     """Of a step of Mamba-2 with 8 groups, or of Mamba, whose dimensions differ."""
     B, H, P, N, G = 16, 64, 64, 128, 8
     x, of_head, of_all = rows(B, H, P), rows(H, P), rows(H, P, N)
-    dt, bias, A = (rows(B, H, 1), rows(H, 1), rows(H, 1, 1)) if shared else (x, of_head, of_all)
-    y = rows(B, H, P)
-    return (rows(B, H, P, N), x, dt.expand_as(x), A.expand_as(of_all), rows(B, G, N), rows(B, G, N), of_head, x,
-            bias.expand_as(of_head), None, y)  # fmt: skip
+    dt, bias, A = (rows(B, H), rows(H), rows(H)) if shared else (x, of_head, of_all)
+    return rows(B, H, P, N), x, dt, A, rows(B, G, N), rows(B, G, N), of_head, x, bias, None
 
 
 def scan_launches(case: ScanCase) -> list[Any]:
@@ -434,7 +432,7 @@ def scan_launches(case: ScanCase) -> list[Any]:
         conv.conv_launch(mixed, taps, bias, seq, before, mixed, True),
         conv.conv_backward_launch(mixed, taps, bias, seq, before, mixed, mixed, sums, True),
         conv.conv_step_launch(mixed[:, 0], taps, bias, rows(B, channels, 4), mixed[:, 0], True),
-        *(state_update.launch(*mamba_tensors(rows, shared), steps) for shared in (False, True)),
+        *(state_update.updated((steps, shared), *mamba_tensors(rows, shared))[1] for shared in (False, True)),
     ]
 
 

@@ -189,7 +189,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         run(one)
 
     def serves(*tensors: torch.Tensor) -> bool:
-        same = all(t.dtype == tensors[0].dtype and t.stride(-1) == 1 and t.numel() > 0 for t in tensors)
+        same = fused.are_alike(*tensors)
         return same and tensors[0].dtype in (torch.float32, torch.float16) and is_plain_eager(*tensors)
 
     monkeypatch.setattr(launch, "run", noted)

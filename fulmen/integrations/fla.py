@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulmen.boundary import require_tensors
 from fulmen.lightning.op import lightning_attention_with_state
 
 __all__ = [
@@ -36,17 +37,16 @@ def chunk_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t S_t; g (B, T, H), or g_gamma (H,) for all tokens.
 
-    A g that is expanded from one number for each head costs no more than g_gamma.
+    A g that is expanded from one number for each head, and needs no gradient, costs no more than g_gamma.
     """
     _heads(q, k, v)
+    _check(q, v, {"g": g, "g_gamma": g_gamma, "initial_state": initial_state, "cu_seqlens": cu_seqlens}, state_v_first)
     if g is not None and g_gamma is not None:
         raise ValueError("g and g_gamma are both given: a decay is either of each token, g, or constant, g_gamma")
-    if g is not None and g.ndim != 3:
-        raise ValueError(f"g has shape {tuple(g.shape)}, must be (B, T, H)")
-    if g is not None and not any(step for step, size in zip(g.stride()[:2], g.shape[:2], strict=True) if size != 1):
+    if g is not None and _is_constant(g):
         g_gamma, g = g[0, 0], None
-    decay = None if g_gamma is None else -g_gamma.float()
-    decay = decay if g is None else -g.float().transpose(1, 2)
+    decay = None if g_gamma is None else -g_gamma.to(_wide(q))
+    decay = decay if g is None else -g.to(_wide(q)).transpose(1, 2)
     state = _turned(initial_state, state_v_first)
     o, final = _attend(q, k, v, decay, scale, state, cu_seqlens, backend)
     return o, _turned(final, state_v_first) if output_final_state else None
@@ -70,7 +70,7 @@ def chunk_lightning_attn(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Slopes of (8 / H) h (1 - layer_idx / num_layers), as fla has them: head 0 does not decay."""
     step = 8 / _heads(q, k, v) * (1 - layer_idx / num_layers)
-    gamma = -step * torch.arange(q.shape[2], device=q.device)
+    gamma = -step * torch.arange(q.shape[2], dtype=_wide(q), device=q.device)
     return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
@@ -79,7 +79,8 @@ def chunk_retention(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Retention: decays of 1 - 2^(-5 - h)."""
-    gamma = torch.log1p(-torch.exp2(-5.0 - torch.arange(_heads(q, k, v), device=q.device)))
+    heads = torch.arange(_heads(q, k, v), dtype=_wide(q), device=q.device)
+    gamma = torch.log1p(-torch.exp2(-5.0 - heads))
     return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
@@ -99,7 +100,7 @@ def chunk_linear_attn(
     o, state = _attend(q, k, v, None, scale, state, cu_seqlens)
     ones = torch.ones_like(v[..., :1])
     below, z = _attend(q, k, ones, None, scale, None if z is None else z.transpose(1, 2).mT, cu_seqlens)
-    o = (o.float() / (below.float() + 1e-10)).to(o.dtype)
+    o = (o.to(_wide(q)) / (below.to(_wide(q)) + 1e-10)).to(o.dtype)
     return o, (state, z.mT.transpose(1, 2)) if output_final_state else None
 
 
@@ -107,18 +108,46 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float | None, state: Tensor | None, ends: Any,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, final = lightning_attention_with_state(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         decay,
         scale=1 / math.sqrt(k.shape[3]) if scale is None else scale,
-        initial_state=None if state is None else state.to(wide).contiguous(),
+        initial_state=None if state is None else state.to(_wide(q)).contiguous(),
         cu_seqlens=None if ends is None else ends.to(torch.int32),
         backend=backend,
     )
     return o.transpose(1, 2), final
+
+
+def _is_constant(g: Tensor) -> bool:
+    """Whether all tokens share their numbers in memory; a gradient is of each token."""
+    if not g.numel() or (g.requires_grad and torch.is_grad_enabled()):
+        return False
+    return not any(s for s, n in zip(g.stride()[:2], g.shape[:2], strict=True) if n != 1)
+
+
+def _check(q: Tensor, v: Tensor, given: dict[str, Any], v_first: bool) -> None:
+    """What `lightning_attention` would call by other names."""
+    require_tensors({}, given)
+    (B, T, _, D), H, E, ends = q.shape, max(q.shape[2], v.shape[2]), v.shape[3], given["cu_seqlens"]
+    sequences = B if ends is None else ends.numel() - 1
+    wanted = {
+        "g": ("(B, T, H)", (B, T, H)), "g_gamma": ("(H,)", (H,)),
+        "initial_state": ("(sequences, H, E, D)", (sequences, H, E, D)) if v_first
+        else ("(sequences, H, D, E)", (sequences, H, D, E)),
+    }  # fmt: skip
+    for name, (layout, shape) in wanted.items():
+        x = given[name]
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be {layout} = {shape}; q is {tuple(q.shape)}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _turned(state: Tensor | None, v_first: bool) -> Tensor | None:

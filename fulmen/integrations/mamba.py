@@ -13,10 +13,13 @@ state size): fulmen's, transposed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fulmen.boundary import check_offsets, is_number, require_tensors
 from fulmen.layers.scan import Steps, scan, scan_step
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
@@ -53,13 +56,17 @@ def mamba_chunk_scan_combined(
     return_*_states   final: of each row of the batch. varlen, with cu_seqlens: of each sequence
     state_dtype       of the returned states, fp32 unless given; chunk_size is a hint that fulmen does not need
     """
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    around = {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
+    _check_places(given, around | {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}, "x")
     _check(x, dt, A, B, C, seq_idx, cu_seqlens)
     _check_around(x, D, z, dt_bias)
+    _check_states(initial_states, x, B, cu_seqlens)
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("return_varlen_states needs cu_seqlens")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y, states = scan(
-        x, dt, A.float(), B, C, D, z, dt_bias, Steps(dt_softplus, *map(float, dt_limit)), seq=seq_idx,
+        x, dt, A, B, C, D, z, dt_bias, Steps(bool(dt_softplus), *_limit(dt_limit)), seq=seq_idx,
         initial_state=None if initial_states is None else initial_states.mT.to(wide).contiguous(),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int32),
         with_state=return_final_states or return_varlen_states, backend=backend,
@@ -93,6 +100,12 @@ def selective_state_update(
 
     Without heads, as in Mamba: state (slots, dim, state size), x (B, dim), A (dim, state size) and so on.
     """
+    optional = {"D": D, "z": z, "dt_bias": dt_bias, "state_batch_indices": state_batch_indices}
+    _check_places({"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}, optional, "state")
+    if state.ndim not in (3, 4):
+        raise ValueError(
+            f"state has shape {tuple(state.shape)}, must be (slots, heads, head dim, state size), or without heads"
+        )
     if state.ndim == 3:
         D, dt_bias = (None if t is None else t[None] for t in (D, dt_bias))
         return selective_state_update(
@@ -101,8 +114,24 @@ def selective_state_update(
         )[:, 0]  # fmt: skip
     given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     _check_step(given, state_batch_indices)
-    steps = Steps(dt_softplus, -math.inf, math.inf)
+    steps = Steps(bool(dt_softplus), -math.inf, math.inf)
     return scan_step(state, x, dt, A, B, C, D, z, dt_bias, steps, state_batch_indices)
+
+
+def _check_places(required: dict[str, Any], optional: dict[str, Any], of: str) -> None:
+    """All are tensors where `of` is: kernels get addresses."""
+    require_tensors(required, optional)
+    device = required[of].device
+    for name, t in (required | optional).items():
+        if t is not None and t.device != device:
+            raise ValueError(f"{name} is on {t.device}, must be on {of}'s {device}")
+
+
+def _limit(limit: Any) -> tuple[float, float]:
+    pair = tuple(limit) if isinstance(limit, Sequence) else ()
+    if len(pair) != 2 or not all(map(is_number, pair)) or not pair[0] <= pair[1]:
+        raise ValueError(f"dt_limit={limit!r}: must be two numbers, the first at most the second")
+    return float(pair[0]), float(pair[1])
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tensor | None, ends: Tensor | None) -> None:
@@ -119,10 +148,29 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tens
         )
     if C.shape != B.shape:
         raise ValueError(f"C has shape {tuple(C.shape)}, must be that of B, {tuple(B.shape)}")
+    for name, t in (("B", B), ("C", C)):
+        if t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} is {t.dtype}, must be x's {x.dtype}: cast one of them")
+    for name, index in (("seq_idx", seq_idx), ("cu_seqlens", ends)):
+        if index is not None and (index.is_floating_point() or index.dtype == torch.bool):
+            raise ValueError(f"{name} is {index.dtype}, must be integers")
     if seq_idx is not None and seq_idx.shape != (batch, length):
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, must be (B, L) = ({batch}, {length})")
     if seq_idx is not None and ends is not None:
         raise ValueError("seq_idx and cu_seqlens both say where sequences begin: pass one")
+    if ends is not None:
+        check_offsets("cu_seqlens", ends.to(torch.int32), x, "x", along=1)
+
+
+def _check_states(states: Tensor | None, x: Tensor, B: Tensor, ends: Tensor | None) -> None:
+    if states is None:
+        return
+    wanted = (x.shape[0] if ends is None else ends.shape[0] - 1, *x.shape[2:], B.shape[3])
+    if tuple(states.shape) != wanted:
+        rows = "B" if ends is None else "sequences"
+        raise ValueError(
+            f"initial_states has shape {tuple(states.shape)}, must be ({rows}, heads, head dim, state) = {wanted}"
+        )
 
 
 def _check_around(x: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None) -> None:

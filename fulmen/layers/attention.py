@@ -252,7 +252,8 @@ class GroupedQueryAttention(weights.AttentionLayer):
     def _step(self, x: Tensor, cache: KVCache | KVPool) -> Tensor:
         """o (B, N, H * head_dim) of tokens that are written after the cache's; where, the device alone knows."""
         B, N, _ = x.shape
-        q, k, v = (t.view(B, N, -1, self.head_dim) for t in self._projections(x, x))
+        D = self.head_dim
+        q, k, v = (t.view(B, N, t.shape[2] // D, D) for t in self._projections(x, x))
         at = cache.at(k, v)
         cos = sin = None
         if self.qk_norm is not None:
@@ -291,7 +292,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
         if not self.fused_qkv:
             if context is x:
                 return project(x, self.q_proj, self.k_proj, self.v_proj)
-            return self.q_proj(x), *project(context, self.k_proj, self.v_proj)
+            return *project(x, self.q_proj), *project(context, self.k_proj, self.v_proj)
         (qkv,) = project(x, self.qkv_proj)
         q_size = qkv.shape[-1] * self.num_heads // (self.num_heads + 2 * self.num_kv_heads)
         kv_size = (qkv.shape[-1] - q_size) // 2

@@ -154,15 +154,16 @@ class TokenCache(Written):
             return
         with outside_inference():
             moved = tuple(t[:, : self.length].index_select(0, indices) for t in self._held)
-            if self.lengths is not None:
-                self.lengths = self.lengths.index_select(0, indices)
-            if self.max_length is None:
-                self._held = moved
-            elif indices.shape[0] == self._held[0].shape[0]:
+            lengths = None if self.lengths is None else self.lengths.index_select(0, indices)
+            stays = self.max_length is not None and indices.shape[0] == self._held[0].shape[0]
+            if self.max_length is not None and not stays:
+                moved = tuple(_room(t, self.max_length) for t in moved)
+            if stays:  # memory that a captured step reads
                 for t, new in zip(self._held, moved, strict=True):
                     t[:, : self.length] = new
             else:
-                self._held = tuple(_room(t, self.max_length) for t in moved)
+                self._held = moved
+            self.lengths = lengths
         self._count()
 
     def advance(self, end: End, layer: AttentionLayer | None = None) -> None:
@@ -344,10 +345,8 @@ class StateCache(Written):
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Row i becomes what row indices[i] was."""
         indices = _checked_indices(indices, self.state)
-        if self.state is not None:
-            self.state = self.state.index_select(0, indices)
-        if self.lengths is not None:
-            self.lengths = self.lengths.index_select(0, indices)
+        state, lengths = (None if t is None else t.index_select(0, indices) for t in (self.state, self.lengths))
+        self.state, self.lengths = state, lengths
 
     def crop(self, length: int) -> None:
         if whole("length", length, low=None) == self.length:
@@ -391,9 +390,9 @@ class MambaCache(StateCache):
         self.conv = None
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        if self.conv is not None:
-            self.conv = self.conv.index_select(0, _checked_indices(indices, self.conv))
+        conv = None if self.conv is None else self.conv.index_select(0, _checked_indices(indices, self.conv))
         super().reorder(indices)
+        self.conv = conv
 
 
 def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | None) -> Tensor:

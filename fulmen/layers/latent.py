@@ -34,7 +34,7 @@ from fulmen.layers import weights
 from fulmen.layers.append import append
 from fulmen.layers.cache import End, LatentCache, Step
 from fulmen.layers.fused import fused_call, kernels_for, on_gpu
-from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_plain, project
+from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_its_weights, is_plain, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Counts,
@@ -65,6 +65,7 @@ from fulmen.layers.tensor_parallel import (
 )
 
 MAX_NORM_WIDTH = 8192  # of a row that a program holds
+CALLED = "it reads kv_b_proj's weight, and that module has hooks, a bias or an adapter, so it must be called"
 
 
 class MultiHeadLatentAttention(weights.AttentionLayer):
@@ -247,6 +248,10 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
     def _absorbs(self, N: int, keys: int) -> bool:
         """Whether N queries and so many keys take fewer multiplications the absorbed way."""
+        if self.absorb is not False and not self._reads_up():
+            if self.absorb is True:
+                raise NotImplementedError(f"absorb=True: {CALLED}; use 'auto' or False")
+            return False
         if self.absorb != "auto" or (self.dropout and self.training):
             return self.absorb is True
         R, P, up = self.kv_rank, self.rope_dim, self.nope_dim + self.value_dim
@@ -279,8 +284,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         from fulmen.layers.fused.latent import Expanded
 
         last = self._q_first() if self.q_b_proj is None else self.q_b_proj
-        if not is_plain(last) or q._is_view():  # somebody may have kept it; autograd refuses views
-            q = q.clone()
+        if not is_plain(last) or q._is_view() or not q.is_contiguous():  # others may have it; autograd refuses views
+            q = q.clone(memory_format=torch.contiguous_format)
         latent, k_rope = summed_gradient(latent, self.mesh), summed_gradient(k_rope, self.mesh)
         q, k, v = Expanded.apply(q, latent, k_rope, weight, cos, sin, self.nope_dim, self.rope.interleaved)
         q, k, v = (t.transpose(1, 2) for t in (q.unflatten(2, (-1, k.shape[3])), k, v))
@@ -307,6 +312,11 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             o_latent = (p.flatten(1, 2) @ kv[..., : self.kv_rank]).unflatten(1, (H, N))
         return torch.einsum("bhnr,her->bnhe", o_latent, w_v)
 
+    def _reads_up(self) -> bool:
+        """Whether the absorbed way may read kv_b_proj's weight: calling the module would do no more."""
+        module = self.kv_b_proj
+        return is_its_weights(module, nn.Linear, self.mesh is not None) and module.bias is None
+
     def _up_weights(self) -> tuple[Tensor, ...]:
         """W_k (H, nope_dim, kv_rank) and W_v (H, value_dim, kv_rank) of this rank's heads."""
         up = local(self.kv_b_proj.weight).unflatten(0, (-1, self.nope_dim + self.value_dim))
@@ -327,6 +337,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     def _steps(self, x: Tensor, call: Inputs, cache: LatentCache | LatentPool) -> bool:
         """Whether `_step` serves: a pool, or a preallocated cache, the absorbed way, without gradients."""
         if isinstance(cache, LatentPool):
+            if not self._reads_up():
+                raise NotImplementedError(f"cache is a pool, which is read the absorbed way: {CALLED}")
             return True
         N, limit = x.shape[1], self.rope.max_positions
         return (
@@ -343,18 +355,21 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
     def _step(self, x: Tensor, cache: LatentCache | LatentPool) -> Tensor:
         """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows."""
+        tables: tuple[Tensor, ...] = ()
+        fuses = on_gpu(x) and is_plain_eager(x)
+        if fuses:  # before the first launch: the kernel below may read them before earlier launches have ended
+            tables = self.rope.from_start(cache.capacity, x.device, x.dtype)
         queries, down, latent, norm = self._queries(x)
         (B, N, size), R = down.shape, self.kv_rank
         at = cache.at(down)
         (kv,) = at.memory
         up = local(self.kv_b_proj.weight).view(-1, self.nope_dim + self.value_dim, R)
-        few = are_few(down)
-        found = None
-        if on_gpu(down) and is_plain_eager(down) and queries.is_contiguous() and down.is_contiguous():
-            tables = self.rope.from_start(at.limit, down.device, down.dtype)
+        few = are_few(down) and up.is_contiguous()
+        found, in_rows = None, all(t is None or t.is_contiguous() for t in (queries, down, latent))
+        if fuses and is_plain_eager(down) and in_rows:
             facts = (self.nope_dim, self.rope.interleaved, 0.0 if norm is None else self.kv_a_layernorm.eps)
             tensors = (queries, latent, down, norm, *tables, at.begin, at.table, kv, up if few else None)
-            like = (queries, down, kv, up) if latent is None else (queries, latent, down, kv, up)
+            like = tuple(t for t in (queries, latent, down, norm, kv, up) if t is not None)
             found = fused_call("decode", "latent_step", facts, *tensors, like=like)
         if found is None:
             latent = self.kv_a_layernorm(down[..., :R]) if latent is None else latent

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from fulmen.boundary import is_number, needs_gradient
 from fulmen.layers import weights
 from fulmen.layers.cache import MambaCache
-from fulmen.layers.fused.projections import project
+from fulmen.layers.fused.projections import has_no_hooks, is_its_weights, project
 from fulmen.layers.inputs import (
     Inputs,
     check_backend,
@@ -164,17 +164,21 @@ class Mamba2(weights.AttentionLayer):
             self._check_memory(cache, xBC, heads)
         if cache is not None and self._takes_step(call, cache, mixed):
             y = self._step(z, xBC[:, 0], dt[:, 0], cache)
-        else:
-            y = self._scan(z, xBC, dt, call, cache)
+            (y,) = project(y, self.out_proj, early=True)
+            return call.back(y)
+        y, state = self._scan(z, xBC, dt, call, cache)
         (y,) = project(y, self.out_proj, early=True)
+        if cache is not None and state is not None:
+            conv = _last_tokens(cache.conv, xBC, self.conv_size - 1, call.counts)
+            cache.update(state, xBC.shape[1], call.counts, self, conv)
         return call.back(y)
 
     def _takes_step(self, call: Inputs, cache: MambaCache, mixed: Tensor) -> bool:
         if cache.state is None or call.padding is not None or mixed.shape[1] != 1:
             return False
-        if cache.state.is_inference() and not torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and cache.state.is_inference() and not torch.is_inference_mode_enabled():
             return False  # such memory cannot change in place here
-        return not needs_gradient((mixed, cache.state, *self.parameters()))
+        return not torch.is_grad_enabled() or not needs_gradient((mixed, cache.state, *self.parameters()))
 
     def _check_memory(self, cache: MambaCache, xBC: Tensor, heads: int) -> None:
         rows, _, channels = xBC.shape
@@ -188,10 +192,14 @@ class Mamba2(weights.AttentionLayer):
             )
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-        """On this rank: the convolution's weight (channels, taps) and bias, A, D, dt_bias."""
+        """On this rank: the convolution's weight (channels, taps) and bias, A_log, D, dt_bias."""
+        if not is_its_weights(self.conv1d, nn.Conv1d):
+            raise NotImplementedError(
+                f"conv1d is a {type(self.conv1d).__name__} that has hooks or is no plain torch.nn.Conv1d: Mamba2 reads "
+                "its weights and does not call it; put hooks on in_proj, out_proj or the layer"
+            )
         bias = None if self.conv1d.bias is None else local(self.conv1d.bias)
-        A = -torch.exp(local(self.A_log).to(torch.promote_types(self.A_log.dtype, torch.float32)))
-        return local(self.conv1d.weight)[:, 0], bias, A, local(self.D), local(self.dt_bias)
+        return local(self.conv1d.weight)[:, 0], bias, local(self.A_log), local(self.D), local(self.dt_bias)
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., H, P), B and C (..., groups, state size), of this rank."""
@@ -201,14 +209,19 @@ class Mamba2(weights.AttentionLayer):
         return x.unflatten(-1, (-1, self.head_dim)), B.unflatten(-1, by_state), C.unflatten(-1, by_state)
 
     def _norm_of(self, z: Tensor) -> Norm | None:
-        """The norm of this rank's features, as many as z's, if they are whole groups, else None."""
+        """The norm of this rank's features, as many as z's, if they are whole groups and nobody sees its call."""
         if self.norm is None or (groups := self.norm.groups_in(z)) is None:
+            return None
+        if not has_no_hooks(self.norm, kind=HeadsNorm):
             return None
         return Norm(local(self.norm.weight), groups, self.norm.eps)
 
-    def _scan(self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs, cache: MambaCache | None) -> Tensor:
-        """(B, N, H * P), normed and gated; the cache takes in the tokens."""
-        weight, bias, A, D, dt_bias = self._parameters_here()
+    def _scan(
+        self, z: Tensor, xBC: Tensor, dt: Tensor, call: Inputs, cache: MambaCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, N, H * P), normed and gated, and the state a cache is to hold."""
+        weight, bias, A_log, D, dt_bias = self._parameters_here()
+        A = -torch.exp(A_log.to(torch.promote_types(A_log.dtype, torch.float32)))
         (rows, N), counts = xBC.shape[:2], call.counts
         before, state = (None, None) if cache is None else (cache.conv, cache.state)
         seq = None if call.cu_seqlens is None else sequences_of(N, call.cu_seqlens)[None]
@@ -227,22 +240,17 @@ class Mamba2(weights.AttentionLayer):
             with_state=cache is not None, backend=self.backend,
         )  # fmt: skip
         y = y.reshape(z.shape)
-        if cache is not None and last is not None:
-            last = last if counts is None else last.unflatten(0, (rows, 2))[:, 0].contiguous()
-            conv = _last_tokens(before, xBC, self.conv_size - 1, counts)
-            cache.update(last, N, counts, self, conv)
-        return y if norm is not None or self.norm is None else self.norm(y)
+        if last is not None and counts is not None:
+            last = last.unflatten(0, (rows, 2))[:, 0].contiguous()
+        return y if norm is not None or self.norm is None else self.norm(y), last
 
     def _step(self, z: Tensor, xBC: Tensor, dt: Tensor, cache: Any) -> Tensor:
         """(B, 1, H * P) of one token; the cache's memory is updated in place."""
-        weight, bias, A, D, dt_bias = self._parameters_here()
+        weight, bias, A_log, D, dt_bias = self._parameters_here()
         x, B, C = self._split(convolve_step(xBC, weight, bias, cache.conv.mT, True))
-        P, states = self.head_dim, self.state_size
-        dt, D, dt_bias = (t[..., None].expand(*t.shape, P) for t in (dt, D, dt_bias))
-        A = A[:, None, None].expand(-1, P, states)
-        norm = self._norm_of(z)
+        norm = None if self.norm is None else self._norm_of(z)
         gate = None if self.norm is not None else z.view(x.shape)
-        y = scan_step(cache.state.mT, x, dt, A, B, C, D, gate, dt_bias, self.steps).view(z.shape)
+        y = scan_step(cache.state.mT, x, dt, A_log, B, C, D, gate, dt_bias, self.steps, log=True).view(z.shape)
         cache.count(1, self)
         if self.norm is None:
             return y
@@ -261,7 +269,8 @@ class Mamba2(weights.AttentionLayer):
         prefix  of the names that are this layer's, as "backbone.layers.3.mixer."; others are not looked at.
         """
         tensors = weights.tensors_of(module_or_state_dict, prefix)
-        make = functools.partial(cls, **_options(config), backend=backend)
+        groups = _norm_groups(module_or_state_dict, prefix)
+        make = functools.partial(cls, **_options(config, groups), backend=backend)
         return weights.loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
 
     def check_ranks(self, ranks: int) -> None:
@@ -338,10 +347,21 @@ NAMES = {
                None, None),
 }  # fmt: skip
 OWN = ("num_heads", "head_dim", "state_size", "num_groups", "conv_size", "bias", "conv_bias", "norm_eps")
-BY_GROUPS = ("nemotron_h", "zamba2")  # whose norm has the groups of B and C, and whose step sizes have a floor
+FLOORED = ("nemotron_h", "zamba2")  # whose step sizes have a floor
 
 
-def _options(config: Any) -> dict[str, Any]:
+def _norm_groups(source: Any, prefix: str) -> int | None:
+    """The groups of a mixer's norm; None, of a state_dict: those of B and C. Before transformers 5.23 some had one."""
+    if not isinstance(source, nn.Module):
+        return None
+    norm: Any = getattr(source.get_submodule(prefix.removesuffix(".")), "norm", None)
+    if norm is None:
+        return None
+    width: int = norm.weight.shape[0]
+    return width // getattr(norm, "group_size", width)
+
+
+def _options(config: Any, norm_groups: int | None) -> dict[str, Any]:
     """The arguments of `Mamba2`."""
     family = config_value(config, "model_type", None)
     if family not in NAMES:
@@ -353,10 +373,9 @@ def _options(config: Any) -> dict[str, Any]:
         raise NotImplementedError(f"config has hidden_act={act!r}: the convolution is followed by silu here")
     given = zip(OWN, NAMES[family], strict=True)
     options = {ours: config_value(config, theirs) for ours, theirs in given if theirs is not None}
-    groups = options["num_groups"]
-    limit = (config_value(config, "time_step_min"), math.inf) if family in BY_GROUPS else None
+    limit = (config_value(config, "time_step_min"), math.inf) if family in FLOORED else None
     return options | {
         "embed_dim": config_size(config, "hidden_size"),
-        "norm_groups": groups if family in BY_GROUPS else 1,
+        "norm_groups": norm_groups or options["num_groups"],
         "dt_limit": limit or tuple(config_value(config, "time_step_limit", (0.0, math.inf))),
     }

@@ -76,6 +76,11 @@ class PagedPool(Pool):
             raise ValueError("sequences has pages=0, and this layer keeps tokens: give Sequences(..., pages=)")
         super().__init__(sequences, *memory)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens a row can have."""
+        return self.sequences.max_length
+
     def copy_page(self, source: int, target: int) -> None:
         for x in self.memory:
             x[target] = x[source]
@@ -90,7 +95,7 @@ class PagedPool(Pool):
                     "its final dtype, device and heads, and call it without autocast"
                 )
         lengths, ends, _, _, table = self.sequences.first(new[0].shape[0])
-        return Step(self.memory, lengths, ends, table, self.sequences.max_length)
+        return Step(self.memory, lengths, ends, table, self.capacity)
 
 
 class KVPool(PagedPool):

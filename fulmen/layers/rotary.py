@@ -188,7 +188,9 @@ def rotary_of(rope: Rotary | Mapping[str, Any] | None, head_dim: int, **usual: A
 
 def rotary_kernels(cos: Tensor, sin: Tensor, *tensors: Tensor) -> Any:
     """The kernels that turn these tensors, or None."""
-    if not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32):
+    if not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32):
+        return None
+    if not cos.device == sin.device == tensors[0].device:
         return None
     return kernels_for("rotary", *tensors)
 
@@ -201,6 +203,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
         raise ValueError(f"RoPE turns {dim} elements of a head, and x {tuple(x.shape)} has D={x.shape[-1]}")
+    if cos.ndim == 3 and cos.shape[0] == 1 < x.shape[0]:
+        cos, sin = cos[0], sin[0]  # rows that share their positions
+    _check_tables(x, cos, sin)
     kernels = rotary_kernels(cos, sin, x)
     if kernels is not None:
         return kernels.Rotated.apply(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2)
@@ -215,6 +220,16 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     turned = torch.stack([left, right], -1).flatten(-2) if interleaved else torch.cat([left, right], -1)
     turned = turned.to(x.dtype)
     return (torch.cat([turned, rest], -1) if rest.shape[-1] else turned).transpose(1, 2)
+
+
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    B, _, N, _ = x.shape
+    for name, t in (("cos", cos), ("sin", sin)):
+        if t.shape != cos.shape or tuple(t.shape[:-1]) not in ((N,), (B, N)):
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, must be (N, dim / 2) or (B, N, dim / 2) for x {tuple(x.shape)}, "
+                f"as cos {tuple(cos.shape)}"
+            )
 
 
 def config_value(config: Any, name: str, *default: Any) -> Any:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulmen.boundary import is_plain_eager, needs_gradient
-from fulmen.layers.fused import kernels_for
+from fulmen.boundary import needs_gradient
+from fulmen.layers.fused import fused_call, kernels_for
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 
 RESET = 128.0  # a decay of exp(-128) leaves nothing in fp32, and a running sum that takes it in stays exact to 1e-5
 MAX_NORM = 8192  # features normed together, which one program holds
 MAX_FUSED_TAPS = 4
+_note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier state
 
 
 class Steps(NamedTuple):
@@ -49,14 +50,14 @@ def scan(
     """y (B, N, H, P), of x's dtype, and with_state the last states (B, H, D, E), as `lightning_attention` has them.
 
     x, z     (B, N, H, P)                    dt      (B, N, H), plus dt_bias (H,)
-    B, C     (B, N, groups, state size)      A       fp32 (H,)
+    B, C     (B, N, groups, state size)      A       (H,)
     D        (H,) or (H, P), or None         seq     int (B, N): the state starts again where it changes
     """
     kernels = _kernels(x, D, z, norm)
     if kernels is not None:
         seq = None if seq is None else seq.to(torch.int32).contiguous()
         dt_bias, D = (None if t is None else t.contiguous() for t in (dt_bias, D))
-        v, decay, skip = kernels.Values.apply(steps, x, dt, A.contiguous(), dt_bias, D, seq)
+        v, decay, skip = kernels.Values.apply(steps, x, dt, A.float().contiguous(), dt_bias, D, seq)
     else:
         v, decay = _values(x, dt, A, dt_bias, steps, seq)
     q, k, v = C.transpose(1, 2), B.transpose(1, 2), v.transpose(1, 2)
@@ -79,28 +80,39 @@ def scan(
 
 def scan_step(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, steps: Steps, slots: Tensor | None = None,
+    dt_bias: Tensor | None, steps: Steps, slots: Tensor | None = None, *, log: bool = False,
 ) -> Tensor:  # fmt: skip
     """y (B, H, P) of one token for each row; state is updated in place.
 
     state        (slots, H, P, state size), any strides       x, dt, z     (B, H, P)
     A            (H, P, state size)                           D, dt_bias   (H, P)
     B, C         (B, groups, state size)                      slots        int (B,) or None; -1: none, and y is zero
+    log          A is given as log(-A)
+
+    A, dt, D and dt_bias may lack their last dimensions, which then share a number.
     """
     trained = needs_gradient((state, x, dt, A, B, C, D, z, dt_bias))
-    if x.is_cuda and is_plain_eager(state, x) and not trained:
-        from fulmen.layers.fused import state_update
-
-        return state_update.update(state, x, dt, A, B, C, D, z, dt_bias, steps, slots)
-    heads = state.shape[1]
-    dt = _step_sizes(dt, dt_bias, steps)[..., None]
-    B, C = (t.float().repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
+    if not trained and state.dtype != torch.float64:
+        slots = None if slots is None else slots.contiguous()
+        x = x if x.stride(2) == 1 else x.clone(memory_format=torch.contiguous_format)
+        tensors = (state, x, dt, A, B, C, D, z, dt_bias, slots)
+        found = fused_call("state_update", "updated", (steps, log), *tensors, like=(x,))
+        if found is not None:
+            _note_change([state])
+            return found[0]
+    heads, wide = state.shape[1], torch.promote_types(_wide(x).dtype, state.dtype)
+    A = -torch.exp(_wide(A)) if log else A
+    A = A.view(*A.shape, *(1,) * (3 - A.ndim))
+    D, dt_bias = (t if t is None or t.ndim == 2 else t[:, None] for t in (D, dt_bias))
+    dt = _step_sizes(dt if dt.ndim == 3 else dt[..., None], dt_bias, steps)[..., None]
+    B, C = (t.to(wide).repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
     rows = None if slots is None else torch.where((slots >= 0) & (slots < state.shape[0]), slots, -1).long()
     old = state[: x.shape[0]] if rows is None else state[rows]
-    new = (old.clone() if trained else old).float() * torch.exp(dt * A.float()) + dt * x.float()[..., None] * B
+    kept = (old.clone() if trained else old).to(wide) * torch.exp(dt * A.to(wide))
+    new = kept + dt * x.to(wide)[..., None] * B
     y = (new * C).sum(-1)
     y = y if D is None else y + x * D
-    y = (y if z is None else y * F.silu(z.float())).to(x.dtype)
+    y = (y if z is None else y * F.silu(_wide(z))).to(x.dtype)
     if rows is None:
         old.copy_(new)
         return y
@@ -126,6 +138,11 @@ def _in_rows(x: Tensor) -> bool:
     return x.stride(3) == 1 and (H == 1 or x.stride(2) == P) and (B == 1 or x.stride(0) == N * x.stride(1))
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _values(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, steps: Steps, seq: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -135,11 +152,12 @@ def _values(
     if seq is not None:
         changes = torch.cat([seq[:, :1] != 0, seq[:, 1:] != seq[:, :-1]], 1)
         decay = decay + RESET * changes[..., None]
-    return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).float()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).to(wide)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
-    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = _wide(dt)
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     dt = F.softplus(dt) if steps.softplus else dt
     return dt if steps.softplus and steps[1:] == (0.0, torch.inf) else dt.clamp(*steps[1:])
@@ -149,23 +167,29 @@ def _outputs(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, norm: Nor
     if D is not None:
         o = o + x * (D[:, None] if D.ndim == 1 else D)
     if z is not None:
-        o = o * F.silu(z.float())
+        o = o * F.silu(_wide(z))
     return o if norm is None else _normed(o.flatten(2), norm, x.dtype).view(x.shape)
 
 
 def _normed(g: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
-    g = g.unflatten(-1, (norm.groups, -1)).to(torch.promote_types(g.dtype, torch.float32))
+    g = _wide(g.unflatten(-1, (norm.groups, -1)))
     g = g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * g.flatten(-2).to(dtype)
 
 
 def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
     """norm(o silu(z)), (B, N, width)."""
-    rows = [t[:, :, None] for t in (o, z)]
-    kernels = kernels_for("mamba", o, z) if all(map(_in_rows, rows)) and _fits(norm) else None
-    if kernels is not None:
-        return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
-    return _normed(o * F.silu(z.float()), norm, o.dtype)
+    even = all(t.stride(2) == 1 and (t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)) for t in (o, z))
+    if even and _fits(norm):
+        if not torch.is_grad_enabled():
+            facts = norm.groups, norm.eps
+            found = fused_call("mamba", "finished", facts, o, None, None, z, norm.weight, like=(o, z))
+            if found is not None:
+                return found[0]
+        kernels = kernels_for("mamba", o, z)
+        if kernels is not None:
+            return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
+    return _normed(o * F.silu(_wide(z)), norm, o.dtype).to(o.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- convolution
@@ -211,10 +235,11 @@ def convolve_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor,
     """y (B, channels) of one token x (B, channels); state (B, channels, last tokens) is shifted in place."""
     taps = weight.shape[1]
     if taps <= MAX_FUSED_TAPS and weight.is_contiguous() and not needs_gradient((x, weight, bias, state)):
-        given = [t for t in (x, weight, bias) if t is not None]
-        kernels = kernels_for("conv", *given)
-        if kernels is not None:
-            return kernels.step(x, weight, bias, state, silu)
+        like = (x, weight) if bias is None else (x, weight, bias)
+        found = fused_call("conv", "stepped", silu, x, weight, bias, state, like=like)
+        if found is not None:
+            _note_change([state])
+            return found[0]
     rows = torch.cat([state.to(x.dtype), x[:, :, None]], 2)
     state.copy_(rows[:, :, 1:])
     y = (rows[:, :, -taps:] * weight).sum(2)

@@ -74,8 +74,8 @@ class RMSNorm(nn.RMSNorm):
         return nn.functional.rms_norm(x, tuple(self.normalized_shape), self.weight_for(x), self.eps).to(x.dtype)
 
     def weight_for(self, x: Tensor) -> Tensor:
-        """The weight as x's features on this rank take it, differentiable."""
-        return summed_gradient(local(self.weight), self.mesh).to(x.dtype)
+        """The weight as x's features on this rank take it, contiguous and differentiable."""
+        return summed_gradient(local(self.weight), self.mesh).to(x.dtype).contiguous()
 
 
 class HeadsNorm(nn.Module):
@@ -111,7 +111,7 @@ class HeadsNorm(nn.Module):
 
     def weight_for(self, x: Tensor) -> Tensor:
         """As `RMSNorm.weight_for`."""
-        return local(self.weight).to(x.dtype)
+        return local(self.weight).to(x.dtype).contiguous()
 
     def groups_in(self, x: Tensor) -> int | None:
         """How many groups x's features are; None: part of one."""

@@ -59,7 +59,7 @@ def lightning_attention(
     k, v           (B, H_KV, N, D) and (B, H_KV, N, E); H_KV divides H, query head h reads head h // (H / H_KV).
                    Or q and k have the fewer heads, as Mamba-2's groups: both G, v H; G divides H, and head h of v
                    reads head h // (H / G) of q and k.
-    decay          None, or s >= 0 in fp32: (H,) or (H, 1, 1), constant slopes (`fulmen.decay` builds the usual ones);
+    decay          None, or s >= 0 in fp32 (fp64 if q is): (H,) or (H, 1, 1), constant slopes (`fulmen.decay` has some);
                    (B, H, N), one for each token, any strides. A token's decay acts on the state before it.
                    Differentiable; a backward that is not asked for its gradient does not pay for it.
                    Its sign is checked on the CPU only: on a GPU that would synchronise.

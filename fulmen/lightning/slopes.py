@@ -67,12 +67,12 @@ class Chunks(NamedTuple):
 
 
 def gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None) -> Tensor:
-    """(H,), fp32."""
+    """(H,), of the decay's dtype."""
     assert x.decay is not None
     exact = torch.float32 if x.q.device.type == "mps" else torch.float64
     total = torch.zeros(spec.H, dtype=exact, device=x.q.device)
     if not x.q.numel():
-        return total.float()
+        return total.to(x.decay.dtype)
     C, dtype = min(eager.CHUNK, spec.N), state_dtype(spec)
     powers = torch.exp(-x.decay.to(exact))[:, None].repeat(1, C + 1)
     powers[:, 0] = 1.0
@@ -120,4 +120,4 @@ def gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | Non
             add(leaving, ended.transpose(0, 1)[None])
     if dstate is not None and every.sequence is None:
         add(late, dstate)
-    return -total.float()
+    return -total.to(x.decay.dtype)

@@ -122,10 +122,14 @@ def check_decay(q: Tensor, decay: Tensor | None, H: int) -> None:
         raise ValueError(
             f"decay has shape {tuple(decay.shape)}, must be (H,) or (H, 1, 1) with H={H}, or (B, H, N) = {(B, H, N)}"
         )
-    if decay.dtype != torch.float32:
-        raise ValueError(f"decay is {decay.dtype}, must be float32")
+    if decay.dtype != torch.float32 and not decay.dtype == q.dtype == torch.float64:
+        raise ValueError(f"decay is {decay.dtype}, must be float32{_or_fp64(q)}")
     if decay.device != q.device:
         raise ValueError(f"decay is on {decay.device}, must be on q's {q.device}")
+
+
+def _or_fp64(q: Tensor) -> str:
+    return f" or q's {q.dtype}" if q.dtype == torch.float64 else ""
 
 
 def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, H: int, E: int) -> None:

@@ -15,11 +15,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fulmen.layers.attention import GroupedQueryAttention
 from fulmen.layers.latent import MultiHeadLatentAttention
 from fulmen.layers.lightning import LightningAttention
+from fulmen.layers.mamba import Mamba2
 from fulmen.layers.tensor_parallel import Replicated
 from fulmen.parallel.context import SOFTMAX, ContextParallel
 from fulmen.parallel.shards import _check_kind
 
-Attention = GroupedQueryAttention | MultiHeadLatentAttention | LightningAttention
+Attention = GroupedQueryAttention | MultiHeadLatentAttention | LightningAttention | Mamba2
 
 
 def apply_parallel(
@@ -36,8 +37,9 @@ def apply_parallel(
     tp       a name among the mesh's dimensions, or None. Attention layers, and modules that have a `tp_plan()` of their
              own, are shared out; all other parameters become the same DTensor on every rank, as optimizers need it.
     cp       a name, or None. The model is then called with this rank's tokens (`shard`), as many as on every other
-             rank; positions are counted through the whole sequence. Gradients of parameters are those of this rank's
-             tokens: average them with `fully_shard` over a mesh that has this dimension.
+             rank; positions are counted through the whole sequence. Models with a `Mamba2` are refused. Gradients of
+             parameters are those of this rank's tokens: average them with `fully_shard` over a mesh that has this
+             dimension.
     softmax  how softmax layers see other ranks' tokens: "ring" or "ulysses".
     shards   "contiguous", or "zigzag" for models that have no lightning layer.
 
@@ -103,6 +105,11 @@ def _check_plans(model: nn.Module, ranks: int) -> None:
 
 def _check_layer(name: str, layer: Attention, heads: int, tokens: int, softmax: str, shards: str) -> None:
     """What a layer's call over so many ranks would say."""
+    if isinstance(layer, Mamba2):
+        raise ValueError(
+            f"{name} is a Mamba2 layer, which does not cut its tokens over ranks: pass cp=None, and use tp or data "
+            "parallelism"
+        )
     if isinstance(layer, LightningAttention):
         if shards != "contiguous":
             raise ValueError(

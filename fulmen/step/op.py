@@ -52,7 +52,7 @@ def lightning_step(
     q         (B, H, T, D); any strides whose last dimension is contiguous. bf16, fp16 or fp32.
     k, v      (B, H_KV, T, D) and (B, H_KV, T, E); H_KV divides H, query head h reads head h // (H / H_KV).
               Or q and k have fewer heads than v, as in `lightning_attention`.
-    decay     None, or s >= 0 in fp32: (H,) or (H, 1, 1), or (B, H, T), one for each token, any strides.
+    decay     None, or s >= 0 in fp32 (fp64 if q is): (H,) or (H, 1, 1), or (B, H, T), one for each token, any strides.
     state     the pool (slots, H, D, E), fp32 or bf16, updated in place; state[i] is contiguous. bf16 is rounded
               stochastically, so that slow slopes do not stall; the same call gives the same bits.
     slots     int32 (B,): the slot of each row. -1, or any number that is no slot, is padding: its o is zero and nothing
@@ -61,7 +61,7 @@ def lightning_step(
     draft     None, or the pools (k (slots, H_KV, 8, D), v (slots, H_KV, 8, E)) of tokens that are not in the state
               yet. The state first takes in the first `accepted[b]` tokens stored there. Then the T new ones are stored,
               and o sees all of them; they enter the state in the next call, as far as they are accepted by then.
-              If every token has its decay: (k, v, decay), the last fp32 (slots, H, 8).
+              If every token has its decay: (k, v, decay), the last (slots, H, 8) in decay's dtype.
     accepted  int32 (B,), with `draft`: how many of the tokens stored by the last call are accepted, clamped to 0 to 8.
     scale     multiplies the output.
     backend   "auto" takes the fastest that supports the call; a name works or raises, it never falls back.

@@ -118,7 +118,8 @@ def check_inputs(
         _check_draft("draft[0]", draft_k, state.shape[0], k)
         _check_draft("draft[1]", draft_v, state.shape[0], v)
         _check_rows("accepted", accepted, q)
-        _check_draft_decay(draft_decay, (state.shape[0], H, MAX_TOKENS) if per_token else None, q)
+        of_tokens = decay if per_token else None
+        _check_draft_decay(draft_decay, of_tokens, (state.shape[0], H, MAX_TOKENS), q)
     x = Tensors(
         q, k, v, decay if decay is None or per_token else decay.reshape(H).contiguous(), state,
         None if slots is None else slots.contiguous(), draft_k, draft_v,
@@ -141,18 +142,18 @@ def _parts(draft: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return draft[0], draft[1], draft[2] if len(draft) == 3 else None
 
 
-def _check_draft_decay(pool: Tensor | None, want: tuple[int, ...] | None, q: Tensor) -> None:
+def _check_draft_decay(pool: Tensor | None, decay: Tensor | None, want: tuple[int, ...], q: Tensor) -> None:
     """A decay of each token is stored with it, a constant one is not."""
-    if want is None or pool is None:
-        if want is not None:
+    if decay is None or pool is None:
+        if decay is not None:
             raise ValueError(f"decay is (B, H, T), so draft must be (k, v, decay), the last of shape ({_list(want)})")
         if pool is not None:
             raise ValueError("draft is a tuple of three, must be (k, v), two tensors, where decay is not (B, H, T)")
         return
-    if tuple(pool.shape) != want or pool.dtype != torch.float32:
+    if tuple(pool.shape) != want or pool.dtype != decay.dtype:
         raise ValueError(
             f"draft[2] has shape {tuple(pool.shape)} and is {pool.dtype}, must be (slots, H, {MAX_TOKENS}) = "
-            f"({_list(want)}) of float32"
+            f"({_list(want)}) of {decay.dtype}"
         )
     _check_pool("draft[2]", pool, q)
 

@@ -133,3 +133,40 @@ def test_on_a_gpu(size):
     want, last = recurrent(*(x.cpu() for x in (q, k, v, g)))
     assert (o.cpu().double() - want).norm() < 0.01 * want.norm()
     assert (final.cpu().double() - last).norm() < 0.01 * last.norm()
+
+
+def test_the_gradient_of_an_expanded_decay_is_of_each_token():
+    q, k, v = (torch.randn(2, 7, 3, 4) for _ in range(3))
+    g = torch.full((3,), -0.3).expand(2, 7, 3)
+    grads = []
+    for given in (g.detach().requires_grad_(), g.contiguous().requires_grad_()):
+        o, _ = fla.chunk_simple_gla(q, k, v, given)
+        grads += torch.autograd.grad(o.sum(), given)
+    torch.testing.assert_close(*grads)
+
+
+def test_arguments_are_called_by_flas_names():
+    q, k, v = (torch.randn(1, 7, 3, 4) for _ in range(3))
+    for given, message in (
+        ({"g": torch.zeros(1, 7, 2)}, r"^g has shape \(1, 7, 2\), must be \(B, T, H\) = \(1, 7, 3\)"),
+        ({"g": torch.zeros(3)}, r"^g has shape \(3,\), must be \(B, T, H\)"),
+        ({"g_gamma": torch.zeros(2)}, r"^g_gamma has shape \(2,\), must be \(H,\) = \(3,\)"),
+        ({"g_gamma": -0.5}, "^g_gamma is a float, must be a torch.Tensor"),
+        ({"g": torch.zeros(1, 7, 3, device="meta")}, "^g is on meta, must be on q's cpu"),
+        ({"cu_seqlens": [0, 7]}, "^cu_seqlens is a list, must be a torch.Tensor"),
+        ({"initial_state": torch.zeros(1, 3, 4, 2)}, r"^initial_state has shape .* must be \(sequences, H, D, E\)"),
+        ({"initial_state": torch.zeros(1, 3, 4, 2), "state_v_first": True}, r"must be \(sequences, H, E, D\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fla.chunk_simple_gla(q, k, v, **given)
+
+
+def test_fp64_is_exact_to_its_last_digits(qkv):
+    q, k, v = qkv
+    g, gamma = -drawn(B, T, H).abs(), torch.log1p(-torch.exp2(-5.0 - torch.arange(H, dtype=torch.float64)))
+    for (o, final), decay in (
+        (fla.chunk_simple_gla(q, k, v, g, output_final_state=True), g),
+        (fla.chunk_simple_gla(q, k, v, g_gamma=gamma, output_final_state=True), gamma.expand(B, T, H)),
+        (fla.chunk_retention(q, k, v, output_final_state=True), gamma.expand(B, T, H)),
+    ):
+        torch.testing.assert_close((o, final), recurrent(q, k, v, decay), rtol=1e-11, atol=1e-12)

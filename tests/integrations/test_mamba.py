@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fulmen.integrations import mamba
+from fulmen.launch import run
 from fulmen.layers.fused import state_update
 from fulmen.layers.scan import Steps
 
@@ -144,7 +145,11 @@ def plainly(state, *, slots, **given):
 
 def by_kernel(state, *, slots, dt_softplus, **given):
     order = (given[k] for k in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"))
-    return state_update.update(state, *order, Steps(dt_softplus, -torch.inf, torch.inf), slots)
+    slots = None if slots is None else slots.contiguous()
+    facts = Steps(dt_softplus, -torch.inf, torch.inf), False
+    (y,), launch = state_update.updated(facts, state, *order, slots)
+    run(launch)
+    return y
 
 
 @pytest.mark.parametrize("update", [plainly, by_kernel])
@@ -222,3 +227,88 @@ def test_what_lies_around_the_scan_is_not_broadcast(name, shape):
     x, dt, B = torch.randn(2, 9, 4, 8), torch.rand(2, 9, 4), torch.randn(2, 9, 1, 16)
     with pytest.raises(ValueError, match=rf"{name} has shape"):
         mamba.mamba_chunk_scan_combined(x, dt, -torch.rand(4), B, B, 8, **{name: torch.randn(shape)})
+
+
+def test_fp64_is_exact_to_its_last_digits():
+    tensors, options = inputs(**OPTIONS["z"])
+    tensors["A"] = tensors["A"].double()
+    state = torch.randn(ROWS, H, P, N, dtype=torch.float64)
+    y, final = mamba.mamba_chunk_scan_combined(**tensors, **options, initial_states=state, return_final_states=True)
+    want, last = scan(**tensors, **options, state=state)
+    torch.testing.assert_close(y, want, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(final, last, rtol=1e-11, atol=1e-12)
+    given, state = {k: v.double() for k, v in step_inputs(False).items()}, state[:1].repeat(3, 1, 1, 1)
+    other = state.clone()
+    y = mamba.selective_state_update(state, **given, dt_softplus=True)
+    dt = F.softplus(given["dt"] + given["dt_bias"])[..., None]
+    B, C = (given[k].repeat_interleave(H // G, 1)[:, :, None] for k in "BC")
+    new = other * torch.exp(dt * given["A"]) + dt * given["x"][..., None] * B
+    torch.testing.assert_close(state, new, rtol=1e-13, atol=1e-14)
+    want = ((new * C).sum(-1) + given["x"] * given["D"]) * F.silu(given["z"])
+    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-13)
+
+
+def test_indices_that_are_views():
+    """Columns of a table: kernels read what lies side by side."""
+    tensors, options = inputs(torch.float32, rows=1, **OPTIONS["z"])
+    ends = torch.tensor([[0, 9], [3, 9], [20, 9], [L, 9]], dtype=torch.int32)[:, 0]
+    index = torch.repeat_interleave(torch.arange(3), ends.long().diff())[None, :, None].expand(1, L, 2)[..., 0]
+    for given in ({"cu_seqlens": ends}, {"seq_idx": index}):
+        close_by = {k: v.contiguous() for k, v in given.items()}
+        y = mamba.mamba_chunk_scan_combined(**tensors, **options, **given)
+        assert torch.equal(y, mamba.mamba_chunk_scan_combined(**tensors, **options, **close_by))
+    slots = torch.tensor([[4, 1], [-1, 1], [0, 1]], dtype=torch.int32)[:, 0]
+    state = torch.randn(5, H, P, N)
+    check_step(by_kernel, step_inputs(True), state, slots)
+    check_step(plainly, step_inputs(True), state, slots)
+
+
+META = {
+    "scan": ["dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "seq_idx"],
+    "step": ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_batch_indices"],
+}
+
+
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in META.items() for name in names])
+def test_tensors_of_another_device_are_named(of, name):
+    if of == "scan":
+        tensors, options = inputs(torch.float32, **OPTIONS["z"])
+        tensors |= {"initial_states": torch.zeros(ROWS, H, P, N), "seq_idx": torch.zeros(ROWS, L, dtype=torch.int32)}
+        call = lambda **given: mamba.mamba_chunk_scan_combined(**given, **options)  # noqa: E731
+    else:
+        tensors = {"state": torch.zeros(3, H, P, N), **step_inputs(True), "state_batch_indices": torch.arange(3)}
+        call = mamba.selective_state_update
+    call(**tensors)
+    owner = "x" if of == "scan" else "state"
+    with pytest.raises(ValueError, match=f"^{name} is on meta, must be on {owner}'s cpu"):
+        call(**tensors | {name: tensors[name].to("meta")})
+
+
+def test_more_bad_input():
+    tensors, _ = inputs(torch.float32)
+    one = {k: v[:1] if k != "A" else v for k, v in tensors.items()}
+    for given, message in (
+        (tensors | {"B": tensors["B"].half()}, "^B is torch.float16, must be x's torch.float32"),
+        (tensors | {"C": tensors["C"].half()}, "^C is torch.float16, must be x's torch.float32"),
+        (tensors | {"A": -1.0}, "^A is a float, must be a torch.Tensor"),
+        (tensors | {"dt_limit": (0.0,)}, "^dt_limit="),
+        (tensors | {"dt_limit": (2.0, 1.0)}, "^dt_limit="),
+        (tensors | {"seq_idx": torch.zeros(ROWS, L)}, "^seq_idx is torch.float32, must be integers"),
+        (tensors | {"initial_states": torch.zeros(ROWS, H, N, P)}, r"^initial_states has shape .* = \(2, 6, 8, 16\)"),
+        (tensors | {"cu_seqlens": torch.tensor([0, L])}, "^cu_seqlens packs sequences along N, so B must be 1; got x"),
+        (one | {"cu_seqlens": torch.tensor([0.0, L])}, "^cu_seqlens is torch.float32, must be integers"),
+        (one | {"cu_seqlens": torch.tensor([0, 9]), "initial_states": torch.zeros(2, H, P, N)}, "sequences, heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mamba.mamba_chunk_scan_combined(**given)
+    with pytest.raises(ValueError, match=r"^state has shape \(3, 6\), must be"):
+        mamba.selective_state_update(torch.zeros(3, H), **step_inputs(True))
+
+
+def test_a_step_of_any_strides_is_one_launch(interpreted):
+    """So that it can be captured: PyTorch's operations would read the slots on the host."""
+    given, slots = step_inputs(False), torch.tensor([4, -1, 0], dtype=torch.int32)
+    given = {k: v.mT.contiguous().mT for k, v in given.items()}
+    assert given["x"].stride(2) != 1
+    check_step(plainly, given, torch.randn(5, H, P, N).mT.contiguous().mT, slots)
+    assert interpreted == ["state_update_kernel"]

@@ -3,6 +3,7 @@ and fp64, in modules, and compiled for every GPU we name."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from fulmen.boundary import is_plain_eager
 from fulmen.hardware import TARGETS
 from fulmen.layers import AddNorm, GatedMLP, block, linear_cross_entropy
+from fulmen.layers.fused import are_alike
 from fulmen.layers.fused import block as kernels
 from tests.aot import BlockCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
@@ -179,3 +181,27 @@ def test_compiles_without_spills(compiler, arch) -> None:
         for usage in used:
             assert usage.stack == 0
             assert usage.shared <= TARGETS[arch].smem_bytes
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_nan_stays_nan(activation, launched, monkeypatch) -> None:
+    """As in torch's operations, though the hardware's plain maximum drops it."""
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        monkeypatch.setattr(InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
+    gate, up = drawn(2, 3, 40).requires_grad_(), drawn(2, 3, 40, seed=1).requires_grad_()
+    with torch.no_grad():
+        gate[0, 1, 7] = torch.nan
+    h = block.block_kernels(gate, up).Gated.apply(activation, gate, up)
+    want = block.ACTIVATIONS[activation](gate) * up
+    torch.testing.assert_close(h, want, equal_nan=True)
+    of = [torch.autograd.grad(y, (gate, up), torch.ones_like(y)) for y in (h, want)]
+    torch.testing.assert_close(*of, equal_nan=True)
+
+
+def test_tensors_of_two_devices_reach_no_kernel() -> None:
+    """Kernels get addresses: PyTorch's operations are left to say what is wrong."""
+    x = torch.ones(2, 8)
+    assert are_alike(x, x + 1)
+    assert not any(are_alike(x, y) for y in (x.to("meta"), x.double(), x.T.contiguous().T, x[:0]))

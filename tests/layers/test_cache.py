@@ -16,6 +16,7 @@ from fulmen.layers import (
     KVCache,
     LatentCache,
     LightningAttention,
+    MambaCache,
     MultiHeadLatentAttention,
     StateCache,
 )
@@ -443,3 +444,57 @@ def test_state_cache():
         cache.crop(3)
     cache.reset()
     assert (cache.state, cache.length, cache.lengths) == (None, 0, None)
+
+
+@pytest.mark.parametrize("reserved", [None, 16])
+@torch.no_grad()
+def test_a_reorder_that_fails_leaves_the_cache(reserved, monkeypatch):
+    """Also halfway: out of memory where more rows need more room."""
+    cache = KVCache(reserved)
+    k = torch.randn(3, 2, 5, 4)
+    cache.append(k, k, torch.tensor([5, 2, 4]))
+    held, lengths = cache._held, cache.lengths
+    room, index_select, calls = caching._room, torch.Tensor.index_select, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 2 + (reserved is None):
+            raise torch.OutOfMemoryError
+        return room(*args) if reserved else index_select(*args)
+
+    monkeypatch.setattr(*((caching, "_room") if reserved else (torch.Tensor, "index_select")), failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.reorder([0, 0, 1, 2])
+    monkeypatch.undo()
+    assert cache._held is held
+    assert cache.lengths is lengths
+    assert cache.lengths.tolist() == [5, 2, 4]
+    cache.reorder([0, 0, 1, 2])
+    assert cache.lengths.tolist() == [5, 5, 2, 4]
+
+
+@torch.no_grad()
+def test_a_reorder_of_states_that_fails_leaves_the_cache(monkeypatch):
+    cache = MambaCache()
+    cache.update(torch.randn(3, 2, 4, 4), 5, torch.tensor([5, 2, 4]), conv=torch.randn(3, 3, 8))
+    held, index_select, calls = (cache.state, cache.conv, cache.lengths), torch.Tensor.index_select, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError
+        return index_select(*args)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.reorder([0, 0, 1, 2])
+    assert all(a is b for a, b in zip((cache.state, cache.conv, cache.lengths), held, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@torch.no_grad()
+def test_steps_of_no_rows(tokens):
+    layer, cache = GroupedQueryAttention(16, 4, 2, causal=True, rope={}), KVCache(16)
+    for N in (tokens, 1, 1):
+        assert layer(torch.randn(0, N, 16), cache=cache).shape == (0, N, 16)
+    assert cache.length == tokens + 2

@@ -218,3 +218,16 @@ def test_compiles_without_spills(compiler, arch, preset) -> None:
         for usage in used:
             assert usage.stack == 0
             assert usage.shared <= TARGETS[arch].smem_bytes
+
+
+@pytest.mark.parametrize("name", ["q_norm", "norm"])
+def test_a_norm_whose_weight_is_a_view(name, launched) -> None:
+    layer, x = made("ring"), drawn(2, 9, WIDTH)
+    module = layer.get_submodule(name)
+    torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+    y = layer(x)
+    module.weight = torch.nn.Parameter(torch.stack([module.weight.detach(), torch.zeros_like(module.weight)], 1)[:, 0])
+    assert not module.weight.is_contiguous()
+    torch.testing.assert_close(layer(x), y)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), y)

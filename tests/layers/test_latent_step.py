@@ -170,3 +170,95 @@ def test_a_step_in_a_graph(B):
             want = layer(x[:, : i + 1])[:, i:]
             assert (y - want).float().norm() < 0.02 * want.float().norm()
         assert cache.ends.tolist() == [length + 15] * B
+
+
+@torch.no_grad()
+def test_tables_are_made_before_the_first_launch(interpreted, monkeypatch):
+    """A kernel of the step may read them before the launches ahead of it have ended."""
+    from fulmen.layers.rotary import Rotary
+
+    layer, x, cache = made(), tokens(N=6), LatentCache(max_length=24)
+    layer(x[:, :5], cache=cache)
+    forward = Rotary.forward
+    monkeypatch.setattr(Rotary, "forward", lambda *args: (interpreted.append("tables"), forward(*args))[1])
+    layer.rope._tables.clear()
+    interpreted.clear()
+    layer(x[:, 5:], cache=cache)
+    assert interpreted[0] == "tables"
+    assert "latent_step_kernel" in interpreted
+    assert interpreted.count("tables") == 1
+
+
+def adapter(module):
+    module.forward = lambda x, forward=module.forward: 2 * forward(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [adapter, lambda m: m.register_forward_hook(lambda m, given, y: 2 * y),
+     lambda m: m.register_forward_pre_hook(lambda m, given: (2 * given[0],))],
+    ids=["wrapper", "hook", "pre-hook"],
+)  # fmt: skip
+@torch.no_grad()
+def test_an_up_projection_that_must_be_called_is(change, way):
+    """The absorbed way reads kv_b_proj's weight alone, so it is not taken."""
+    layer, x, cache = made(absorb="auto"), tokens(N=9), LatentCache(max_length=24)
+    change(layer.kv_b_proj)
+    double = made(absorb="auto")
+    double.kv_b_proj.weight.mul_(2)
+    want = double(x)
+    y = [layer(x[:, :5], cache=cache), *(layer(part, cache=cache) for part in x[:, 5:].split(1, 1))]
+    close(torch.cat(y, 1), want, rtol=1e-4, atol=1e-5)
+    assert not way
+    layer.absorb, reserved = True, LatentCache(max_length=24)
+    with pytest.raises(NotImplementedError, match="absorb=True: it reads kv_b_proj's weight"):
+        layer(x, cache=reserved)
+    assert reserved.length == 0
+    served = Sequences(3, 32, pages=6, page_size=16)
+    pool = layer.new_pool(served)
+    served.step([served.new() for _ in range(3)], 1)
+    with pytest.raises(NotImplementedError, match="cache is a pool, which is read the absorbed way"):
+        layer(x[:, :1], cache=pool)
+
+
+@torch.no_grad()
+def test_a_parametrised_up_projection_is_read(way):
+    layer, x, cache = made(), tokens(N=9), LatentCache(max_length=24)
+    want = made()
+    want.kv_b_proj.weight.mul_(2)
+    torch.nn.utils.parametrize.register_parametrization(layer.kv_b_proj, "weight", Doubled())
+    y = [layer(x[:, :5], cache=cache), *(layer(part, cache=cache) for part in x[:, 5:].split(1, 1))]
+    close(torch.cat(y, 1), want(x), rtol=1e-4, atol=1e-5)
+    assert len(way) == 4
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def sliced(t):
+    """The same numbers, with others between them, as of a tensor that was loaded by assignment."""
+    return torch.nn.Parameter(torch.stack([t.detach(), t.detach() + 1], -1)[..., 0])
+
+
+def widened(t):
+    return torch.nn.Parameter(torch.cat([t.detach(), t.detach() + 1], 1)[:, : t.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("kv_b_proj", widened), ("kv_b_proj", sliced), ("kv_a_layernorm", sliced), ("q_a_layernorm", sliced)],
+)
+@pytest.mark.parametrize("B", [1, 3, 17])
+@torch.no_grad()
+def test_weights_that_are_views(name, change, B, interpreted):
+    layer, x = made(), tokens(B, 6)
+    for norm in (layer.q_a_layernorm, layer.kv_a_layernorm):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    want, cache = layer(x), LatentCache(max_length=24)
+    module = layer.get_submodule(name)
+    module.weight = change(module.weight)
+    assert not module.weight.is_contiguous()
+    y = [layer(x[:, :4], cache=cache), *(layer(part, cache=cache) for part in x[:, 4:].split(1, 1))]
+    close(torch.cat(y, 1), want, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,14 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from fulmen.hardware import TARGETS
-from fulmen.layers import GroupedQueryAttention, KVCache, LightningAttention, MultiHeadLatentAttention, Sequences
+from fulmen.layers import (
+    GroupedQueryAttention,
+    KVCache,
+    LightningAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    Sequences,
+)
 from fulmen.layers.fused.projections import MAX_ROWS, Facts, few_rows, project
 from fulmen.testing import assert_close, expected
 from tests.aot import LinearCase
@@ -208,6 +215,11 @@ LAYERS = {
         32, 2, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16, rope={"interleaved": False}
     ),
 }
+LAYERS |= {  # smaller than any tile
+    "tiny lightning": lambda: LightningAttention(32, 1, head_dim=2, value_dim=1, qk_norm="after", rope={"dim": 2}),
+    "tiny grouped": lambda: GroupedQueryAttention(32, 1, 1, head_dim=2, causal=True, rope={}, bias=True),
+    "tiny latent": lambda: MultiHeadLatentAttention(32, 1, q_rank=1, kv_rank=8, nope_dim=1, rope_dim=2, value_dim=1),
+}
 PRODUCTS = ["linear_row_kernel", "linear_rows_kernel"]
 
 
@@ -313,3 +325,16 @@ def test_on_a_gpu_and_in_a_graph(kind, B) -> None:
     graph.replay()
     assert all(torch.equal(out, one) for one in y)
     assert (out - plain).float().norm() < 0.02 * plain.float().norm()
+
+
+@torch.no_grad()
+def test_projections_of_cross_attention(ran) -> None:
+    """q of x in one launch, k and v of the context in another."""
+    layer = MultiHeadAttention(32, 4, context_dim=24, bias=True).to(DEVICE)
+    x, context = drawn(2, 1, 32, dtype=torch.float32), drawn(2, 5, 24, dtype=torch.float32, seed=2)
+    y = layer(x, context=context)
+    if DEVICE == "cpu":
+        assert ran == ["linear_rows_kernel"] * 2
+    with torch.enable_grad():
+        want = layer(x, context=context)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)

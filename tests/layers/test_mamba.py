@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -275,3 +276,155 @@ def test_a_step_after_inference_mode_and_with_gradients():
     layer(x[:, 5:], cache=cache).sum().backward()
     assert layer.dt_bias.grad is not None
     assert layer.dt_bias.grad.any()
+
+
+# ---------------------------------------------------------------------------------- who looks on, and what fails
+
+
+@torch.no_grad()
+def test_fp64_is_exact_to_its_last_digits():
+    """Whole and in steps: nothing on the way is rounded to fp32."""
+    layer, x, cache = made(dt_limit=(0.001, 0.5)).double(), tokens().double(), MambaCache()
+    want = definition(layer, x)
+    exact = {"rtol": 1e-12, "atol": 1e-13}
+    close(layer(x), want, **exact)
+    parts = [layer(part, cache=cache) for part in x.split([9, 1, 1, 10], 1)]
+    close(torch.cat(parts, 1), want, **exact)
+    assert cache.state.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward"])
+@torch.no_grad()
+def test_a_norm_that_somebody_watches_is_called(kind):
+    layer, x = made(), tokens()
+    want, seen = layer(x), []
+    if kind == "hook":
+        layer.norm.register_forward_hook(lambda *args: seen.append(1))
+    elif kind == "pre-hook":
+        layer.norm.register_forward_pre_hook(lambda *args: seen.append(1))
+    else:
+        forward = layer.norm.forward
+        layer.norm.forward = lambda x: (seen.append(1), forward(x))[1]
+    cache = MambaCache()
+    parts = [layer(x[:, :20], cache=cache), layer(x[:, 20:], cache=cache)]
+    assert len(seen) == 2
+    close(torch.cat(parts, 1), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_convolution_that_must_be_called_is_refused():
+    for change in (
+        lambda conv: conv.register_forward_hook(lambda module, given, y: 2 * y),
+        lambda conv: torch.nn.utils.weight_norm(conv),  # a hook computes the weight
+        lambda conv: setattr(conv, "__class__", type("Adapted", (torch.nn.Conv1d,), {})),
+    ):
+        layer = made()
+        with pytest.warns(FutureWarning) if change.__code__.co_names[:1] == ("torch",) else contextlib.nullcontext():
+            change(layer.conv1d)
+        with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads its weights and does not call it"):
+            layer(tokens())
+
+
+@torch.no_grad()
+def test_a_parametrised_convolution_counts():
+    layer, x = made(), tokens()
+    exact = copy.deepcopy(layer)
+    exact.conv1d.weight.mul_(2)
+    torch.nn.utils.parametrize.register_parametrization(layer.conv1d, "weight", _Doubled())
+    close(layer(x), exact(x))
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@torch.no_grad()
+def test_a_call_that_fails_leaves_the_cache():
+    layer, x, cache = made(), tokens(), MambaCache()
+    layer(x[:, :9], cache=cache)
+    held = cache.state, cache.conv, cache.length
+    handle = layer.out_proj.register_forward_hook(_failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer(x[:, 9:13], cache=cache)
+    assert (cache.state, cache.conv, cache.length) == held
+    handle.remove()
+    close(layer(x[:, 9:], cache=cache), layer(x)[:, 9:], rtol=1e-4, atol=1e-5)
+
+
+def _failing(*args):
+    raise RuntimeError("out of memory")
+
+
+@torch.no_grad()
+def test_a_norm_in_fp32_of_a_layer_in_bf16():
+    layer, x, cache = made().bfloat16(), tokens().bfloat16(), MambaCache()
+    layer.norm.float()
+    want = layer(x)
+    parts = [layer(part, cache=cache) for part in x.split([20, 1], 1)]
+    assert {y.dtype for y in parts} == {torch.bfloat16}
+    close(torch.cat(parts, 1), want, rtol=3e-2, atol=3e-2)
+
+
+@torch.no_grad()
+def test_offsets_that_are_a_view():
+    layer, x = made(), tokens(1, 30)
+    ends = torch.tensor([[0, 7], [4, 7], [30, 7]], dtype=torch.int32)[:, 0]
+    assert not ends.is_contiguous()
+    close(layer(x, cu_seqlens=ends), layer(x, cu_seqlens=ends.contiguous()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_steps_by_kernels(kind, interpreted):
+    """All of a step in five launches, as torch's operations have it."""
+    layer, x = made(**KINDS[kind]), tokens(3, 6)
+    torch.nn.init.uniform_(layer.D, 0.5, 1.5)
+    caches, ys = [MambaCache(), MambaCache()], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fulmen.layers.fused.on_gpu", lambda x: False)
+        patch.setattr("fulmen.layers.fused.projections.on_gpu", lambda x: False)
+        patch.setattr("fulmen.layers.scan.kernels_for", lambda *given: None)
+        for cache in caches:
+            layer(x[:, :3], cache=cache)
+        ys.append([layer(x[:, t : t + 1], cache=caches[0]) for t in (3, 4, 5)])
+    interpreted.clear()
+    ys.append([layer(x[:, t : t + 1], cache=caches[1]) for t in (3, 4, 5)])
+    normed = [] if layer.norm is None else ["outputs_kernel"]
+    products = ["linear_rows_kernel"]
+    assert interpreted == 3 * [*products, "conv_step_kernel", "state_update_kernel", *normed, *products]
+    for plain, fast in zip(*ys, strict=True):
+        close(fast, plain, rtol=1e-4, atol=1e-5)
+    close(caches[1].state, caches[0].state, rtol=1e-4, atol=1e-5)
+    assert torch.equal(caches[1].conv, caches[0].conv)
+    assert caches[1].length == 6
+
+
+@torch.no_grad()
+def test_compiled_steps():
+    torch._dynamo.reset()
+    layer, x, caches = made(), tokens(2, 8), [MambaCache(), MambaCache()]
+    for cache in caches:
+        layer(x[:, :5], cache=cache)
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for t in (5, 6, 7):
+        one = x[:, t : t + 1]
+        close(step(one, cache=caches[0]), layer(one, cache=caches[1]), rtol=1e-4, atol=1e-5)
+    close(caches[0].state, caches[1].state, rtol=1e-4, atol=1e-5)
+    close(caches[0].conv, caches[1].conv, rtol=0, atol=0)
+    assert caches[0].length == 8
+
+
+@torch.no_grad()
+def test_a_mixer_inside_a_model():
+    """The groups of its norm are the module's own, which older versions of transformers did not know."""
+    module, config = theirs("mamba2")
+    model, x = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"mixer": module})])}), tokens()
+    prefix = "layers.0.mixer."
+    layer = Mamba2.from_hf(model, config, prefix=prefix)
+    close(layer(x), module(x), rtol=1e-4, atol=1e-4)
+    close(Mamba2.from_hf(model.state_dict(), config, prefix=prefix)(x), layer(x))
+    assert layer.norm.groups == G
+    del module.norm.group_size
+    assert Mamba2.from_hf(model, config, prefix=prefix).norm.groups == 1
+    with pytest.raises(ValueError, match="these weights are not those of Mamba2"):
+        Mamba2.from_hf(model, config, prefix="layers.0.")

@@ -179,3 +179,31 @@ def test_repr():
     rope = Rotary(16, interleaved=True, scaling=SCALINGS["linear"], max_positions=99)
     for part in ("dim=16", "base=10000", "interleaved", "linear", "max_positions=99"):
         assert part in repr(rope)
+
+
+def test_rows_that_share_their_positions(interpreted):
+    """Tables of one row for several: a kernel would read beyond them."""
+    x, rope = torch.randn(3, 2, 5, 8), Rotary(8)
+    cos, sin = rope(torch.arange(5)[None])
+    turned = apply_rotary(x, cos, sin)
+    torch.testing.assert_close(turned, torch.cat([apply_rotary(row[None], cos, sin) for row in x]))
+    assert interpreted.count("turn_kernel") == 4
+    for wrong in (cos[:, :4], cos.expand(2, 5, 4), cos[None], torch.cat([cos, cos], 1)):
+        with pytest.raises(ValueError, match=r"cos has shape .* must be \(N, dim / 2\) or \(B, N, dim / 2\)"):
+            apply_rotary(x, wrong, wrong)
+    with pytest.raises(ValueError, match="sin has shape"):
+        apply_rotary(x, cos[0], sin)
+
+
+def test_tables_that_no_kernel_reads(interpreted):
+    """Of another device or dtype: PyTorch's operations say what is wrong with them, or take them."""
+    x, rope = torch.randn(1, 2, 5, 8), Rotary(8)
+    cos, sin = rope(torch.arange(5))
+    want = apply_rotary(x, cos, sin)
+    interpreted.clear()
+    torch.testing.assert_close(apply_rotary(x, cos, sin.double()), want.double(), check_dtype=False)
+    with pytest.raises(RuntimeError, match="device"):
+        apply_rotary(x, cos.to("meta"), sin.to("meta"))
+    with pytest.raises(RuntimeError, match="device"):
+        apply_rotary(x, cos, sin.to("meta"))
+    assert interpreted == []

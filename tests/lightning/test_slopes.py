@@ -186,3 +186,46 @@ def test_no_second_derivative():
     (first,) = torch.autograd.grad(o.sum(), decay, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 9)], ids=str)
+def test_a_decay_in_fp64(shape):
+    """Of q in fp64: outputs, states and gradients are exact to its last digits."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 9, size, dtype=torch.float64, requires_grad=True) for size in (4, 4, 5))
+    decay = (torch.rand(shape, dtype=torch.float64) + 0.1).requires_grad_()
+
+    def attend(q, k, v, decay):
+        return fulmen.lightning_attention_with_state(q, k, v, decay, backend="eager")
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, decay), fast_mode=True)
+    want = fulmen.lightning_attention_with_state(q, k, v, decay, backend="reference")
+    torch.testing.assert_close(attend(q, k, v, decay), want, rtol=1e-12, atol=1e-13)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(f(q, k, v, decay)[0].sum(), (q, k, v, decay)) for f in (attend, compiled)]
+    torch.testing.assert_close(*grads)
+    with pytest.raises(ValueError, match=r"decay is torch.float64, must be float32$"):
+        attend(q.float(), k.float(), v.float(), decay)
+    with pytest.raises(ValueError, match=r"decay is torch.float16, must be float32 or q's torch.float64"):
+        attend(q, k, v, decay.half())
+
+
+@torch.no_grad()
+def test_steps_with_a_decay_in_fp64():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 9, size, dtype=torch.float64) for size in (4, 4, 5))
+    decay, state = torch.rand(2, 3, 9, dtype=torch.float64), torch.zeros(2, 3, 4, 5, dtype=torch.float64)
+    draft = tuple(torch.zeros(2, 3, 8, n, dtype=torch.float64) for n in (4, 5))
+    stored, accepted, o = torch.zeros(2, 3, 8, dtype=torch.float64), torch.zeros(2, dtype=torch.int32), []
+    for t in range(0, 9, 3):
+        part = slice(t, t + 3)
+        o.append(fulmen.lightning_step(
+            q[:, :, part], k[:, :, part], v[:, :, part], decay[:, :, part], state, draft=(*draft, stored),
+            accepted=accepted.fill_(min(t, 3)),
+        ))  # fmt: skip
+    torch.testing.assert_close(torch.cat(o, 2), fulmen.lightning_attention(q, k, v, decay), rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match=r"draft\[2\] has .* of torch.float64"):
+        fulmen.lightning_step(
+            q[:, :, :1], k[:, :, :1], v[:, :, :1], decay[:, :, :1], state, draft=(*draft, stored.float()),
+            accepted=accepted,
+        )  # fmt: skip

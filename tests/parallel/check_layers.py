@@ -18,7 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fulmen import parallel
-from fulmen.layers import GroupedQueryAttention, LightningAttention, MultiHeadLatentAttention, MultiHeadSelfAttention
+from fulmen.layers import (
+    GroupedQueryAttention,
+    LightningAttention,
+    Mamba2,
+    MultiHeadLatentAttention,
+    MultiHeadSelfAttention,
+)
 from fulmen.testing import GRADIENT_FACTOR
 
 LATENT = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 12}
@@ -88,6 +94,7 @@ def refusals() -> None:
     two = torch.nn.Sequential(
         GroupedQueryAttention(24, 4, 2, causal=True), GroupedQueryAttention(24, 3, 3, causal=True)
     )
+    hybrid = torch.nn.Sequential(GroupedQueryAttention(24, 4, 2, causal=True), Mamba2(24, 4, head_dim=8))
     wrong = [
         (r"1: num_heads=3 cannot be shared out evenly to 2 ranks", two, mesh, {}),
         (r"the mesh has dims \('dp', 'cp', 'tp'\), and no 'pp'", two, mesh, {"tp": "pp"}),
@@ -96,6 +103,7 @@ def refusals() -> None:
         (r"tp and cp are both 'cp'", two, flat, {"tp": "cp", "cp": "cp"}),
         (r"must be 'contiguous'", LightningAttention(24, 4), flat, {"shards": "zigzag", "tp": None}),
         (r"has dropout=0.1", GroupedQueryAttention(24, 4, 4, dropout=0.1), flat, {"tp": None}),
+        (r"1 is a Mamba2 layer, which does not cut its tokens", hybrid, flat, {"tp": None}),
         (r"Linear has no attention layer", torch.nn.Linear(2, 2), flat, {}),
     ]
     for message, model, where, options in wrong:

@@ -23,12 +23,18 @@ def serves(*tensors: Tensor) -> bool:
     return (
         first.is_cuda
         and first.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and all(x.dtype == first.dtype and x.stride(-1) == 1 and x.numel() > 0 for x in tensors)
+        and are_alike(*tensors)
         and is_plain_eager(*tensors)
         and torch.autograd.forward_ad._current_level < 0
         and not any(x.is_neg() for x in tensors)
         and hardware.of(first.device).arch >= 80
     )
+
+
+def are_alike(*tensors: Tensor) -> bool:
+    """Whether all have the first one's dtype and device, and contiguous rows that are not empty."""
+    dtype, device = tensors[0].dtype, tensors[0].device
+    return all(x.dtype == dtype and x.device == device and x.stride(-1) == 1 and x.numel() > 0 for x in tensors)
 
 
 def kernels_for(module: str, *tensors: Tensor) -> Any:
@@ -44,6 +50,23 @@ def kernels_for(module: str, *tensors: Tensor) -> Any:
 def saved(ctx: Any) -> tuple[Any, ...]:
     """The tensors that a forward saved, contiguous as they were: hooks of saved tensors may hand back other strides."""
     return tuple(x if x is None else x.resolve_neg().contiguous() for x in ctx.saved_tensors)
+
+
+def saved_rows(ctx: Any) -> tuple[Any, ...]:
+    """As `saved`, but what is (B, N, ...) may be slices of rows, at equal distances, as it was."""
+    return tuple(x if x is None or in_rows(x) else x.resolve_neg().contiguous() for x in ctx.saved_tensors)
+
+
+def in_rows(x: Tensor) -> bool:
+    """Whether x (B, N, ...) has what follows its first two dimensions side by side, and rows at equal distances."""
+    if x.ndim < 3 or x.is_neg():
+        return False
+    size = 1
+    for n, stride in zip(x.shape[:1:-1], x.stride()[:1:-1], strict=True):
+        if n > 1 and stride != size:
+            return False
+        size *= n
+    return x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -11,8 +11,8 @@ three rows after its own, whose d it needs:
 
     dx_t = sum_k w_k d_{t+k}        dw_k = sum_t d_t x_{t-k}        dbias = sum_t d_t
 
-Sums over a program's rows are added over programs in a fixed order. One token of a sequence: `step` shifts a state of
-the last inputs.
+Sums over a program's rows are added over programs in a fixed order. One token of a sequence: `stepped` shifts a state
+of the last inputs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,32 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulmen.launch import Launch
+from fulmen.layers.fused import saved_rows
 from fulmen.layers.fused.rotary import p2, run
 
 TOKENS, CHANNELS = 64, 256  # of a program of the forward
 BACK_TOKENS, BACK_CHANNELS = 128, 256
 WARPS = {"num_warps": 2}
+
+
+@triton.jit
+def tile_of(N, channels, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    """The number of a program's tile of tokens, its b and its first token; its channels and which of them there are."""
+    tiles_c, tiles_t = tl.cdiv(channels, CHANNELS), tl.cdiv(N, TOKENS)
+    pid_c, pid = tl.program_id(0) % tiles_c, tl.program_id(0) // tiles_c
+    c = pid_c * CHANNELS + tl.arange(0, CHANNELS)
+    return pid, (pid // tiles_t).to(tl.int64), pid % tiles_t * TOKENS, c, c < channels
+
+
+@triton.jit
+def load_weights(weight_ptr, bias_ptr, c, mask_c, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """w_0 to w_3 and the bias [CHANNELS], in fp32; zeros for a bias that is None."""
+    w0, w1 = load_tap(weight_ptr, c, mask_c, 0, WIDTH), load_tap(weight_ptr, c, mask_c, 1, WIDTH)
+    w2, w3 = load_tap(weight_ptr, c, mask_c, 2, WIDTH), load_tap(weight_ptr, c, mask_c, 3, WIDTH)
+    bias = tl.zeros([CHANNELS], tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + c, mask_c, 0.0).to(tl.float32)
+    return w0, w1, w2, w3, bias
 
 
 @triton.jit
@@ -40,6 +61,19 @@ def load_tap(weight_ptr, c, mask_c, k: tl.constexpr, WIDTH: tl.constexpr):
         return tl.load(weight_ptr + c * WIDTH + WIDTH - 1 - k, mask_c, 0.0).to(tl.float32)
     else:
         return tl.zeros_like(c).to(tl.float32)
+
+
+@triton.jit
+def taps(w0, w1, w2, w3, x0, x1, x2, x3, WIDTH: tl.constexpr):
+    """sum_k w_k x_k over the WIDTH there are: 0 times NaN would be NaN."""
+    u = w0 * x0
+    if WIDTH > 1:
+        u += w1 * x1
+    if WIDTH > 2:
+        u += w2 * x2
+    if WIDTH > 3:
+        u += w3 * x3
+    return u
 
 
 @triton.jit
@@ -70,25 +104,15 @@ def conv_kernel(
     SILU: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Programs are (b, tile of tokens, tile of channels); seq (B, N) is the number of each token's sequence."""
-    tiles_c, tiles_t = tl.cdiv(channels, CHANNELS), tl.cdiv(N, TOKENS)
-    pid_c, pid = tl.program_id(0) % tiles_c, tl.program_id(0) // tiles_c
-    pid_t, b = pid % tiles_t, (pid // tiles_t).to(tl.int64)
-    c = pid_c * CHANNELS + tl.arange(0, CHANNELS)
-    mask = c < channels
-    begin = pid_t * TOKENS
-
-    w0, w1 = load_tap(weight_ptr, c, mask, 0, WIDTH), load_tap(weight_ptr, c, mask, 1, WIDTH)
-    w2, w3 = load_tap(weight_ptr, c, mask, 2, WIDTH), load_tap(weight_ptr, c, mask, 3, WIDTH)
-    bias = tl.zeros([CHANNELS], tl.float32)
-    if bias_ptr is not None:
-        bias += tl.load(bias_ptr + c, mask, 0.0).to(tl.float32)
+    _, b, begin, c, mask = tile_of(N, channels, TOKENS, CHANNELS)
+    w0, w1, w2, w3, bias = load_weights(weight_ptr, bias_ptr, c, mask, WIDTH, CHANNELS)
     x1 = load_tokens(x_ptr, before_ptr, b, begin - 1, c, mask, stride_b, stride_n, channels, WIDTH)
     x2 = load_tokens(x_ptr, before_ptr, b, begin - 2, c, mask, stride_b, stride_n, channels, WIDTH)
     x3 = load_tokens(x_ptr, before_ptr, b, begin - 3, c, mask, stride_b, stride_n, channels, WIDTH)
     for t in tl.range(begin, tl.minimum(begin + TOKENS, N), loop_unroll_factor=4):
         x0 = tl.load(x_ptr + b * stride_b + tl.cast(t, tl.int64) * stride_n + c, mask, 0.0).to(tl.float32)
-        u = bias + w0 * x0 + w1 * within(x1, seq_ptr, b, t, t - 1, N)
-        u += w2 * within(x2, seq_ptr, b, t, t - 2, N) + w3 * within(x3, seq_ptr, b, t, t - 3, N)
+        y1, y2 = within(x1, seq_ptr, b, t, t - 1, N), within(x2, seq_ptr, b, t, t - 2, N)
+        u = bias + taps(w0, w1, w2, w3, x0, y1, y2, within(x3, seq_ptr, b, t, t - 3, N), WIDTH)
         if SILU:
             u *= tl.sigmoid(u)
         tl.store(y_ptr + (b * N + t) * channels + c, u.to(y_ptr.dtype.element_ty), mask)
@@ -102,21 +126,12 @@ def conv_backward_kernel(
     SILU: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Programs as in the forward; sums (B * tiles of tokens, 5, channels): parts of dw_0 to dw_3 and dbias."""
-    tiles_c, tiles_t = tl.cdiv(channels, CHANNELS), tl.cdiv(N, TOKENS)
-    pid_c, pid = tl.program_id(0) % tiles_c, tl.program_id(0) // tiles_c
-    pid_t, b = pid % tiles_t, (pid // tiles_t).to(tl.int64)
-    c = pid_c * CHANNELS + tl.arange(0, CHANNELS)
-    mask = c < channels
-    begin = pid_t * TOKENS
+    pid, b, begin, c, mask = tile_of(N, channels, TOKENS, CHANNELS)
     end = tl.minimum(begin + TOKENS, N)
-
-    w0, w1 = load_tap(weight_ptr, c, mask, 0, WIDTH), load_tap(weight_ptr, c, mask, 1, WIDTH)
-    w2, w3 = load_tap(weight_ptr, c, mask, 2, WIDTH), load_tap(weight_ptr, c, mask, 3, WIDTH)
-    bias = tl.zeros([CHANNELS], tl.float32)
-    if bias_ptr is not None:
-        bias += tl.load(bias_ptr + c, mask, 0.0).to(tl.float32)
-    s0, s1, s2, s3, s4 = bias * 0.0, bias * 0.0, bias * 0.0, bias * 0.0, bias * 0.0
-    d1, d2, d3 = bias * 0.0, bias * 0.0, bias * 0.0  # d of the rows after t
+    w0, w1, w2, w3, bias = load_weights(weight_ptr, bias_ptr, c, mask, WIDTH, CHANNELS)
+    none = tl.zeros([CHANNELS], tl.float32)
+    s0, s1, s2, s3, s4 = none, none, none, none, none
+    d1, d2, d3 = none, none, none  # d of the rows after t
     x0 = load_tokens(x_ptr, before_ptr, b, end + 2, c, mask & (end + 2 < N), stride_b, stride_n, channels, WIDTH)
     x1 = load_tokens(x_ptr, before_ptr, b, end + 1, c, mask & (end + 1 < N), stride_b, stride_n, channels, WIDTH)
     x2 = load_tokens(x_ptr, before_ptr, b, end, c, mask & (end < N), stride_b, stride_n, channels, WIDTH)
@@ -128,11 +143,11 @@ def conv_backward_kernel(
         y1, y2 = within(x1, seq_ptr, b, t, t - 1, N), within(x2, seq_ptr, b, t, t - 2, N)
         y3 = within(x3, seq_ptr, b, t, t - 3, N)
         if SILU:
-            u = bias + w0 * x0 + w1 * y1 + w2 * y2 + w3 * y3
+            u = bias + taps(w0, w1, w2, w3, x0, y1, y2, y3, WIDTH)
             gate = tl.sigmoid(u)
             d0 *= gate * (1.0 + u * (1.0 - gate))
-        dx = w0 * d0 + w1 * within(d1, seq_ptr, b, t, t + 1, N)
-        dx += w2 * within(d2, seq_ptr, b, t, t + 2, N) + w3 * within(d3, seq_ptr, b, t, t + 3, N)
+        e1, e2 = within(d1, seq_ptr, b, t, t + 1, N), within(d2, seq_ptr, b, t, t + 2, N)
+        dx = taps(w0, w1, w2, w3, d0, e1, e2, within(d3, seq_ptr, b, t, t + 3, N), WIDTH)
         dx_row = dx_ptr + (b * N + t) * channels
         tl.store(dx_row + c, dx.to(dx_ptr.dtype.element_ty), mask & (t < end))
         own = tl.where(t < end, d0, 0.0)
@@ -209,12 +224,10 @@ def conv_step_launch(
     return Launch(conv_step_kernel, B * triton.cdiv(channels, block), (x, weight, bias, state, y), sizes, WARPS)
 
 
-def step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
-    """y (B, channels) of one token x (B, channels); state (B, channels, last tokens) is shifted in place."""
+def stepped(silu: bool, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> tuple[tuple[Tensor], Launch]:
+    """y (B, channels) of one token x (B, channels), and its launch; it shifts state (B, channels, last tokens)."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run(conv_step_launch, (x, weight, bias, state, y), silu)
-    torch._C._increment_version([state])  # so that autograd refuses a backward that saved an earlier state
-    return y
+    return (y,), conv_step_launch(x, weight, bias, state, y, silu)
 
 
 class Convolved(torch.autograd.Function):
@@ -236,7 +249,8 @@ class Convolved(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, seq, before = ctx.saved_tensors
+        x, weight, bias, seq, before = saved_rows(ctx)
+        before = None if before is None else before.contiguous()
         (B, N, channels), dy = x.shape, dy if dy.stride(2) == 1 else dy.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sums = torch.empty(B * triton.cdiv(N, BACK_TOKENS), 5, channels, dtype=torch.float32, device=x.device)

@@ -11,8 +11,8 @@ Of few rows (MAX_ROWS) the launches have programs for the products: a head and s
 Others leave the products to BLAS. The other programs take a token and HEADS heads each, and the first of them writes to
 the cache, normed if there is a weight; `place_of` in append.py says where.
 
-From Hopper on both start early, as in `linear.py`. They read weights, `begin` and the table before they wait: no launch
-of a step writes those before them.
+From Hopper on both start early, as in `linear.py`. They read weights, `begin`, RoPE's tables and the table of pages
+before they wait: no launch of a step writes those before them. The layer makes RoPE's before the step's first launch.
 """
 
 from __future__ import annotations

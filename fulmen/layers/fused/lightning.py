@@ -80,7 +80,7 @@ def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 1:
         x = x * tl.sigmoid(x)
     elif ACTIVATION == 2:
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)  # as torch's
     elif ACTIVATION == 3:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return x
@@ -93,7 +93,7 @@ def slope(x, ACTIVATION: tl.constexpr):
         s = tl.sigmoid(x)
         d = s * (1.0 + x * (1.0 - s))
     elif ACTIVATION == 2:
-        d = tl.where(x > 0.0, 1.0, 0.0)
+        d = tl.where(x <= 0.0, 0.0, 1.0)  # of NaN 1, as torch's
     else:
         d = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     return d

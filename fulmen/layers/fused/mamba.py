@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulmen.launch import Launch
+from fulmen.layers.fused import saved_rows
 from fulmen.layers.fused.lightning import GATE_PROGRAMS, warps, width_of
 from fulmen.layers.fused.rotary import p2, run
 from fulmen.layers.fused.sums import sum_launch
@@ -55,7 +56,9 @@ def softplus(x):
 
 @triton.jit
 def clamped(dt, low, high):
-    return tl.minimum(tl.maximum(dt, low), high)
+    """NaN stays NaN, as in torch.clamp."""
+    dt = tl.maximum(dt, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(dt, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -191,7 +194,7 @@ class Values(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dv: Tensor, ddecay: Tensor, dskip: Tensor) -> tuple[Any, ...]:
-        x, dt, A, bias, D = ctx.saved_tensors
+        x, dt, A, bias, D = saved_rows(ctx)
         dv = dv if dv.stride(3) == 1 else dv.contiguous()
         through = None if D is None else dskip.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -292,6 +295,14 @@ def outputs_backward_launch(
     return Launch(outputs_backward_kernel, programs * groups, tensors, rest, options)
 
 
+def finished(
+    facts: tuple[int, float], o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, weight: Tensor
+) -> tuple[tuple[Tensor], Launch]:
+    """As `Outputs`, for `fused_call`; facts are groups and eps, D is of each feature."""
+    y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    return (y,), outputs_launch(o, x, D, z, weight, y, *facts)
+
+
 class Outputs(torch.autograd.Function):
     """groups, eps, o (B, N, width), skip x, D (heads,), z, weight (width,) -> y (B, N, width); see the top of the file.
 
@@ -310,8 +321,8 @@ class Outputs(torch.autograd.Function):
         y = torch.empty(o.shape, dtype=o.dtype, device=o.device)
         run(outputs_launch, (o, x, D, z, weight, y), groups, eps)
         ctx.options = groups, eps
-        ctx.skips = x is not None
-        if z is not None or weight is not None:
+        ctx.skips, ctx.saves = x is not None, z is not None or weight is not None
+        if ctx.saves:
             ctx.save_for_backward(o, x, D, z, weight)
         return y
 
@@ -319,9 +330,9 @@ class Outputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dy = dy.contiguous()
-        if not ctx.saved_tensors:
+        if not ctx.saves:
             return None, None, dy, dy if ctx.skips else None, None, None, None
-        o, x, D, z, weight = ctx.saved_tensors
+        o, x, D, z, weight = saved_rows(ctx)
         do = torch.empty(o.shape, dtype=o.dtype, device=o.device)
         dz = None if z is None else torch.empty_like(do)
         sums, dweight = None, None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from fulmen.boundary import is_plain_eager
 from fulmen.layers.fused import fused_call, on_gpu
@@ -47,18 +48,30 @@ def has_no_hooks(*modules: nn.Module | None, kind: type[nn.Module], allowed: int
     allowed  how many forward hooks it may have on either side all the same
     """
     for module in modules:
-        if (
-            type(module) is not kind
-            or "forward" in module.__dict__  # somebody's wrapper
-            or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > allowed
-            or module._backward_hooks
-            or module._backward_pre_hooks
-        ):
+        if type(module) is not kind or is_watched(module, allowed):
             return False
     return not (
         _global._global_forward_hooks or _global._global_forward_pre_hooks or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
     )  # fmt: skip
+
+
+def is_watched(module: nn.Module, allowed: int = 0) -> bool:
+    """Whether somebody wrapped its forward, or has more hooks on it than `allowed` on either side."""
+    return (
+        "forward" in module.__dict__
+        or max(len(module._forward_hooks), len(module._forward_pre_hooks)) > allowed
+        or bool(module._backward_hooks or module._backward_pre_hooks)
+    )
+
+
+def is_its_weights(module: nn.Module, kind: type[nn.Module], planned: bool = False) -> bool:
+    """Whether a call of the module would do what its weights say: of this kind, perhaps parametrised, without hooks.
+
+    For layers that read weights and do not call the module. Hooks on all modules, as profilers set, do not count.
+    """
+    known = type(module) is kind or (is_parametrized(module) and type(module).__bases__ == (kind,))
+    return known and not is_watched(module, int(planned))
 
 
 def is_plain(*linears: nn.Module | None, planned: bool = False) -> bool:
