@@ -42,7 +42,7 @@ def token_decays(s, scale, C: tl.constexpr, REVERSE: tl.constexpr, FP32: tl.cons
     if FP32:
         bits = s.to(tl.float64) * LOG2E
     else:
-        bits = tl.minimum(s * LOG2E, 1.0 * FORGOTTEN)
+        bits = tl.minimum(s * LOG2E, 1.0 * FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
     a = tl.cumsum(bits, axis=0)  # [C], of this row and those before
     total = tl.sum(bits, axis=0)
     offs = tl.arange(0, C)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fulmen import dispatch
+from fulmen.lightning.spec import Residuals, spec_of
 from fulmen.testing import lightning as testing
 from tests import emulator
 from tests.emulator import ANY, LATE, MODES, PRESSED
@@ -101,6 +103,17 @@ def test_a_mistake_about_what_enters_a_chunk_is_noticed(edit):
     x = fast_tokens(D=64, N=300, rate=0.3)
     with emulator.serve("lightning", ANY, edit=edit), pytest.raises(AssertionError, match="sums over tokens"):
         testing.check_summed(x, testing.evaluate(testing.backend("cuda"), x).ddecay)
+
+
+def test_a_decay_that_is_no_number_shows():
+    """From its row on. On a GPU nobody reads decays before the kernel does."""
+    x = drawn({"H": 1, "N": 200, "D": 64, "decay": "token"})
+    spec = spec_of(x.q, x.k, x.v, x.decay, **x.options())
+    decay = x.decay.detach().clone()
+    decay[0, 0, 70] = torch.nan
+    with emulator.serve("lightning", ANY):
+        o, _ = dispatch.kernels("lightning")["cuda"].forward(spec, Residuals(x.q, x.k, x.v, decay, None, None))
+    assert o[0, 0].isnan().any(1).tolist() == [row >= 70 for row in range(200)]
 
 
 @pytest.mark.parametrize("case", ["D=64 decay", "D=128 decay"])

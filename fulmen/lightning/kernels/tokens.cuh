@@ -12,7 +12,8 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
     auto bits = [&](int n, int i) {
         const int row = 2 * lane + i;
         if (n >= w.chunks || row >= w.left(n)) return 0.0f;
-        return fminf(1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n), 64.0f);
+        const float found = 1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n);
+        return found > 64.0f ? 64.0f : found;  // NaN stays
     };
     float next[2] = {bits(turn, 0), bits(turn, 1)};
     for (int n = turn, after; n < w.chunks; n = after) {
