@@ -17,7 +17,6 @@ Packed sequences reach the mixers as `seq_idx`, which `announce`, a forward pre-
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from fulmen.integrations import mamba
 from fulmen.integrations.transformers import packing
-from fulmen.integrations.transformers.forward import set_forward, with_names
+from fulmen.integrations.transformers.forward import code_of, replaced_reason, set_forward, with_names
 from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan_step
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
@@ -45,14 +44,14 @@ def matches(module: nn.Module) -> bool:
 
 def unsupported_reason(module: Any) -> str | None:
     """Why the mixer cannot be served, or None."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = code_of(module)
     if code is None or not set(code.co_names) >= CALLS:
         return f"its forward does not call {', '.join(sorted(CALLS))}, as transformers 5.22's does"
     largest = max(module.ssm_state_size, module.head_dim)
     return None if largest <= MAX_HEAD_DIM else f"its state size or head dim {largest} is above {MAX_HEAD_DIM}"
 
 
-def replace(module: Any, backend: str) -> Callable[[], None]:
+def replace(module: Any, backend: str) -> list[Callable[[], None]]:
     """Serves the mixer; returns what undoes it."""
     own = inspect.unwrap(type(module).forward)
     functions = {
@@ -66,21 +65,25 @@ def replace(module: Any, backend: str) -> Callable[[], None]:
     if own is not type(module).forward:  # transformers' decorator, which loads offloaded weights of the convolution
         hooks = importlib.import_module("transformers.integrations.accelerate")
         forward = hooks.force_accelerate_hooks("conv1d")(forward)
-    undo = set_forward(module, types.MethodType(forward, module))
+    undo = [set_forward(module, types.MethodType(forward, module))]
     norm = getattr(module, "norm", None)
-    if norm is None or getattr(norm, "norm_before_gate", False) or not hasattr(norm, "variance_epsilon"):
-        return undo
-    stack = contextlib.ExitStack()
-    stack.callback(undo)
-    stack.callback(set_forward(norm, types.MethodType(gated, norm)))
-    return stack.close
+    if _is_gated_norm(norm):
+        undo.append(set_forward(norm, types.MethodType(gated, norm)))
+    return undo
+
+
+def _is_gated_norm(norm: Any) -> bool:
+    """Whether `gated` computes what the norm does."""
+    if not type(norm).__name__.endswith("RMSNormGated") or replaced_reason(norm) is not None:
+        return False
+    return hasattr(norm, "variance_epsilon") and not getattr(norm, "norm_before_gate", False)
 
 
 def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook of the model, after packing's: `seq_idx` (B, N), where sequences are packed."""
-    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-    tokens = args[0] if tokens is None and args else tokens
-    starts = None if tokens is None or kwargs.get("seq_idx") is not None else packing.offsets(tokens, kwargs)
+    given = packing.by_name(module, args, kwargs)
+    tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+    starts = None if tokens is None or given.get("seq_idx") is not None else packing.offsets(tokens, given)
     if tokens is None or starts is None:
         return args, kwargs
     begins = torch.zeros(tokens.shape[0] * tokens.shape[1], dtype=torch.int32, device=starts.device)

@@ -7,6 +7,8 @@ by gradient checkpointing finds them there.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -15,22 +17,36 @@ from torch import Tensor
 NAME = "fulmen_offsets"
 
 
+def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a forward of the model is given."""
+    if not args:
+        return kwargs
+    names = ("input_ids",) if len(args) == 1 else _parameters(type(module))
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+@functools.lru_cache
+def _parameters(kind: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
 def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook. As in transformers' own masks, a padding mask or a cache means that nothing is packed.
 
-    Synchronises if there are `position_ids` on a GPU, as transformers does.
+    Synchronises if there are `position_ids` and neither of these, on a GPU, as transformers does.
     """
-    positions = kwargs.get("position_ids")
+    given = by_name(module, args, kwargs)
+    positions = given.get("position_ids")
     if positions is not None:
-        packed = positions.ndim == 2 and kwargs.get("attention_mask") is None and not will_cache(module, kwargs)
+        packed = positions.ndim == 2 and given.get("attention_mask") is None and not will_cache(module, given)
         setattr(positions, NAME, _starts(positions) if packed else None)
 
 
-def will_cache(module: Any, kwargs: dict[str, Any]) -> bool:
+def will_cache(module: Any, given: dict[str, Any]) -> bool:
     """Whether a forward of the model with these arguments has a cache, be it one that it makes."""
-    if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
+    if given.get("past_key_values") is not None or given.get("cache_params") is not None:
         return True
-    use_cache = kwargs.get("use_cache")
+    use_cache = given.get("use_cache")
     wanted = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
     return bool(wanted) and not (module.training and getattr(module, "gradient_checkpointing", False))
 
