@@ -19,7 +19,9 @@ WINDOWS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attenti
 # both, so that there is no routing for a rounding to change
 BOTH_EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 2}
 
-CHECKS = ("training", "generate", "beam search", "left padding", "packed", "chunked prefill", "static cache")
+CHECKS = (
+    "training", "generate", "beam search", "left padding", "packed", "chunked prefill", "static cache", "torch.compile",
+)  # fmt: skip
 
 
 class Family(NamedTuple):

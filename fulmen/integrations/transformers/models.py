@@ -235,7 +235,8 @@ def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
 
 def _configs(accelerated: Accelerated) -> list[Any]:
     """The configs of the attention modules that are served, and of the models around them, which make masks."""
-    found, others = {}, set()
+    found: dict[int, Any] = {}
+    others: set[int] = set()
     for mixer in accelerated.mixers:
         if mixer.kind is None or mixer.kind.replace is not None:
             continue

@@ -21,13 +21,13 @@ def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     """What a forward of the model is given."""
     if not args:
         return kwargs
-    names = ("input_ids",) if len(args) == 1 else _parameters(type(module))
+    names = ("input_ids",) if len(args) == 1 else _parameters(type(module).forward)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @functools.lru_cache
-def _parameters(kind: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
