@@ -356,6 +356,40 @@ def test_transformers_own_minimax_is_wrong_there(what):
     assert not error(got, want) <= 1000 * error(logits_of("minimax", torch.float32), logits_of("minimax"))
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
+def test_transformers_own_steps_do_not_clamp(family):
+    """A scan clamps dt, and a step forgets it; test_chunked_prefill_and_steps has ours."""
+    model = own(family)
+    got = in_parts(model, ids_of(), None, None, transformers.DynamicCache(config=model.config), range(6, N + 1))
+    assert error(got, logits_of(family)) > 10 * error(logits_of(family, torch.float32), logits_of(family))
+
+
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"])
+def test_transformers_own_mamba2_mixes_packed_sequences(family):
+    with torch.no_grad():
+        packed = own(family)(ids_of(1), position_ids=torch.tensor([[*range(5), *range(7)]]), use_cache=False).logits
+        alone = own(family)(ids_of(1)[:, 5:], use_cache=False).logits
+    assert error(packed[:, 5:], alone) > 0.01
+
+
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
+def test_mamba2_refuses_padding_between_tokens(family):
+    """Padding on the right is no matter, until tokens follow."""
+    (model, accelerated), ids, name = served(family), ids_of(), FAMILIES[family].cache
+    mask = torch.tensor(PADDING["right"])
+    with pytest.raises(NotImplementedError, match=r"padding between tokens.*pad on the left"):
+        model(ids, attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        logits = model(ids[:, :9], attention_mask=mask[:, :9]).logits
+        assert_close(logits[1], own(family)(ids[1:2, :9], use_cache=False).logits[0], family)
+        cache = accelerated.new_cache()
+        for _ in range(2):
+            model(ids[:, :9], attention_mask=mask[:, :9], **{name: cache})
+            with pytest.raises(NotImplementedError, match="pad on the left"):
+                model(ids[:, 9:10], attention_mask=mask[:, :10], **{name: cache})
+            cache.reset()
+
+
 # --------------------------------------------------------------------------- tables, undo, what is refused
 
 

@@ -34,6 +34,7 @@ from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm,
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
 CALLS = {"mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"}
+CHECKED = "fulmen_has_no_gaps"  # on a cache
 PARTS = ("in_proj", "conv1d", "out_proj", "A_log", "D", "dt_bias", "ssm_state_size", "head_dim", "time_step_limit")
 
 
@@ -83,8 +84,11 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     """A forward pre-hook of the model, after packing's: `seq_idx` (B, N), where sequences are packed."""
     given = packing.by_name(module, args, kwargs)
     tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
-    starts = None if tokens is None or given.get("seq_idx") is not None else packing.offsets(tokens, given)
-    if tokens is None or starts is None:
+    if tokens is None:
+        return args, kwargs
+    _refuse_gaps(tokens.shape[1], given)
+    starts = None if given.get("seq_idx") is not None else packing.offsets(tokens, given)
+    if starts is None:
         return args, kwargs
     begins = torch.zeros(tokens.shape[0] * tokens.shape[1], dtype=torch.int32, device=starts.device)
     begins[starts[1:-1].long()] = 1
@@ -93,6 +97,32 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     sequences = sequences.cumsum(1).to(torch.int32)
     setattr(sequences, packing.NAME, starts)  # for attention layers that are not given position_ids
     return args, {**kwargs, "seq_idx": sequences}
+
+
+def _refuse_gaps(N: int, given: dict[str, Any]) -> None:
+    """Raises if padding stands between tokens: the mixers' convolution and state would take it in.
+
+    Synchronises if there is an `attention_mask` on a GPU; of single tokens, at the first one in a cache alone.
+    """
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return
+    held = next((given[name] for name in ("past_key_values", "cache_params") if given.get(name) is not None), None)
+    if N == 1 and getattr(held, CHECKED, False):
+        return
+    if _has_gaps(mask):
+        raise NotImplementedError(
+            "attention_mask has padding between tokens, which the states of Mamba-2 layers would take in: pad on the "
+            "left"
+        )
+    if held is not None:
+        setattr(held, CHECKED, N == 1)
+
+
+@torch.compiler.disable
+def _has_gaps(mask: Tensor) -> bool:
+    mask = mask.bool()
+    return bool((mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1)[:, :-1] > 0)).any())
 
 
 # ------------------------------------------------------------------- what the mixers call, with their signatures
