@@ -167,7 +167,31 @@ def test_slopes_loaded_later_are_read():
     assert lightning._slopes(layer).dtype == torch.float32
 
 
+def test_a_model_moved_in_inference_mode_still_trains():
+    model, _ = accelerated("minimax", torch.float32)
+    with torch.inference_mode():
+        model.double()(ids_of())  # reads the slopes again
+    model.load_state_dict(own("minimax").state_dict(), assign=True)
+    logits = model.requires_grad_().train()(ids_of(), use_cache=False).logits
+    logits.sum().backward()
+    assert_close(logits, logits_of("minimax"), "minimax")
+
+
 # -------------------------------------------------------------------------------------------------- casts
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_autocast(family):
+    """fp32 weights, products in bf16, in training and in steps."""
+    model, result = accelerated(family, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = own(family, torch.float32)(ids_of(), use_cache=False).logits
+        steps = in_parts(model, ids_of(), None, None, result.new_cache(), (9, 10, 12))
+        logits = model.train()(ids_of(), use_cache=False).logits
+    logits.float().square().sum().backward()
+    for got in (logits, steps):
+        assert error(got, logits_of(family)) <= 2 * error(rough, logits_of(family))
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize("family", KINDS)

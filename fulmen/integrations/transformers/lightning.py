@@ -147,12 +147,13 @@ class Lightning:
     def _read_slopes(self) -> None:
         self.held = self.module.slope_rate
         self.version = _version(self.held)
-        self.decay = _slopes(self.module)
+        with torch.inference_mode(False):  # a later call may train
+            self.decay = _slopes(self.module)
 
     def _options(self, q: Tensor) -> dict[str, Any]:
         if not torch.compiler.is_compiling():
             held = self.module.slope_rate
-            if held is not self.held or _version(held) != self.version:  # others were loaded
+            if held is not self.held or _version(held) != self.version:  # others were loaded, or the model was moved
                 self._read_slopes()
         if self.decay.device != q.device:
             self.decay = self.decay.to(q.device)
