@@ -392,9 +392,26 @@ def test_arguments_by_place(family):
         assert cached.past_key_values.get_seq_length() == N
 
 
+def test_packed_sequences_reach_a_model_that_is_not_given_positions():
+    """Mamba2ForCausalLM keeps position_ids to itself. In training it makes no cache."""
+    model, _ = accelerated("mamba2")
+    ids = ids_of(1)
+    with torch.no_grad():
+        whole, alone = model(ids, use_cache=False).logits, model(ids[:, 5:], use_cache=False).logits
+        got = model.train()(ids, position_ids=POSITIONS.clone()).logits
+        torch.testing.assert_close(got[:, 5:], alone)
+        offsets = torch.tensor([0, 5, N], dtype=torch.int32)
+        torch.testing.assert_close(model(ids, cu_seq_lens_q=offsets).logits, got)
+        model(ids, position_ids=POSITIONS.clone())  # the same tokens next, not packed
+        torch.testing.assert_close(model(ids).logits, whole)
+        model(ids, position_ids=POSITIONS.clone())
+        torch.testing.assert_close(model.lm_head(model.backbone(ids).last_hidden_state).float(), whole)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_of_mamba2(reentrant):
-    model, _ = accelerated("granitemoehybrid")
+def test_gradient_checkpointing_of_mamba2(reentrant, family):
+    model, _ = accelerated(family)
     model.train().enable_input_require_grads()
 
     def grads():

@@ -83,11 +83,11 @@ def _is_gated_norm(norm: Any) -> bool:
 def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook of the model, after packing's: `seq_idx` (B, N), where sequences are packed."""
     given = packing.by_name(module, args, kwargs)
-    tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+    tokens = packing.tokens_of(given)
     if tokens is None:
         return args, kwargs
     _refuse_gaps(tokens.shape[1], given)
-    starts = None if given.get("seq_idx") is not None else packing.offsets(tokens, given)
+    starts = None if given.get("seq_idx") is not None else packing.taken(tokens, given)
     if starts is None:
         return args, kwargs
     begins = torch.zeros(tokens.shape[0] * tokens.shape[1], dtype=torch.int32, device=starts.device)

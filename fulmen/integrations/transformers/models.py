@@ -224,11 +224,14 @@ def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
         setattr(mixer.module, MARK, Mark())
         if mixer.kind.replace is not None:
             undo += mixer.kind.replace(mixer.module, backend)
-        owner = _owner(model, mixer.name)
-        for hook in mixer.kind.hooks:
-            if (id(owner), hook) not in hooked:
-                hooked.add((id(owner), hook))
-                undo.append(owner.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        owner, *around = _models(model, mixer.name)
+        hooks = [(owner, hook) for hook in mixer.kind.hooks]
+        if mixer.kind.replace is mamba2.replace and not packing.takes_positions(owner):
+            hooks += [(outer, packing.leave) for outer in around]
+        for module, hook in hooks:
+            if (id(module), hook) not in hooked:
+                hooked.add((id(module), hook))
+                undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     if configs := _configs(accelerated):
         undo.append(attention.switch(configs, backend))
 
@@ -250,14 +253,11 @@ def _configs(accelerated: Accelerated) -> list[Any]:
     return [config for key, config in found.items() if key not in others]
 
 
-def _owner(model: Any, name: str) -> Any:
-    """The innermost model of transformers that the module is part of."""
+def _models(model: Any, name: str) -> list[Any]:
+    """The models of transformers that the module is part of, the innermost first; `model` itself if there is none."""
     parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module = model.get_submodule(".".join(parts[:end]))
-        if hasattr(module, "get_input_embeddings"):
-            return module
-    return model
+    around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) - 1, -1, -1)]
+    return [module for module in around if hasattr(module, "get_input_embeddings")] or [model]
 
 
 def _ranges(numbers: list[str]) -> str:

@@ -2,7 +2,8 @@
 
 Only the model's forward sees whether there is a padding mask or a cache. So `announce`, a pre-hook of that forward,
 reads `position_ids` there, once, and leaves the offsets on that tensor for the layers. A layer that is computed again
-by gradient checkpointing finds them there.
+by gradient checkpointing finds them there. Where the model inside is not given `position_ids`, `leave` puts the offsets
+on the tokens instead.
 """
 
 from __future__ import annotations
@@ -40,6 +41,41 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if positions is not None:
         packed = positions.ndim == 2 and given.get("attention_mask") is None and not will_cache(module, given)
         setattr(positions, NAME, _starts(positions) if packed else None)
+
+
+def tokens_of(given: dict[str, Any]) -> Tensor | None:
+    """What the model was given: ids (B, N), or embeddings."""
+    return next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+
+
+def takes_positions(module: Any) -> bool:
+    return "position_ids" in _parameters(type(module).forward)
+
+
+def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model around one that it does not hand position_ids on to: offsets go with the tokens.
+
+    Such a model (Mamba-2) makes no cache in training.
+    """
+    given = by_name(module, args, kwargs)
+    tokens = tokens_of(given)
+    if tokens is None:
+        return
+    if module.training and given.get("use_cache") is None:
+        given = {**given, "use_cache": False}
+    announce(module, (), given)
+    starts = offsets(tokens, given)
+    if starts is not None or hasattr(tokens, NAME):
+        setattr(tokens, NAME, starts)
+
+
+def taken(tokens: Tensor, given: dict[str, Any]) -> Tensor | None:
+    """The offsets that `leave` left for this call, or those of `given`."""
+    left: Tensor | None = getattr(tokens, NAME, None)
+    if left is None:
+        return offsets(tokens, given)
+    setattr(tokens, NAME, None)  # another call may bring the same tokens without
+    return left
 
 
 def will_cache(module: Any, given: dict[str, Any]) -> bool:
