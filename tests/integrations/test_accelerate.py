@@ -392,6 +392,20 @@ def test_arguments_by_place(family):
         assert cached.past_key_values.get_seq_length() == N
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_packed_sequences_in_training_make_no_cache(family):
+    """config.use_cache is true, and with a cache transformers takes nothing for packed."""
+    model, _ = accelerated(family)
+    want = model.train()(ids_of(1), position_ids=POSITIONS.clone(), use_cache=False).logits
+    got = model(ids_of(1), position_ids=POSITIONS.clone())
+    assert got.past_key_values is None
+    assert torch.equal(got.logits, want)
+    told = model(ids_of(1), position_ids=POSITIONS.clone(), use_cache=True)
+    assert told.past_key_values.get_seq_length() == N
+    assert error(told.logits, want) > 0.01
+    assert model(ids_of(1), position_ids=torch.arange(N)[None]).past_key_values is not None, "not packed"
+
+
 def test_packed_sequences_reach_a_model_that_is_not_given_positions():
     """Mamba2ForCausalLM keeps position_ids to itself. In training it makes no cache."""
     model, _ = accelerated("mamba2")

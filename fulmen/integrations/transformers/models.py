@@ -49,7 +49,7 @@ KINDS = (
     Kind("flash", attention.matches, attention.unsupported_reason, None, (refuse_weights, packing.announce)),
     Kind(
         "lightning", lightning.matches, lightning.unsupported_reason, lightning.replace,
-        (refuse_weights, cache.bring, packing.announce),
+        (refuse_weights, packing.announce, cache.bring),
     ),
     Kind(
         "lightning", mamba2.matches, mamba2.unsupported_reason, mamba2.replace, (packing.announce, mamba2.announce)

@@ -31,16 +31,24 @@ def _parameters(forward: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook. As in transformers' own masks, a padding mask or a cache means that nothing is packed.
 
-    Synchronises if there are `position_ids` and neither of these, on a GPU, as transformers does.
+    In training a model would make a cache unless told otherwise, and mix the sequences: if they are packed it is told.
+    Synchronises if there are `position_ids` and neither mask nor cache, on a GPU, as transformers does.
     """
     given = by_name(module, args, kwargs)
     positions = given.get("position_ids")
-    if positions is not None:
-        packed = positions.ndim == 2 and given.get("attention_mask") is None and not will_cache(module, given)
-        setattr(positions, NAME, _starts(positions) if packed else None)
+    if positions is None:
+        return None
+    untold = module.training and given.get("use_cache") is None and not _has_cache(given)
+    packed = positions.ndim == 2 and given.get("attention_mask") is None and (untold or not will_cache(module, given))
+    starts = _starts(positions) if packed else None
+    setattr(positions, NAME, starts)
+    if starts is None or not untold:
+        return None
+    args, kwargs = (args, kwargs) if len(args) < 2 else ((), given)
+    return args, {**kwargs, "use_cache": False}
 
 
 def tokens_of(given: dict[str, Any]) -> Tensor | None:
@@ -53,16 +61,11 @@ def takes_positions(module: Any) -> bool:
 
 
 def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a model around one that it does not hand position_ids on to: offsets go with the tokens.
-
-    Such a model (Mamba-2) makes no cache in training.
-    """
+    """A forward pre-hook of a model around one that it does not hand position_ids on to: offsets go with the tokens."""
     given = by_name(module, args, kwargs)
     tokens = tokens_of(given)
     if tokens is None:
         return
-    if module.training and given.get("use_cache") is None:
-        given = {**given, "use_cache": False}
     announce(module, (), given)
     starts = offsets(tokens, given)
     if starts is not None or hasattr(tokens, NAME):
@@ -80,11 +83,15 @@ def taken(tokens: Tensor, given: dict[str, Any]) -> Tensor | None:
 
 def will_cache(module: Any, given: dict[str, Any]) -> bool:
     """Whether a forward of the model with these arguments has a cache, be it one that it makes."""
-    if given.get("past_key_values") is not None or given.get("cache_params") is not None:
+    if _has_cache(given):
         return True
     use_cache = given.get("use_cache")
     wanted = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
     return bool(wanted) and not (module.training and getattr(module, "gradient_checkpointing", False))
+
+
+def _has_cache(given: dict[str, Any]) -> bool:
+    return given.get("past_key_values") is not None or given.get("cache_params") is not None
 
 
 @torch.compiler.disable
