@@ -1,6 +1,7 @@
 """Fine-tunes a Hugging Face model on fulmen's kernels: LoRA or all weights, packed sequences, resumable.
 
     python examples/finetune.py                                  # a tiny random MiniMax on this file, on a CPU
+    python examples/finetune.py --model tiny-mamba --lora 4      # a tiny random Granite 4 H, adapters alone
     python examples/finetune.py --model MiniMaxAI/MiniMax-Text-01-hf --data notes.txt --lora 16 --out run --device cuda
     python examples/finetune.py --model Qwen/Qwen3-0.6B --data hf:roneneldan/TinyStories --length 8192 --out run
     python examples/finetune.py ... --out run --resume           # goes on after the last checkpoint
@@ -79,29 +80,47 @@ class LoRA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + x @ self.a @ self.b
 
+    # transformers' Mamba-2 mixers look at those of `out_proj`
 
-def add_lora(model: nn.Module, rank: int) -> None:
-    """Gives the projections of every mixer an adapter, and trains nothing else."""
-    model.requires_grad_(False)
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
+
+def add_lora(accelerated: fulmen.integrations.transformers.Accelerated, rank: int) -> None:
+    """Gives the projections of every mixer (softmax, lightning, Mamba-2) an adapter, and trains nothing else."""
+    accelerated.model.requires_grad_(False)
     found = [
         (parent, name, child)
-        for path, parent in model.named_modules()
+        for mixer in accelerated.mixers
+        for parent in mixer.module.modules()
         for name, child in parent.named_children()
-        if isinstance(child, nn.Linear) and "attn" in path
+        if isinstance(child, nn.Linear) and not isinstance(parent, LoRA)
     ]
     for parent, name, child in found:
         setattr(parent, name, LoRA(child, rank))
 
 
 def load_model(name: str, device: str) -> tuple[Any, Any]:
-    if name != "tiny":
+    sizes = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "eos_token_id": 0,
+        "pad_token_id": None,
+    }  # fmt: skip
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 32}
+    if name == "tiny":  # lightning and softmax
+        kinds = ["linear_attention"] * 3 + ["full_attention"]
+        config = transformers.MiniMaxConfig(**sizes, layer_types=kinds)
+    elif name == "tiny-mamba":  # Mamba-2 and softmax
+        kinds = ["mamba"] * 3 + ["attention"]
+        config = transformers.GraniteMoeHybridConfig(**sizes, **mamba, layer_types=kinds)
+    else:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
         return model, transformers.AutoTokenizer.from_pretrained(name)
-    config = transformers.MiniMaxConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=2, eos_token_id=0, pad_token_id=None,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-    )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config).to(device), Bytes()
 
 
@@ -148,7 +167,7 @@ def plot(losses: list[float], path: Path) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--model", "name", default="tiny", help="A model of the Hub, a folder, or 'tiny'.")
+@click.option("--model", "name", default="tiny", help="A model of the Hub, a folder, 'tiny' or 'tiny-mamba'.")
 @click.option("--data", default=__file__, help="A text file, or hf:NAME of a dataset with a column 'text'.")
 @click.option("--lora", default=0, help="Rank of the adapters; 0 trains all weights.")
 @click.option("--length", default=256, help="Tokens in a row.")
@@ -168,9 +187,9 @@ def main(
     console = Console()
     torch.manual_seed(seed)
     model, tokenizer = load_model(name, device)
+    accelerated = fulmen.integrations.transformers.accelerate(model)
     if lora:
-        add_lora(model, lora)
-    fulmen.integrations.transformers.accelerate(model)
+        add_lora(accelerated, lora)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     losses: list[float] = []

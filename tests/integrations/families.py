@@ -19,7 +19,9 @@ WINDOWS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attenti
 # both, so that there is no routing for a rounding to change
 BOTH_EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 2}
 
-CHECKS = ("training", "generate", "beam search", "left padding", "packed", "chunked prefill", "static cache")
+CHECKS = (
+    "training", "generate", "beam search", "left padding", "packed", "chunked prefill", "static cache", "torch.compile",
+)  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -115,10 +117,7 @@ FAMILIES = {
     "phi3": Family("Phi-3, Phi-4", lambda: transformers.Phi3Config(**TINY, sliding_window=5)),
     "olmo2": Family("OLMo 2", lambda: transformers.Olmo2Config(**TINY)),
     "minimax": Family("MiniMax-Text-01, M1", _minimax, ("lightning", "flash")),
-    "mamba2": Family(
-        "Mamba-2", _mamba2, ("lightning",), limits={"packed": "its model does not hand on `position_ids`"},
-        cache="cache_params",
-    ),
+    "mamba2": Family("Mamba-2", _mamba2, ("lightning",), cache="cache_params"),
     "bamba": Family("Bamba", _bamba, BOTH),
     "granitemoehybrid": Family("Granite 4 H", _granite, BOTH),
     "falcon_h1": Family("Falcon-H1", _falcon, BOTH),

@@ -25,9 +25,9 @@ def run(name, *arguments):
     return done.output
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-def test_finetuning_resumes_where_it_stopped(lora, tmp_path):
-    options = ("--lora", lora, "--length", 48, "--every", 3, "--device", "cpu")
+@pytest.mark.parametrize(("model", "lora"), [("tiny", 0), ("tiny", 4), ("tiny-mamba", 4)])
+def test_finetuning_resumes_where_it_stopped(model, lora, tmp_path):
+    options = ("--model", model, "--lora", lora, "--length", 48, "--every", 3, "--device", "cpu")
     run("finetune", *options, "--steps", 6, "--out", tmp_path / "whole")
     run("finetune", *options, "--steps", 3, "--out", tmp_path / "parts")
     run("finetune", *options, "--steps", 6, "--out", tmp_path / "parts", "--resume")
@@ -36,9 +36,17 @@ def test_finetuning_resumes_where_it_stopped(lora, tmp_path):
     torch.testing.assert_close(parts["losses"], whole["losses"])
     torch.testing.assert_close(parts["weights"], whole["weights"])
     assert all(name.endswith((".a", ".b")) for name in whole["weights"]) == bool(lora)
+    if lora:  # every projection of every kind of mixer, and nothing else
+        adapted = {name.removesuffix(".a").split(".", 3)[3] for name in whole["weights"] if name.endswith(".a")}
+        softmax = {f"self_attn.{part}_proj" for part in "qkvo"}
+        others = {"self_attn": ("qkv_proj", "out_proj", "output_gate"), "mamba": ("in_proj", "out_proj")}
+        kind = "mamba" if model == "tiny-mamba" else "self_attn"
+        assert adapted == softmax | {f"{kind}.{part}" for part in others[kind]}
+        assert all(weight.any() for name, weight in whole["weights"].items() if name.endswith(".b")), "all are trained"
     assert (tmp_path / "parts" / "loss.png").stat().st_size > 0
     other = CliRunner().invoke(
-        script("finetune").main, ["--lora", str(4 - lora), "--out", str(tmp_path / "whole"), "--resume"]
+        script("finetune").main,
+        ["--model", model, "--lora", str(4 - lora), "--out", str(tmp_path / "whole"), "--resume"],
     )
     assert other.exit_code == 2
     assert "holds other weights" in other.output

@@ -20,6 +20,8 @@ from fulmen.integrations.transformers import simple_gla
 from tests.integrations.families import CHECKS, FAMILIES
 
 N = 12
+# of the accelerated model, and of the model's own code whose error is doubled
+DTYPES = ((torch.float64, torch.float32), (torch.bfloat16, torch.bfloat16))
 
 
 def passing(check):
@@ -67,9 +69,9 @@ def error(got, want):
     return float((got - want).norm() / want.norm())
 
 
-def assert_close(got, want, family):
-    """In fp64: see the top of the file."""
-    assert error(got, want) <= 2 * error(logits_of(family, torch.float32), logits_of(family))
+def assert_close(got, want, family, rough=torch.float32):
+    """`rough`: the dtype of the model's own code whose error is doubled. See the top of the file."""
+    assert error(got, want) <= 2 * error(logits_of(family, rough), logits_of(family))
 
 
 # ------------------------------------------------------------------------------------- training, logits
@@ -102,7 +104,7 @@ def check_training(family, ours, theirs):
 
 @pytest.mark.parametrize("family", passing("training"))
 def test_logits_and_gradients(family):
-    for dtype, rough in ((torch.float64, torch.float32), (torch.bfloat16, torch.bfloat16)):
+    for dtype, rough in DTYPES:
         check_training(family, served(family, dtype)[0], own(family, rough))
 
 
@@ -170,11 +172,12 @@ def in_parts(model, ids, mask, positions, cache, ends):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("family", passing("chunked prefill"))
 def test_chunked_prefill_and_steps(family, static):
-    model, accelerated = served(family)
-    cache = accelerated.new_cache(16 if static else None)
     positions = torch.arange(N)[None] if family == "bamba" else None  # which does not count the tokens in a cache
-    got = in_parts(model, ids_of(), None, positions, cache, (5, 9, 10, 11, 12))
-    assert_close(got, logits_of(family), family)
+    for dtype, rough in DTYPES:
+        model, accelerated = served(family, dtype)
+        cache = accelerated.new_cache(16 if static else None)
+        got = in_parts(model, ids_of(), None, positions, cache, (5, 9, 10, 11, 12))
+        assert_close(got, logits_of(family), family, rough)
 
 
 PADDING = {
@@ -246,26 +249,44 @@ def test_minimax_takes_transformers_offsets():
 # ------------------------------------------------------------------------------------------- static caches
 
 
-@pytest.mark.parametrize("family", ["minimax", "granitemoehybrid"])
-def test_mixers_compile_whole_and_once(family):
+@pytest.mark.parametrize("family", passing("torch.compile"))
+def test_mixers_compile_whole_and_not_at_every_step(family):
     """Steps in a static cache, each mixer one graph; test_transformers.py has a whole model."""
     model = copy.deepcopy(own(family))
-    cache, ids = ours.accelerate(model, verbose=False).new_cache(16), ids_of()
+    accelerated, ids = ours.accelerate(model, verbose=False), ids_of()
+    cache, name = accelerated.new_cache(16), FAMILIES[family].cache
     torch._dynamo.reset()
-    for layer in model.model.layers:
-        mixer = layer.mamba if getattr(layer, "mamba", None) is not None else layer.self_attn
-        mixer.compile(backend="eager", fullgraph=True, dynamic=False)
-    with torch.no_grad():
-        with torch.compiler.set_stance("force_eager"):
-            logits = [model(ids[:, :6], past_key_values=cache).logits]
-        for i in range(6, N):
-            made = masking_utils.create_masks_for_generate(
+    for mixer in (m for m in accelerated.mixers if m.reason is None):
+        mixer.module.compile(backend="eager", fullgraph=True)
+    logits = []
+    for start, end in ((0, 6), *((i, i + 1) for i in range(6, N))):
+        options = {name: cache}
+        if family == "bamba":
+            options["position_ids"] = torch.arange(start, end)[None]
+        if start and name == "past_key_values":  # made ahead of the forward, as `generate` does
+            options["attention_mask"] = masking_utils.create_masks_for_generate(
                 config=model.config, inputs_embeds=torch.empty(3, 1, 0), attention_mask=None, past_key_values=cache
             )
-            with torch.compiler.set_stance("default" if i < 8 else "fail_on_recompile"):
-                logits.append(model(ids[:, i : i + 1], attention_mask=made, past_key_values=cache).logits)
+        # in three steps dynamo learns that the lengths of transformers' sliding caches change
+        stance = "force_eager" if start == 0 else "default" if start < 9 else "fail_on_recompile"
+        with torch.no_grad(), torch.compiler.set_stance(stance):
+            logits.append(model(ids[:, start:end], **options).logits)
     torch._dynamo.reset()
     assert_close(torch.cat(logits, 1), logits_of(family), family)
+
+
+@pytest.mark.parametrize("family", passing("torch.compile"))
+def test_compiled_mixers_train_as_eager_ones(family):
+    model, weights = copy.deepcopy(own(family)), torch.randn(3, N, 61, dtype=torch.float64)
+    accelerated = ours.accelerate(model, verbose=False)
+    want, want_grads = trained(model, weights)
+    torch._dynamo.reset()
+    for mixer in (m for m in accelerated.mixers if m.reason is None):
+        mixer.module.compile(backend="aot_eager", fullgraph=True)
+    got, grads = trained(model, weights)
+    torch._dynamo.reset()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads, want_grads, rtol=1e-6, atol=1e-9)
 
 
 def test_a_static_cache_of_minimax_keeps_its_memory():
@@ -333,6 +354,40 @@ def test_transformers_own_minimax_is_wrong_there(what):
             rest = [model(ids[:1, i : i + 1], past_key_values=first.past_key_values).logits for i in range(8, N)]
             got = torch.cat([first.logits, *rest], 1)
     assert not error(got, want) <= 1000 * error(logits_of("minimax", torch.float32), logits_of("minimax"))
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
+def test_transformers_own_steps_do_not_clamp(family):
+    """A scan clamps dt, and a step forgets it; test_chunked_prefill_and_steps has ours."""
+    model = own(family)
+    got = in_parts(model, ids_of(), None, None, transformers.DynamicCache(config=model.config), range(6, N + 1))
+    assert error(got, logits_of(family)) > 10 * error(logits_of(family, torch.float32), logits_of(family))
+
+
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"])
+def test_transformers_own_mamba2_mixes_packed_sequences(family):
+    with torch.no_grad():
+        packed = own(family)(ids_of(1), position_ids=torch.tensor([[*range(5), *range(7)]]), use_cache=False).logits
+        alone = own(family)(ids_of(1)[:, 5:], use_cache=False).logits
+    assert error(packed[:, 5:], alone) > 0.01
+
+
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
+def test_mamba2_refuses_padding_between_tokens(family):
+    """Padding on the right is no matter, until tokens follow."""
+    (model, accelerated), ids, name = served(family), ids_of(), FAMILIES[family].cache
+    mask = torch.tensor(PADDING["right"])
+    with pytest.raises(NotImplementedError, match=r"padding between tokens.*pad on the left"):
+        model(ids, attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        logits = model(ids[:, :9], attention_mask=mask[:, :9]).logits
+        assert_close(logits[1], own(family)(ids[1:2, :9], use_cache=False).logits[0], family)
+        cache = accelerated.new_cache()
+        for _ in range(2):
+            model(ids[:, :9], attention_mask=mask[:, :9], **{name: cache})
+            with pytest.raises(NotImplementedError, match="pad on the left"):
+                model(ids[:, 9:10], attention_mask=mask[:, :10], **{name: cache})
+            cache.reset()
 
 
 # --------------------------------------------------------------------------- tables, undo, what is refused

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from fulmen.boundary import needs_gradient
 from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import MAX_HEAD_DIM
 from fulmen.integrations.transformers import packing
+from fulmen.integrations.transformers.forward import code_of
 from fulmen.layers.inputs import Counts, many_rows, one_row
 
 __all__ = ["register", "unregister"]
@@ -70,24 +71,29 @@ def unregister(name: str = "fulmen") -> None:
 
 def matches(module: torch.nn.Module) -> bool:
     """Whether the module's forward calls transformers' attention interface."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = code_of(module)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def unsupported_reason(module: torch.nn.Module) -> str | None:
     """Why the module's attention cannot be served, or None."""
+    code = code_of(module)
+    if code is not None and "position_bias" in (*code.co_varnames, *code.co_names):
+        return "it adds biases of positions, which flash_attention does not take"
+    if not hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+        return "it has no config of transformers, by which its attention is chosen"
     dims = [getattr(module, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim")]
     largest = max((dim for dim in dims if isinstance(dim, int)), default=0)
     return None if largest <= MAX_HEAD_DIM else f"its head dim {largest} is above {MAX_HEAD_DIM}"
 
 
-def switch(model: Any, backend: str) -> Callable[[], None]:
-    """Makes the model and the models in it attend with fulmen; returns what undoes it."""
-    name = "fulmen" if backend == "auto" else f"fulmen_{backend.removeprefix('flash_')}"
+def switch(configs: Iterable[Any], backend: str) -> Callable[[], None]:
+    """Makes all attention modules with these configs attend with fulmen; returns what undoes it."""
+    name = f"fulmen_accelerate_{backend.removeprefix('flash_')}"  # a name of its own: users register theirs
     register(name, backend=backend)
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    model.set_attn_implementation(name)
+    before = [(config, config._attn_implementation_internal) for config in configs]
+    for config, _ in before:
+        config._attn_implementation_internal = name
 
     def undo() -> None:
         for config, implementation in before:
@@ -109,7 +115,7 @@ def _interfaces() -> tuple[Any, Any]:
         raise ImportError(f"fulmen.integrations.transformers needs transformers >= 5: {error}") from error
     if not known:
         raise ImportError(
-            "this transformers' mask functions take other arguments than fulmen knows; 5.17 and 5.22 work"
+            "this transformers' mask functions take other arguments than fulmen knows; 5.17, 5.22 and 5.23 work"
         )
     return tables
 
@@ -252,6 +258,8 @@ def _known_parts() -> dict[CodeType, str]:
         "chunks": masking.chunked_overlay(1, nothing),
         "packed": masking.packed_sequence_mask_function(nothing),
     }
+    if hasattr(masking, "remap_positions_for_packed_sequence"):  # from 5.23 on
+        made["positions"] = masking.remap_positions_for_packed_sequence(masking.causal_mask_function, nothing)
     return {function.__code__: name for name, function in made.items()}
 
 
@@ -266,6 +274,8 @@ def _pattern(mask_function: Any, kv_end: int) -> Pattern:
         captured = [cell.cell_contents for cell in getattr(part, "__closure__", None) or ()]  # by name, alphabetically
         if kind == "and":
             parts.extend(captured[0])
+        elif kind == "positions":  # within packed sequences, where positions go on by one as keys do
+            parts.append(captured[0])
         elif kind == "causal":
             causal = True
         elif kind == "window":
@@ -399,11 +409,12 @@ def attend(
     options: dict[str, Any] = {"sinks": s_aux, "backend": backend}
     options["softcap"] = float(softcap) if softcap else None  # numbers of a configuration may be numpy's
     options["scale"] = None if scaling is None else float(scaling)
+    crosses = "Cross" in type(module).__name__  # its keys are another sequence's
     mask = None if attention_mask is None else _fitting(attention_mask, query, key)
     if mask is None:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = bool(getattr(module, "is_causal", not crosses) if is_causal is None else is_causal)
         mask = _plain_mask(query, key, causal, sliding_window, kwargs)
-    if mask.cu_seqlens_q is None:
+    if mask.cu_seqlens_q is None and not crosses:
         mask = _with_packed(mask, query, kwargs)
     options |= {"causal": mask.causal, "window": mask.window}
     if mask.keys is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.integrations.transformers.packing import will_cache
+from fulmen.integrations.transformers.packing import by_name, will_cache
 
 
 class States:
@@ -108,10 +108,11 @@ def cache_type(modeling: str) -> Any:
 
 def bring(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook of the model: a cache of this kind where it would make its own, or was given its own."""
-    given = kwargs.get("past_key_values")
-    derived = cache_type(type(module).__module__)
+    named = by_name(module, args, kwargs)
+    given, derived = named.get("past_key_values"), cache_type(type(module).__module__)
     if type(given) is derived.__bases__[1]:
         given.__class__ = derived  # the same object, which the caller goes on with
-    elif given is None and will_cache(module, kwargs):
-        kwargs = {**kwargs, "past_key_values": derived()}
+    elif given is None and will_cache(module, named):
+        args, kwargs = (args, kwargs) if len(args) < 2 else ((), named)
+        return args, {**kwargs, "past_key_values": derived()}
     return args, kwargs

@@ -32,7 +32,7 @@ from fulmen.integrations.transformers import packing
 from fulmen.integrations.transformers.cache import cache_type
 from fulmen.integrations.transformers.forward import set_forward
 from fulmen.layers.fused import fused_call, kernels_for
-from fulmen.layers.fused.projections import Facts, few_rows, project
+from fulmen.layers.fused.projections import Facts, few_rows, has_no_hooks, project
 from fulmen.layers.inputs import Padding, many_rows, one_row
 from fulmen.layers.lightning import MAX_GATE_WIDTH
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
@@ -64,10 +64,10 @@ def unsupported_reason(module: Any) -> str | None:
     return None if D <= MAX_HEAD_DIM else f"head_dim={D} is above {MAX_HEAD_DIM}"
 
 
-def replace(module: Any, backend: str) -> Callable[[], None]:
+def replace(module: Any, backend: str) -> list[Callable[[], None]]:
     """Serves the layer; returns what undoes it."""
     cache_type(type(module).__module__)  # a compiler cannot make the class
-    return set_forward(module, Lightning(module, backend).forward)
+    return [set_forward(module, Lightning(module, backend).forward)]
 
 
 class Lightning:
@@ -75,7 +75,7 @@ class Lightning:
 
     def __init__(self, module: Any, backend: str) -> None:
         self.module, self.backend = module, backend
-        self.decay = _slopes(module)
+        self._read_slopes()
 
     def forward(
         self,
@@ -106,8 +106,10 @@ class Lightning:
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v (B, H, N, D) and the gate (B, N, H * D)."""
-        layer, activation = self.module, ACTIVATIONS.get(type(self.module.act_fn).__name__)
-        found = None
+        layer, act_fn, found = self.module, self.module.act_fn, None
+        activation = ACTIVATIONS.get(type(act_fn).__name__)
+        if activation is not None and isinstance(act_fn, nn.Module) and not has_no_hooks(act_fn, kind=type(act_fn)):
+            activation = None
         if activation is not None:  # a decoding step: one launch
             found = few_rows(x, layer.qkv_proj, layer.output_gate, facts=Facts(activation))
         if found is None:
@@ -131,9 +133,8 @@ class Lightning:
     def _gated(self, o: Tensor, gate: Tensor) -> Tensor:
         """norm(o) * sigmoid(gate), (B, N, H * D)."""
         norm = self.module.norm
-        plain = not (norm._forward_hooks or norm._forward_pre_hooks) and hasattr(norm, "variance_epsilon")
         fits = o.shape[2] <= MAX_GATE_WIDTH and o.is_contiguous() and gate.is_contiguous()
-        if plain and fits and norm.weight.dtype == o.dtype:
+        if fits and _is_plain_norm(norm, self.module) and norm.weight.dtype == o.dtype:
             if not torch.is_grad_enabled():
                 found = fused_call("lightning", "gated", (1, norm.variance_epsilon), o, gate, norm.weight)
                 if found is not None:
@@ -143,7 +144,17 @@ class Lightning:
                 return kernels.Gated.apply(1, norm.variance_epsilon, o, gate, norm.weight)
         return norm(o) * torch.sigmoid(gate)
 
+    def _read_slopes(self) -> None:
+        self.held = self.module.slope_rate
+        self.version = _version(self.held)
+        with torch.inference_mode(False):  # a later call may train
+            self.decay = _slopes(self.module)
+
     def _options(self, q: Tensor) -> dict[str, Any]:
+        if not torch.compiler.is_compiling():
+            held = self.module.slope_rate
+            if held is not self.held or _version(held) != self.version:  # others were loaded, or the model was moved
+                self._read_slopes()
         if self.decay.device != q.device:
             self.decay = self.decay.to(q.device)
         return {"decay": self.decay, "backend": self.backend}
@@ -193,6 +204,18 @@ def _slopes(module: Any) -> Tensor:
     exact = slopes.minimax(H, layer, layers).to(held.device)
     close = torch.allclose(held.double(), exact.double(), rtol=8 * torch.finfo(held.dtype).eps, atol=0.0)
     return exact if close else held.to(torch.float32, copy=True)
+
+
+def _version(x: Tensor) -> int:
+    """Changes when the tensor is written to."""
+    return -1 if x.is_inference() else x._version
+
+
+def _is_plain_norm(norm: Any, layer: Any) -> bool:
+    """Whether it is the RMSNorm of the layer's own file, without hooks."""
+    kind = type(norm)
+    own = kind.__module__ == type(layer).__module__ and hasattr(norm, "variance_epsilon")
+    return own and has_no_hooks(norm, kind=kind)
 
 
 def _state_of(cache: Any, index: int, q: Tensor) -> Tensor | None:

@@ -17,7 +17,6 @@ Packed sequences reach the mixers as `seq_idx`, which `announce`, a forward pre-
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -30,11 +29,12 @@ from torch import Tensor, nn
 
 from fulmen.integrations import mamba
 from fulmen.integrations.transformers import packing
-from fulmen.integrations.transformers.forward import set_forward, with_names
+from fulmen.integrations.transformers.forward import code_of, replaced_reason, set_forward, with_names
 from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan_step
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
 CALLS = {"mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"}
+CHECKED = "fulmen_has_no_gaps"  # on a cache
 PARTS = ("in_proj", "conv1d", "out_proj", "A_log", "D", "dt_bias", "ssm_state_size", "head_dim", "time_step_limit")
 
 
@@ -45,14 +45,14 @@ def matches(module: nn.Module) -> bool:
 
 def unsupported_reason(module: Any) -> str | None:
     """Why the mixer cannot be served, or None."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = code_of(module)
     if code is None or not set(code.co_names) >= CALLS:
         return f"its forward does not call {', '.join(sorted(CALLS))}, as transformers 5.22's does"
     largest = max(module.ssm_state_size, module.head_dim)
     return None if largest <= MAX_HEAD_DIM else f"its state size or head dim {largest} is above {MAX_HEAD_DIM}"
 
 
-def replace(module: Any, backend: str) -> Callable[[], None]:
+def replace(module: Any, backend: str) -> list[Callable[[], None]]:
     """Serves the mixer; returns what undoes it."""
     own = inspect.unwrap(type(module).forward)
     functions = {
@@ -66,22 +66,29 @@ def replace(module: Any, backend: str) -> Callable[[], None]:
     if own is not type(module).forward:  # transformers' decorator, which loads offloaded weights of the convolution
         hooks = importlib.import_module("transformers.integrations.accelerate")
         forward = hooks.force_accelerate_hooks("conv1d")(forward)
-    undo = set_forward(module, types.MethodType(forward, module))
+    undo = [set_forward(module, types.MethodType(forward, module))]
     norm = getattr(module, "norm", None)
-    if norm is None or getattr(norm, "norm_before_gate", False) or not hasattr(norm, "variance_epsilon"):
-        return undo
-    stack = contextlib.ExitStack()
-    stack.callback(undo)
-    stack.callback(set_forward(norm, types.MethodType(gated, norm)))
-    return stack.close
+    if _is_gated_norm(norm):
+        undo.append(set_forward(norm, types.MethodType(gated, norm)))
+    return undo
+
+
+def _is_gated_norm(norm: Any) -> bool:
+    """Whether `gated` computes what the norm does."""
+    if not type(norm).__name__.endswith("RMSNormGated") or replaced_reason(norm) is not None:
+        return False
+    return hasattr(norm, "variance_epsilon") and not getattr(norm, "norm_before_gate", False)
 
 
 def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook of the model, after packing's: `seq_idx` (B, N), where sequences are packed."""
-    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-    tokens = args[0] if tokens is None and args else tokens
-    starts = None if tokens is None or kwargs.get("seq_idx") is not None else packing.offsets(tokens, kwargs)
-    if tokens is None or starts is None:
+    given = packing.by_name(module, args, kwargs)
+    tokens = packing.tokens_of(given)
+    if tokens is None:
+        return args, kwargs
+    _refuse_gaps(tokens.shape[1], given)
+    starts = None if given.get("seq_idx") is not None else packing.taken(tokens, given)
+    if starts is None:
         return args, kwargs
     begins = torch.zeros(tokens.shape[0] * tokens.shape[1], dtype=torch.int32, device=starts.device)
     begins[starts[1:-1].long()] = 1
@@ -90,6 +97,32 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     sequences = sequences.cumsum(1).to(torch.int32)
     setattr(sequences, packing.NAME, starts)  # for attention layers that are not given position_ids
     return args, {**kwargs, "seq_idx": sequences}
+
+
+def _refuse_gaps(N: int, given: dict[str, Any]) -> None:
+    """Raises if padding stands between tokens: the mixers' convolution and state would take it in.
+
+    Synchronises if there is an `attention_mask` on a GPU; of single tokens, at the first one in a cache alone.
+    """
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return
+    held = next((given[name] for name in ("past_key_values", "cache_params") if given.get(name) is not None), None)
+    if N == 1 and getattr(held, CHECKED, False):
+        return
+    if _has_gaps(mask):
+        raise NotImplementedError(
+            "attention_mask has padding between tokens, which the states of Mamba-2 layers would take in: pad on the "
+            "left"
+        )
+    if held is not None:
+        setattr(held, CHECKED, N == 1)
+
+
+@torch.compiler.disable
+def _has_gaps(mask: Tensor) -> bool:
+    mask = mask.bool()
+    return bool((mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1)[:, :-1] > 0)).any())
 
 
 # ------------------------------------------------------------------- what the mixers call, with their signatures

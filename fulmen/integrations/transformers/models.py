@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fulmen.integrations.transformers import attention, cache, lightning, mamba2, packing, simple_gla
+from fulmen.integrations.transformers.forward import replaced_reason
 from fulmen.layers.inputs import check_backend
 
 __all__ = ["Accelerated", "accelerate"]
@@ -30,15 +31,25 @@ class Kind(NamedTuple):
     op: str  # whose backends serve it
     matches: Callable[[nn.Module], bool]
     unsupported_reason: Callable[[nn.Module], str | None]
-    replace: Callable[[Any, str], Undo] | None  # None: through the attention interface of its model
+    replace: Callable[[Any, str], list[Undo]] | None  # None: through the attention interface of its model
     hooks: tuple[Callable[..., Any], ...] = ()  # forward pre-hooks of its model
 
 
+def refuse_weights(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of the model: no kernel keeps the weights of attention."""
+    wanted = packing.by_name(module, args, kwargs).get("output_attentions")
+    if getattr(module.config, "output_attentions", False) if wanted is None else wanted:
+        raise NotImplementedError(
+            "output_attentions=True: fulmen's kernels do not keep attention weights. Call undo() of what "
+            "accelerate(model) returned, and use attn_implementation='eager'"
+        )
+
+
 KINDS = (
-    Kind("flash", attention.matches, attention.unsupported_reason, None, (packing.announce,)),
+    Kind("flash", attention.matches, attention.unsupported_reason, None, (refuse_weights, packing.announce)),
     Kind(
         "lightning", lightning.matches, lightning.unsupported_reason, lightning.replace,
-        (cache.bring, packing.announce),
+        (refuse_weights, packing.announce, cache.bring),
     ),
     Kind(
         "lightning", mamba2.matches, mamba2.unsupported_reason, mamba2.replace, (packing.announce, mamba2.announce)
@@ -58,6 +69,19 @@ OTHERS = (
         "its forward does not call transformers' attention interface, nor has it the parts of a known layer",
     ),
 )
+
+
+class Mark:
+    """Stands on a mixer that is served. A copy of the model keeps it; pickling the model is refused."""
+
+    def __deepcopy__(self, memo: Any) -> Mark:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an accelerated model cannot be pickled as a whole: save model.state_dict() or use save_pretrained(), or "
+            "call undo() of what accelerate(model) returned first"
+        )
 
 
 class Mixer(NamedTuple):
@@ -81,13 +105,24 @@ class Accelerated:
         self._undo = undo
 
     def undo(self) -> None:
-        """Gives the model its own code back. A cache that was filled before is not to be used after."""
-        while self._undo:
-            self._undo.pop()()
+        """Gives the model its own code back. A cache that was filled before is not to be used after.
+
+        Raises if other code was put over a mixer's forward; all else is undone, and a later undo() does the rest.
+        """
+        steps, self._undo[:], failed = self._undo[::-1], [], None
+        for step in steps:
+            try:
+                step()
+            except RuntimeError as error:
+                self._undo.insert(0, step)
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def new_cache(self, max_length: int | None = None) -> Any:
         """A cache for the model: one that grows, or a static one for `max_length` tokens."""
-        config = self.model.config.get_text_config(decoder=True)
+        owner = next((module for module in self.model.modules() if hasattr(module, "config")), self.model)
+        config = owner.config.get_text_config(decoder=True)
         for mixer in self.mixers:
             if mixer.kind is not None and mixer.kind.replace is lightning.replace:
                 return cache.cache_type(type(mixer.module).__module__)(max_length, config.num_hidden_layers)
@@ -121,7 +156,10 @@ def accelerate(model: Any, backend: str = "auto", *, verbose: bool = True) -> Ac
     """
     mixers = _found(model)
     if any(hasattr(mixer.module, MARK) for mixer in mixers):
-        raise ValueError(f"{type(model).__name__} is accelerated already: call undo() of the first result")
+        raise ValueError(
+            f"{type(model).__name__} is accelerated already, as a whole or in part: call undo() of the first result. A "
+            "copy of an accelerated model stays accelerated: copy it before accelerate(model), or after undo()"
+        )
     served = [mixer for mixer in mixers if mixer.reason is None]
     if not served:
         rows = "; ".join(dict.fromkeys(f"{type(m.module).__name__}: {m.reason}" for m in mixers))
@@ -145,7 +183,8 @@ def _found(model: Any) -> list[Mixer]:
     for name, module in model.named_modules():
         kind = next((kind for kind in KINDS if kind.matches(module)), None)
         if kind is not None:
-            mixers.append(Mixer(name, module, kind, kind.unsupported_reason(module)))
+            reason = None if hasattr(module, MARK) or kind.replace is None else replaced_reason(module)
+            mixers.append(Mixer(name, module, kind, reason or kind.unsupported_reason(module)))
         elif MIXER.search(type(module).__name__) and not hasattr(module, "get_input_embeddings"):
             reason = next(reason for pattern, reason in OTHERS if pattern.search(type(module).__name__))
             mixers.append(Mixer(name, module, None, reason))
@@ -153,11 +192,26 @@ def _found(model: Any) -> list[Mixer]:
     def inside(one: Mixer, other: Mixer) -> bool:
         return one.name.startswith(other.name + ".")
 
-    return [
+    return _alike([
         one for one in mixers
         if one.kind is not None
         or not any(inside(one, other) or (other.kind is not None and inside(other, one)) for other in mixers)
-    ]  # fmt: skip
+    ])  # fmt: skip
+
+
+def _alike(mixers: list[Mixer]) -> list[Mixer]:
+    """Attention modules with one config are switched together: all of them are served, or none is."""
+    through = [mixer for mixer in mixers if mixer.kind is not None and mixer.kind.replace is None]
+    unserved = {id(getattr(m.module, "config", None)): m for m in reversed(through) if m.reason is not None}
+    found = []
+    for mixer in mixers:
+        other = unserved.get(id(getattr(mixer.module, "config", None))) if mixer in through else None
+        if other is not None and mixer.reason is None:
+            mixer = mixer._replace(
+                reason=f"a model's attention modules are switched together, and {other.name} cannot be: {other.reason}"
+            )
+        found.append(mixer)
+    return found
 
 
 def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
@@ -166,26 +220,44 @@ def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
     hooked: set[tuple[int, Callable[..., Any]]] = set()
     for mixer in served:
         assert mixer.kind is not None
+        undo.append(functools.partial(delattr, mixer.module, MARK))
+        setattr(mixer.module, MARK, Mark())
         if mixer.kind.replace is not None:
-            undo += [functools.partial(delattr, mixer.module, MARK), mixer.kind.replace(mixer.module, backend)]
-            setattr(mixer.module, MARK, True)
-        owner = _owner(model, mixer.name)
-        for hook in mixer.kind.hooks:
-            if (id(owner), hook) not in hooked:
-                hooked.add((id(owner), hook))
-                undo.append(owner.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    if any(mixer.kind is not None and mixer.kind.replace is None for mixer in served):
-        undo.append(attention.switch(model, backend))
+            undo += mixer.kind.replace(mixer.module, backend)
+        owner, *around = _models(model, mixer.name)
+        hooks = [(owner, hook) for hook in mixer.kind.hooks]
+        if mixer.kind.replace is mamba2.replace and not packing.takes_positions(owner):
+            hooks += [(outer, packing.leave) for outer in around]
+        for module, hook in hooks:
+            if (id(module), hook) not in hooked:
+                hooked.add((id(module), hook))
+                undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    if configs := _configs(accelerated):
+        undo.append(attention.switch(configs, backend))
 
 
-def _owner(model: Any, name: str) -> Any:
-    """The innermost model of transformers that the module is part of."""
+def _configs(accelerated: Accelerated) -> list[Any]:
+    """The configs of the attention modules that are served, and of the models around them, which make masks."""
+    found: dict[int, Any] = {}
+    others: set[int] = set()
+    for mixer in accelerated.mixers:
+        if mixer.kind is None or mixer.kind.replace is not None:
+            continue
+        if mixer.reason is not None:
+            others.add(id(getattr(mixer.module, "config", None)))
+            continue
+        parts = mixer.name.split(".")
+        around = [accelerated.model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+        configs = (getattr(module, "config", None) for module in around)
+        found |= {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
+    return [config for key, config in found.items() if key not in others]
+
+
+def _models(model: Any, name: str) -> list[Any]:
+    """The models of transformers that the module is part of, the innermost first; `model` itself if there is none."""
     parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module = model.get_submodule(".".join(parts[:end]))
-        if hasattr(module, "get_input_embeddings"):
-            return module
-    return model
+    around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) - 1, -1, -1)]
+    return [module for module in around if hasattr(module, "get_input_embeddings")] or [model]
 
 
 def _ranges(numbers: list[str]) -> str:

@@ -2,11 +2,14 @@
 
 Only the model's forward sees whether there is a padding mask or a cache. So `announce`, a pre-hook of that forward,
 reads `position_ids` there, once, and leaves the offsets on that tensor for the layers. A layer that is computed again
-by gradient checkpointing finds them there.
+by gradient checkpointing finds them there. Where the model inside is not given `position_ids`, `leave` puts the offsets
+on the tokens instead.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -15,24 +18,80 @@ from torch import Tensor
 NAME = "fulmen_offsets"
 
 
-def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a forward of the model is given."""
+    if not args:
+        return kwargs
+    names = ("input_ids",) if len(args) == 1 else _parameters(type(module).forward)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+@functools.lru_cache
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook. As in transformers' own masks, a padding mask or a cache means that nothing is packed.
 
-    Synchronises if there are `position_ids` on a GPU, as transformers does.
+    In training a model would make a cache unless told otherwise, and mix the sequences: if they are packed it is told.
+    Synchronises if there are `position_ids` and neither mask nor cache, on a GPU, as transformers does.
     """
-    positions = kwargs.get("position_ids")
-    if positions is not None:
-        packed = positions.ndim == 2 and kwargs.get("attention_mask") is None and not will_cache(module, kwargs)
-        setattr(positions, NAME, _starts(positions) if packed else None)
+    given = by_name(module, args, kwargs)
+    positions = given.get("position_ids")
+    if positions is None:
+        return None
+    untold = module.training and given.get("use_cache") is None and not _has_cache(given)
+    packed = positions.ndim == 2 and given.get("attention_mask") is None and (untold or not will_cache(module, given))
+    starts = _starts(positions) if packed else None
+    setattr(positions, NAME, starts)
+    if starts is None or not untold:
+        return None
+    args, kwargs = (args, kwargs) if len(args) < 2 else ((), given)
+    return args, {**kwargs, "use_cache": False}
 
 
-def will_cache(module: Any, kwargs: dict[str, Any]) -> bool:
+def tokens_of(given: dict[str, Any]) -> Tensor | None:
+    """What the model was given: ids (B, N), or embeddings."""
+    return next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+
+
+def takes_positions(module: Any) -> bool:
+    return "position_ids" in _parameters(type(module).forward)
+
+
+def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model around one that it does not hand position_ids on to: offsets go with the tokens."""
+    given = by_name(module, args, kwargs)
+    tokens = tokens_of(given)
+    if tokens is None:
+        return
+    announce(module, (), given)
+    starts = offsets(tokens, given)
+    if starts is not None or hasattr(tokens, NAME):
+        setattr(tokens, NAME, starts)
+
+
+def taken(tokens: Tensor, given: dict[str, Any]) -> Tensor | None:
+    """The offsets that `leave` left for this call, or those of `given`."""
+    left: Tensor | None = getattr(tokens, NAME, None)
+    if left is None:
+        return offsets(tokens, given)
+    setattr(tokens, NAME, None)  # another call may bring the same tokens without
+    return left
+
+
+def will_cache(module: Any, given: dict[str, Any]) -> bool:
     """Whether a forward of the model with these arguments has a cache, be it one that it makes."""
-    if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
+    if _has_cache(given):
         return True
-    use_cache = kwargs.get("use_cache")
+    use_cache = given.get("use_cache")
     wanted = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
     return bool(wanted) and not (module.training and getattr(module, "gradient_checkpointing", False))
+
+
+def _has_cache(given: dict[str, Any]) -> bool:
+    return given.get("past_key_values") is not None or given.get("cache_params") is not None
 
 
 @torch.compiler.disable

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
@@ -49,24 +48,24 @@ def _calling(module: nn.Module) -> dict[str, Any]:
     return {name: f for name, f in methods if NAMES & set(f.__code__.co_names) & f.__globals__.keys()}
 
 
-def replace(module: Any, backend: str) -> Callable[[], None]:
+def replace(module: Any, backend: str) -> list[Callable[[], None]]:
     """Serves the layer; returns what undoes it."""
     chunk = functools.partial(chunk_simple_gla, backend=backend)
     before = getattr(module, "lightning_attn_ops", None)
     if before is not None:
         module.lightning_attn_ops = dict.fromkeys(before, chunk)
-        return functools.partial(setattr, module, "lightning_attn_ops", before)
-    undo = contextlib.ExitStack()
+        return [functools.partial(setattr, module, "lightning_attn_ops", before)]
+    undo = []
     for name, method in _calling(module).items():
         served = types.MethodType(with_names(method, dict.fromkeys(NAMES, chunk)), module)
-        undo.callback(set_method(module, name, served))
-    return undo.close
+        undo.append(set_method(module, name, served))
+    return undo
 
 
 def refuse_packed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of the model, whose linear layers are not told of packed sequences."""
     packing.announce(module, args, kwargs)
-    if getattr(kwargs.get("position_ids"), packing.NAME, None) is not None:
+    if getattr(packing.by_name(module, args, kwargs).get("position_ids"), packing.NAME, None) is not None:
         raise NotImplementedError(
             "position_ids pack several sequences in a row, which this model's linear layers would mix: pad them instead"
         )
