@@ -9,8 +9,8 @@ later ones, is what its decay scales; see docs/lightning.md:
 for any r <= t. dq and dk come from rounded states, S in one sweep and dS in the other, so that their products with q
 and k do not cancel exactly: errors add up like a random walk. So the sum begins anew at every SPAN-th row, from the
 product of the two states there. Where the next such product is known, too, the sum has to arrive at it, and what it
-misses by is taken from its rows in equal parts: that halves the walk's largest error. At the end of a sequence the
-product is zero if the final state has no gradient.
+misses by is taken from its rows in proportion to their terms: that halves the walk's largest error, and rows of
+padding get none of it. At the end of a sequence the product is zero if the final state has no gradient.
 
 All rows from there on share the error of that product, and a parameter's gradient is a sum over rows: Mamba-2's A_log.
 So the sum also begins anew at every chunk that keeps next to nothing of the state that enters it. What passes such a
@@ -140,14 +140,20 @@ def lightning_token_gradient_kernel(
     follows = begin + SPAN < end  # another span of this sequence
     x = tl.zeros([SPAN], SUM)
     after = tl.zeros([1], SUM)  # the sum after the last row, then what it misses by
+    sizes = tl.zeros([SPAN], SUM)  # of the terms, in which it was rounded
+    last = tl.zeros([1], SUM)
     dots = unit.to(tl.int64) * TILES * N + begin - 1
     before = mask & (offs > 0)
     one = tl.arange(0, 1)
     for tile in tl.static_range(TILES):
-        x += tl.load(qdq_ptr + dots + offs + tile * N, mask=before, other=0.0)
-        x -= tl.load(kdk_ptr + dots + offs + tile * N, mask=before, other=0.0)
-        after += tl.load(qdq_ptr + dots + length + tile * N + one, mask=length > one, other=0.0)
-        after -= tl.load(kdk_ptr + dots + length + tile * N + one, mask=length > one, other=0.0)
+        qdq = tl.load(qdq_ptr + dots + offs + tile * N, mask=before, other=0.0)
+        kdk = tl.load(kdk_ptr + dots + offs + tile * N, mask=before, other=0.0)
+        x += qdq.to(SUM) - kdk
+        sizes += tl.abs(qdq) + tl.abs(kdk)
+        qdq = tl.load(qdq_ptr + dots + length + tile * N + one, mask=length > one, other=0.0)
+        kdk = tl.load(kdk_ptr + dots + length + tile * N + one, mask=length > one, other=0.0)
+        after += qdq.to(SUM) - kdk
+        last += tl.abs(qdq) + tl.abs(kdk)
     for part in tl.static_range(PARTS):
         anchor = anchors_ptr + (unit * slots + slot) * PARTS + part
         x -= tl.load(anchor + offs * 0, mask=mask & (offs == 0), other=0.0)
@@ -168,5 +174,6 @@ def lightning_token_gradient_kernel(
     if OPEN:
         arrives = arrives & follows
     x, _ = tl.associative_scan((tl.where(forgets, 0.0, x), anew), 0, after_row)
-    x -= tl.where(arrives, after, 0.0) * offs / tl.maximum(length, 1)
+    share = tl.cumsum(sizes, axis=0) / tl.maximum(tl.sum(sizes, axis=0) + last, 1e-30)
+    x -= tl.where(arrives, after * share, 0.0)
     tl.store(at_head(ddecay_ptr, to_strides, b, h, begin) + offs * to_strides[2], x.to(tl.float32), mask=mask)

@@ -428,6 +428,7 @@ def token_gradient(
     span, chunk, is_open = sizes[-4:-1]
     ends = [0, N] if cu is None else cu.tolist()
     added = (qdq - kdk).double().sum(1).view(B, H, N)
+    sizes = (qdq.abs() + kdk.abs()).double().sum(1).view(B, H, N)
     products, entering = (x.double().sum(2).view(B, H, -1) for x in (anchors, entered))
     for i, (first, last) in enumerate(itertools.pairwise(ends)):
         slot = first // span + i
@@ -444,8 +445,9 @@ def token_gradient(
                 total = total + added[:, :, t]
             if end < last:
                 total = total + products[:, :, at + 1]
-            parts = torch.arange(end - begin) / (end - begin)
-            ddecay[:, :, begin:end] -= torch.where(arrives, total, 0.0)[..., None] * parts
+            until = sizes[:, :, begin:end].cumsum(2)
+            parts = (until - sizes[:, :, begin:end]) / until[:, :, -1:].clamp(min=1e-30)
+            ddecay[:, :, begin:end] -= torch.where(arrives[..., None], total[..., None] * parts, 0.0)
 
 
 def sum_heads(each: Any, stored: Any, *sizes: Any) -> None:

@@ -134,6 +134,16 @@ def test_summed_over_tokens_on_gpu(backend, rate, options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_before_the_first_token_has_no_gradient(backend):
+    x = drawn(N=300, D=16, dtype=torch.float16)
+    for rows in (x.q, x.k, x.v, x.do):
+        rows[:, :, :100] = 0.0
+    supported(backend, x)
+    ddecay = testing.evaluate(testing.backend(backend), x, ("o",)).ddecay
+    assert ddecay[:, :, :101].abs().max() <= 1e-6 * ddecay.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_a_constant_decay(backend):
     """The same slope for every token is a constant decay; its gradient is the sum over tokens."""
     x = testing.inputs(2, 3, 100, 16, decay="mixed", initial_state=True)
