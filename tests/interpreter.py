@@ -31,7 +31,8 @@ def faster() -> Iterator[None]:
 
     builder = interpreter.interpreter_builder
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", patched_once(interpreter._patch_lang))
+        quick = operators(core, interpreter)
+        monkeypatch.setattr(interpreter, "_patch_lang", patched_once(interpreter._patch_lang, core.tensor, quick))
         monkeypatch.setattr(interpreter, "_get_np_dtype", known(interpreter._get_np_dtype))
         monkeypatch.setattr(interpreter.ScanOps, "generic_scan", scan)
         monkeypatch.setattr(core.block_type, "__init__", block_init(core, core.block_type.__init__))
@@ -43,9 +44,9 @@ def faster() -> Iterator[None]:
         yield
 
 
-def patched_once(patch: Any) -> Any:
-    """`_patch_lang` for a module's functions once a launch. The interpreter patches its language again for every device
-    function that is called, which makes each operation slower than the one before."""
+def patched_once(patch: Any, tensor: Any, quick: dict[str, Any]) -> Any:
+    """`_patch_lang` for a module's functions once a launch, with quick operators of tensors. The interpreter patches its
+    language again for every device function that is called, which makes each operation slower than the one before."""
     patched: set[int] = set()
 
     def patch_once(fn: Any) -> Any:
@@ -54,11 +55,115 @@ def patched_once(patch: Any) -> Any:
         launch, scope = not patched, patch(fn)
         patched.add(id(fn.__globals__))
         if launch:
+            for name, method in quick.items():
+                scope.set_attr(tensor, name, method(getattr(tensor, name)))
             restore = scope.restore
             scope.restore = lambda: (patched.clear(), restore())
         return scope
 
     return patch_once
+
+
+def operators(core: Any, interpreter: Any) -> dict[str, Any]:
+    """Operators of tensors by name: each a function of the slow one, which serves what is unusual.
+
+    Triton casts and broadcasts operands, then calls numpy. Among floats, and among signed integers, numpy's own rules
+    give the same type, shape and numbers.
+    """
+    import numpy as np
+
+    floats, ints = (core.float16, core.float32, core.float64), (core.int32, core.int64)
+    numpy_type = {id(t): interpreter._get_np_dtype(t) for t in (*floats, *ints)}
+    both = {(id(a), id(b)): kind[max(i, j)]
+            for kind in (floats, ints) for i, a in enumerate(kind) for j, b in enumerate(kind)}  # fmt: skip
+    bools = {(id(core.int1), id(core.int1)): core.int1}
+    is_int, limits = {id(t) for t in ints}, {id(t): 2 ** (t.primitive_bitwidth - 1) for t in ints}
+
+    @functools.cache
+    def facts(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+
+    @functools.cache
+    def block(dtype: int, shape: tuple[int, ...]) -> Any:
+        return core.block_type(next(t for t in (*floats, *ints, core.int1) if id(t) == dtype), list(shape))
+
+    def made(data: Any, held: Any, dtype: Any, is_block: bool) -> Any:
+        """A tensor of `dtype`, whose handle has the type `held`."""
+        handle, made = object.__new__(interpreter.TensorHandle), object.__new__(core.tensor)
+        handle.data, handle.dtype, handle.attr = data, held, {}
+        made.handle, made.dtype = handle, dtype
+        if is_block:
+            made.type = core.block_type(dtype, list(data.shape)) if dtype.is_ptr() else block(id(dtype), data.shape)
+        else:
+            made.type = dtype
+        made.shape, made.numel = facts(data.shape if is_block else ())
+        return made
+
+    def constant(x: Any, dtype: int, compared: bool) -> Any:
+        """A number as Triton casts it for such a tensor; None: not one of the usual."""
+        if type(x) is int and (dtype not in is_int or -limits[dtype] <= x < limits[dtype]):
+            usual = not compared or (-(2**31) <= x < 2**31 and dtype != id(core.float16))
+        else:
+            usual = type(x) is float and dtype == id(core.float32) and (not compared or x == 0 or 1e-30 < abs(x) < 1e30)
+        return np.array([x], dtype=numpy_type[dtype]) if usual else None
+
+    def binary(op: Any, types: dict[Any, Any], *, swapped: bool = False, result: Any = None) -> Any:
+        def quick(slow: Any) -> Any:
+            def method(self: Any, other: Any) -> Any:
+                if type(other) is core.constexpr:
+                    other = other.value
+                a = self.handle.data
+                if type(other) is core.tensor:
+                    dtype, b = types.get((id(self.dtype), id(other.dtype))), other.handle.data
+                    is_block = type(self.type) is core.block_type or type(other.type) is core.block_type
+                else:
+                    dtype = types.get((id(self.dtype), id(self.dtype)))
+                    b = None if dtype in (None, core.int1) else constant(other, id(dtype), result is not None)
+                    is_block = type(self.type) is core.block_type
+                if dtype is None or b is None:
+                    return slow(self, other)
+                return made(op(b, a) if swapped else op(a, b), dtype, result or dtype, is_block)
+
+            return method
+
+        return quick
+
+    def added(slow: Any) -> Any:
+        """Also to pointers."""
+        plain = binary(np.add, both)(slow)
+
+        def method(self: Any, other: Any) -> Any:
+            if type(self.dtype) is not core.pointer_type or type(other) is not core.tensor or id(other.dtype) not in is_int:
+                return plain(self, other)
+            width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
+            data = self.handle.data + width * other.handle.data.astype(np.uint64)
+            is_block = type(self.type) is core.block_type or type(other.type) is core.block_type
+            return made(data, self.handle.dtype, self.dtype, is_block)
+
+        return method
+
+    def indexed(slow: Any) -> Any:
+        """x[:, None] and its like."""
+        whole = slice(None)
+
+        def method(self: Any, slices: Any) -> Any:
+            if type(slices) is not tuple or type(self.type) is not core.block_type:
+                return slow(self, slices)
+            if any(one is not None and one != whole for one in slices):
+                return slow(self, slices)
+            return made(self.handle.data[slices], self.handle.dtype, self.dtype, True)
+
+        return method
+
+    compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
+                "ne": np.not_equal}  # fmt: skip
+    return {
+        "__add__": added, "__radd__": binary(np.add, both, swapped=True), "__sub__": binary(np.subtract, both),
+        "__rsub__": binary(np.subtract, both, swapped=True), "__mul__": binary(np.multiply, both),
+        "__rmul__": binary(np.multiply, both, swapped=True), "__and__": binary(np.bitwise_and, bools),
+        "__or__": binary(np.bitwise_or, bools), "__getitem__": indexed,
+        **{f"__{name}__": binary(op, both, result=core.int1) for name, op in compared.items()},
+    }  # fmt: skip
 
 
 def known(np_dtype: Any) -> Any:
