@@ -46,8 +46,8 @@ def faster() -> Iterator[None]:
 
 
 def patched_once(patch: Any, tensor: Any, quick: dict[str, Any]) -> Any:
-    """`_patch_lang` for a module's functions once a launch, with quick operators of tensors. The interpreter patches its
-    language again for every device function that is called, which makes each operation slower than the one before."""
+    """`_patch_lang` for a module's functions once a launch, with quick operators of tensors. The interpreter patches
+    its language again for every device function that is called, which makes each operation slower than the one before."""
     patched: set[int] = set()
 
     def patch_once(fn: Any) -> Any:
@@ -134,7 +134,8 @@ def operators(core: Any, interpreter: Any) -> dict[str, Any]:
         plain = binary(np.add, both)(slow)
 
         def method(self: Any, other: Any) -> Any:
-            if type(self.dtype) is not core.pointer_type or type(other) is not core.tensor or id(other.dtype) not in is_int:
+            offset = type(other) is core.tensor and id(other.dtype) in is_int
+            if not offset or type(self.dtype) is not core.pointer_type:
                 return plain(self, other)
             width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
             data = self.handle.data + width * other.handle.data.astype(np.uint64)

@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import pytest
 
 
-def pairs(case: Mapping[str, Hashable]) -> set[tuple[Hashable, ...]]:
-    """Every two options with their values; of a case with one option, that."""
-    return set(itertools.combinations(sorted(case.items()), min(2, len(case))))
+def pairs(options: Mapping[str, Any]) -> set[Hashable]:
+    """Every two options with their values."""
+    return set(itertools.combinations(sorted((name, repr(value)) for name, value in options.items()), 2))
 
 
-def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
-    """Which of these cases have every pair that occurs in any of them.
+def covering(cases: Sequence[set[Hashable]]) -> list[int]:
+    """Which of these cases have every fact that any of them has.
 
-    Greedy: always the case with the most pairs that are still missing, of equals the first.
+    Greedy: always the case with the most facts that are still missing, of equals the first.
     """
-    of = [pairs(case) for case in cases]
-    missing, chosen = set().union(*of), []
+    missing, chosen = set().union(*cases), []
     while missing:
-        best = max(range(len(cases)), key=lambda i: len(of[i] & missing))
+        best = max(range(len(cases)), key=lambda i: len(cases[i] & missing))
         chosen.append(best)
-        missing -= of[best]
+        missing -= cases[best]
     return sorted(chosen)
+
+
+def covering_variants(variants: Sequence[Any]) -> list[Any]:
+    """Of compiled kernels those with every pair of macros; a macro that only sizes a tile need occur once."""
+    sizes = {"CONSUMERS", "BLOCK_N", "STAGES", "BLOCKS_PER_SM", "BOX", "TAKE_TURNS", "TILES", "VALUE_DIM"}
+
+    def facts(variant: Any) -> set[Hashable]:
+        macros = dict(variant.macros)
+        tile = {name: value for name, value in macros.items() if name in sizes}
+        return pairs({n: v for n, v in macros.items() if n not in sizes}) | {(macros.get("HEAD_DIM"), *tile.items())}
+
+    return [variants[i] for i in covering([facts(variant) for variant in variants])]
+
+
+def marked(variants: Mapping[Any, Any]) -> list[Any]:
+    """Calls, with the kernel that each takes, as parameters of a test: nightly, but for one call of each kernel that
+    `covering_variants` chooses."""
+    chosen, parameters = set(covering_variants(list(dict.fromkeys(variants.values())))), []
+    for call, variant in variants.items():
+        parameters.append(pytest.param(call, marks=[] if variant in chosen else [pytest.mark.nightly]))
+        chosen.discard(variant)
+    return parameters
