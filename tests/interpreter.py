@@ -47,7 +47,7 @@ def faster() -> Iterator[None]:
 
 def patched_once(patch: Any, tensor: Any, quick: dict[str, Any]) -> Any:
     """`_patch_lang` for a module's functions once a launch, with quick operators of tensors. The interpreter patches
-    its language again for every device function that is called, which makes each operation slower than the one before."""
+    its language again for every device function that is called, and makes each operation slower than the one before."""
     patched: set[int] = set()
 
     def patch_once(fn: Any) -> Any:
