@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are the parallelism
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor starts processes that import torch
 
 
 def pytest_collection_finish() -> None:
@@ -67,12 +68,12 @@ def is_nightly(item: pytest.Item) -> bool:
 
 
 def runs_here(item: pytest.Item) -> bool:
-    """Without a GPU: not for a backend that is skipped there, nor in bf16, of which the interpreter has no products."""
+    """Without a GPU: not for a backend that is skipped there, nor in a dtype that is not interpreted."""
     given = options(item)
-    backend, dtype = str(given.get("backend", "eager")), str(given.get("dtype"))
+    backend, dtype = str(given.get("backend", "eager")), given.get("dtype")
     if compiles(item) or backend in ("eager", "reference"):
         return True
-    return backend.startswith("triton") and dtype not in ("bf16", "torch.bfloat16")
+    return backend.startswith("triton") and dtype in (None, "fp16" if item.path.parent.name == "flash" else "fp32")
 
 
 def repeated(items: list[pytest.Item]) -> list[pytest.Item]:

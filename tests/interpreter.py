@@ -84,9 +84,11 @@ def operators(core: Any, interpreter: Any) -> dict[str, Any]:
     def facts(shape: tuple[int, ...]) -> tuple[Any, Any]:
         return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
 
+    usual = {id(t): t for t in (*floats, *ints, core.int1)}
+
     @functools.cache
     def block(dtype: int, shape: tuple[int, ...]) -> Any:
-        return core.block_type(next(t for t in (*floats, *ints, core.int1) if id(t) == dtype), list(shape))
+        return core.block_type(usual[dtype], list(shape))
 
     def made(data: Any, held: Any, dtype: Any, is_block: bool) -> Any:
         """A tensor of `dtype`, whose handle has the type `held`."""
@@ -94,7 +96,8 @@ def operators(core: Any, interpreter: Any) -> dict[str, Any]:
         handle.data, handle.dtype, handle.attr = data, held, {}
         made.handle, made.dtype = handle, dtype
         if is_block:
-            made.type = core.block_type(dtype, list(data.shape)) if dtype.is_ptr() else block(id(dtype), data.shape)
+            cached = id(dtype) in usual
+            made.type = block(id(dtype), data.shape) if cached else core.block_type(dtype, list(data.shape))
         else:
             made.type = dtype
         made.shape, made.numel = facts(data.shape if is_block else ())
@@ -103,10 +106,10 @@ def operators(core: Any, interpreter: Any) -> dict[str, Any]:
     def constant(x: Any, dtype: int, compared: bool) -> Any:
         """A number as Triton casts it for such a tensor; None: not one of the usual."""
         if type(x) is int and (dtype not in is_int or -limits[dtype] <= x < limits[dtype]):
-            usual = not compared or (-(2**31) <= x < 2**31 and dtype != id(core.float16))
+            fits = not compared or (-(2**31) <= x < 2**31 and dtype != id(core.float16))
         else:
-            usual = type(x) is float and dtype == id(core.float32) and (not compared or x == 0 or 1e-30 < abs(x) < 1e30)
-        return np.array([x], dtype=numpy_type[dtype]) if usual else None
+            fits = type(x) is float and dtype == id(core.float32) and (not compared or x == 0 or 1e-30 < abs(x) < 1e30)
+        return np.array([x], dtype=numpy_type[dtype]) if fits else None
 
     def binary(op: Any, types: dict[Any, Any], *, swapped: bool = False, result: Any = None) -> Any:
         def quick(slow: Any) -> Any:
