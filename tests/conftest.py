@@ -34,10 +34,10 @@ def pytest_collection_finish() -> None:
 
 
 # Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, which sm_86
-# and sm_89 have, too; all modes of the emulator but ANY; fp16 in Triton's interpreter, where fp32 is interpreted, too;
-# of tests with three options or more, and of kernels compiled for a GPU, cases whose pairs of options others have; and
-# of other tests in the files of LONG all but one in so many, drawn by name.
-ARCHITECTURES, MODE = (90, 120), 2
+# and sm_89 have, too; all modes of the emulator but ANY; in Triton's interpreter all dtypes but one, of which bf16 is
+# skipped there; of tests with three options or more, and of kernels compiled for a GPU, cases whose pairs of options
+# others have; and of other tests in the files of LONG all but one in so many, drawn by name.
+ARCHITECTURES, MODE, OPERATIONS = (90, 120), 2, ("flash", "latent", "lightning", "step")
 LONG = {
     "integrations/test_models.py": 3, "integrations/test_transformers.py": 3, "latent/test_cuda.py": 2,
     "layers/test_compile.py": 2, "lightning/test_integration.py": 2, "parallel/test_layers.py": 2,
@@ -57,8 +57,8 @@ def compiles(item: pytest.Item) -> bool:
 
 def is_nightly(item: pytest.Item) -> bool:
     given = options(item)
-    if str(given.get("backend")).startswith("triton") and not torch.cuda.is_available() and not compiles(item):
-        return given.get("dtype") == "fp16" and item.path.parent.name in ("lightning", "step", "latent")
+    if given.get("dtype") in ("bf16", "fp16", "fp32") and "backend" in given and item.path.parent.name in OPERATIONS:
+        return not torch.cuda.is_available() and given["backend"] != "sdpa" and not runs_here(item)
     if item.path.name.endswith("_emulated.py"):
         return given.get("mode", MODE) != MODE
     every = LONG.get(f"{item.path.parent.name}/{item.path.name}", 1)

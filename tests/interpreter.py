@@ -39,6 +39,8 @@ def faster() -> Iterator[None]:
         monkeypatch.setattr(core.tensor, "__init__", tensor_init(core))
         broadcast = semantic.TritonSemantic.broadcast_impl_value
         monkeypatch.setattr(semantic.TritonSemantic, "broadcast_impl_value", unless_equal(broadcast))
+        convert = unless_one(core.tensor, semantic.TritonSemantic.to_tensor)
+        monkeypatch.setattr(semantic.TritonSemantic, "to_tensor", convert)
         monkeypatch.setattr(semantic.TritonSemantic, "cast", unless_the_same(semantic.TritonSemantic.cast))
         # Overflow is computed for every operation on integers, and asserted in debug mode only.
         monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
@@ -218,6 +220,11 @@ def unless_equal(broadcast: Any) -> Any:
         return broadcast(self, lhs, rhs)
 
     return broadcast_unless_equal
+
+
+def unless_one(tensor: Any, to_tensor: Any) -> Any:
+    """`to_tensor`, which asks last whether it is one."""
+    return lambda self, x, *check: x if type(x) is tensor else to_tensor(self, x, *check)
 
 
 def unless_the_same(cast: Any) -> Any:
