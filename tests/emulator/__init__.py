@@ -217,8 +217,9 @@ def runtime() -> ctypes.CDLL:
 
 @functools.cache
 def library(variant: cuda.Variant, edit: Edit = None) -> Any:
+    """Not optimised, which would take longer than it saves: the time goes to the runtime, and kernels run a few times."""
     runtime()
-    run = ctypes.CDLL(str(compiled("-O1", translated(variant, edit)))).run
+    run = ctypes.CDLL(str(compiled("-O0", translated(variant, edit)))).run
     run.restype = ctypes.c_char_p
     return run
 

@@ -18,7 +18,7 @@
 namespace emulator {
 
 enum { EARLY, LATE, ANY, PRESSED };
-enum { RANK_SHIFT = 24, STACK = 1 << 17 };
+enum { RANK_SHIFT = 24, STACK = 1 << 18 };
 struct Fiber;
 struct Block;
 
