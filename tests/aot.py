@@ -567,7 +567,10 @@ def usage(launch: Any, compiled: Any) -> Usage:
 
 
 def serve() -> None:
-    gc.set_threshold(100_000)  # what modules make at import stays
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401  (as operations on meta tensors do)
+
+    gc.freeze()  # what modules make at import stays
+    gc.set_threshold(100_000)
     for line in sys.stdin:
         kind, *fields = json.loads(line)
         made: dict[str, tuple[Any, Any]] = {

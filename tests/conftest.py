@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000)  # interpreted kernels and compilers make much that is soon gone
     gc.enable()
 
 

@@ -27,14 +27,18 @@ def covering(cases: Sequence[set[Hashable]]) -> list[int]:
     return sorted(chosen)
 
 
+SIZES = {"CONSUMERS", "BLOCK_N", "STAGES", "BLOCKS_PER_SM", "BOX", "TAKE_TURNS", "TILES", "VALUE_DIM"}
+
+
 def covering_variants(variants: Sequence[Any]) -> list[Any]:
-    """Of compiled kernels those with every pair of macros; a macro that only sizes a tile need occur once."""
-    sizes = {"CONSUMERS", "BLOCK_N", "STAGES", "BLOCKS_PER_SM", "BOX", "TAKE_TURNS", "TILES", "VALUE_DIM"}
+    """Of compiled kernels those with every pair of macros, but each tile and each size of a page only once."""
 
     def facts(variant: Any) -> set[Hashable]:
         macros = dict(variant.macros)
-        tile = {name: value for name, value in macros.items() if name in sizes}
-        return pairs({n: v for n, v in macros.items() if n not in sizes}) | {(macros.get("HEAD_DIM"), *tile.items())}
+        flags = {name: value for name, value in macros.items() if name not in SIZES}
+        flags["PAGE"] = macros.get("PAGE", 0) > 0
+        tile = tuple(sorted((name, value) for name, value in macros.items() if name in SIZES))
+        return pairs(flags) | {(macros.get("HEAD_DIM"), tile), ("PAGE", macros.get("PAGE"))}
 
     return [variants[i] for i in covering([facts(variant) for variant in variants])]
 

@@ -217,7 +217,7 @@ def runtime() -> ctypes.CDLL:
 
 @functools.cache
 def library(variant: cuda.Variant, edit: Edit = None) -> Any:
-    """Not optimised, which would take longer than it saves: the time goes to the runtime, and kernels run a few times."""
+    """Not optimised, which would take longer than it saves: a kernel runs a few times, and mostly in the runtime."""
     runtime()
     run = ctypes.CDLL(str(compiled("-O0", translated(variant, edit)))).run
     run.restype = ctypes.c_char_p

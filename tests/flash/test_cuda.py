@@ -19,7 +19,7 @@ from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests import sass
-from tests.pairs import marked
+from tests.pairs import covering_variants, marked
 
 CUDA = torch.device("cuda", 0)
 
@@ -54,26 +54,27 @@ def sizes(sms: int) -> list[tuple[int, int, int]]:
     return [*few, *((32, 8, N) for N in (64, 128, 256, 512))]
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "every"])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("arch", TARGETS)
-def test_small_fits_and_does_not_spill(arch, D):
-    hw, seen = TARGETS[arch], set()
+def test_small_fits_and_does_not_spill(arch, D, every):
+    hw, seen = TARGETS[arch], {}
     for (B, H, N), causal in itertools.product(sizes(hw.sm_count), (False, True)):
         call = spec(B, H, N, D, causal)
         tile = policy.small_tile(call, hw)
         choice = launched_with(tile)
         variant = small.variant(call, hw, choice)
-        if variant in seen:
-            continue
-        seen.add(variant)
+        seen.setdefault(variant, (call, tile, choice))
+    tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
+    assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
+    for variant in seen if every else covering_variants(list(seen)):
+        call, tile, choice = seen[variant]
         _, usage = cuda.compile_variant(variant)
         assert usage.spilled == 0, (tile, usage)
         assert not usage.warnings, (tile, usage)
         assert usage.shared == 0
         assert small.shared_bytes(call, choice) <= hw.smem_bytes, tile
         assert usage.registers * small.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
-    tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
-    assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
 
 
 SHARED = {"H": 32, "H_KV": 8, "N_Q": 24}
