@@ -31,7 +31,7 @@ def faster() -> Iterator[None]:
 
     builder = interpreter.interpreter_builder
     with pytest.MonkeyPatch.context() as monkeypatch:
-        quick = operators(core, interpreter)
+        quick = Operators(core, interpreter).by_name()
         monkeypatch.setattr(interpreter, "_patch_lang", patched_once(interpreter._patch_lang, core.tensor, quick))
         monkeypatch.setattr(interpreter, "_get_np_dtype", known(interpreter._get_np_dtype))
         monkeypatch.setattr(interpreter.ScanOps, "generic_scan", scan)
@@ -67,65 +67,69 @@ def patched_once(patch: Any, tensor: Any, quick: dict[str, Any]) -> Any:
     return patch_once
 
 
-def operators(core: Any, interpreter: Any) -> dict[str, Any]:
-    """Operators of tensors by name: each a function of the slow one, which serves what is unusual.
+class Operators:
+    """Operators of tensors: each is a function of the slow one, which serves what is unusual.
 
     Triton casts and broadcasts operands, then calls numpy. Among floats, and among signed integers, numpy's own rules
     give the same type, shape and numbers.
     """
-    import numpy as np
 
-    floats, ints = (core.float16, core.float32, core.float64), (core.int32, core.int64)
-    numpy_type = {id(t): interpreter._get_np_dtype(t) for t in (*floats, *ints)}
-    both = {(id(a), id(b)): kind[max(i, j)]
-            for kind in (floats, ints) for i, a in enumerate(kind) for j, b in enumerate(kind)}  # fmt: skip
-    bools = {(id(core.int1), id(core.int1)): core.int1}
-    is_int, limits = {id(t) for t in ints}, {id(t): 2 ** (t.primitive_bitwidth - 1) for t in ints}
+    def __init__(self, core: Any, interpreter: Any) -> None:
+        floats, ints = (core.float16, core.float32, core.float64), (core.int32, core.int64)
+        self.core, self.handle = core, interpreter.TensorHandle
+        self.usual = {id(t): t for t in (*floats, *ints, core.int1)}
+        self.numpy_type = {id(t): interpreter._get_np_dtype(t) for t in (*floats, *ints)}
+        self.limits = {id(t): 2 ** (t.primitive_bitwidth - 1) for t in ints}
+        self.numbers = {(id(a), id(b)): kind[max(i, j)]
+                        for kind in (floats, ints) for i, a in enumerate(kind) for j, b in enumerate(kind)}  # fmt: skip
+        self.bools = {(id(core.int1), id(core.int1)): core.int1}
+        self.facts = functools.cache(self.facts)
+        self.block = functools.cache(self.block)
 
-    @functools.cache
-    def facts(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    def facts(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        core = self.core
         return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
 
-    usual = {id(t): t for t in (*floats, *ints, core.int1)}
+    def block(self, dtype: int, shape: tuple[int, ...]) -> Any:
+        return self.core.block_type(self.usual[dtype], list(shape))
 
-    @functools.cache
-    def block(dtype: int, shape: tuple[int, ...]) -> Any:
-        return core.block_type(usual[dtype], list(shape))
-
-    def made(data: Any, held: Any, dtype: Any, is_block: bool) -> Any:
+    def made(self, data: Any, held: Any, dtype: Any, is_block: bool) -> Any:
         """A tensor of `dtype`, whose handle has the type `held`."""
-        handle, made = object.__new__(interpreter.TensorHandle), object.__new__(core.tensor)
+        handle, made = object.__new__(self.handle), object.__new__(self.core.tensor)
         handle.data, handle.dtype, handle.attr = data, held, {}
-        made.handle, made.dtype = handle, dtype
+        made.handle, made.dtype, made.type = handle, dtype, dtype
         if is_block:
-            cached = id(dtype) in usual
-            made.type = block(id(dtype), data.shape) if cached else core.block_type(dtype, list(data.shape))
-        else:
-            made.type = dtype
-        made.shape, made.numel = facts(data.shape if is_block else ())
+            cached = id(dtype) in self.usual
+            made.type = self.block(id(dtype), data.shape) if cached else self.core.block_type(dtype, list(data.shape))
+        made.shape, made.numel = self.facts(data.shape if is_block else ())
         return made
 
-    def constant(x: Any, dtype: int, compared: bool) -> Any:
+    def constant(self, x: Any, dtype: int, compared: bool) -> Any:
         """A number as Triton casts it for such a tensor; None: not one of the usual."""
-        if type(x) is int and (dtype not in is_int or -limits[dtype] <= x < limits[dtype]):
+        import numpy as np
+
+        limit, core = self.limits.get(dtype), self.core
+        if type(x) is int and (limit is None or -limit <= x < limit):
             fits = not compared or (-(2**31) <= x < 2**31 and dtype != id(core.float16))
         else:
             fits = type(x) is float and dtype == id(core.float32) and (not compared or x == 0 or 1e-30 < abs(x) < 1e30)
-        return np.array([x], dtype=numpy_type[dtype]) if fits else None
+        return np.array([x], dtype=self.numpy_type[dtype]) if fits else None
 
-    def binary(op: Any, types: dict[Any, Any], *, swapped: bool = False, result: Any = None) -> Any:
+    def binary(self, op: Any, types: dict[Any, Any], *, swapped: bool = False, result: Any = None) -> Any:
+        core, made, constant = self.core, self.made, self.constant
+        tensor, block_type, constexpr = core.tensor, core.block_type, core.constexpr
+
         def quick(slow: Any) -> Any:
             def method(self: Any, other: Any) -> Any:
-                if type(other) is core.constexpr:
+                if type(other) is constexpr:
                     other = other.value
-                a = self.handle.data
-                if type(other) is core.tensor:
+                a, is_block = self.handle.data, type(self.type) is block_type
+                if type(other) is tensor:
                     dtype, b = types.get((id(self.dtype), id(other.dtype))), other.handle.data
-                    is_block = type(self.type) is core.block_type or type(other.type) is core.block_type
+                    is_block = is_block or type(other.type) is block_type
                 else:
                     dtype = types.get((id(self.dtype), id(self.dtype)))
                     b = None if dtype in (None, core.int1) else constant(other, id(dtype), result is not None)
-                    is_block = type(self.type) is core.block_type
                 if dtype is None or b is None:
                     return slow(self, other)
                 return made(op(b, a) if swapped else op(a, b), dtype, result or dtype, is_block)
@@ -134,9 +138,11 @@ def operators(core: Any, interpreter: Any) -> dict[str, Any]:
 
         return quick
 
-    def added(slow: Any) -> Any:
+    def added(self, slow: Any) -> Any:
         """Also to pointers."""
-        plain = binary(np.add, both)(slow)
+        import numpy as np
+
+        core, made, is_int, plain = self.core, self.made, self.limits, self.binary(np.add, self.numbers)(slow)
 
         def method(self: Any, other: Any) -> Any:
             offset = type(other) is core.tensor and id(other.dtype) in is_int
@@ -149,9 +155,9 @@ def operators(core: Any, interpreter: Any) -> dict[str, Any]:
 
         return method
 
-    def indexed(slow: Any) -> Any:
+    def indexed(self, slow: Any) -> Any:
         """x[:, None] and its like."""
-        whole = slice(None)
+        core, made, whole = self.core, self.made, slice(None)
 
         def method(self: Any, slices: Any) -> Any:
             if type(slices) is not tuple or type(self.type) is not core.block_type:
@@ -162,15 +168,20 @@ def operators(core: Any, interpreter: Any) -> dict[str, Any]:
 
         return method
 
-    compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
-                "ne": np.not_equal}  # fmt: skip
-    return {
-        "__add__": added, "__radd__": binary(np.add, both, swapped=True), "__sub__": binary(np.subtract, both),
-        "__rsub__": binary(np.subtract, both, swapped=True), "__mul__": binary(np.multiply, both),
-        "__rmul__": binary(np.multiply, both, swapped=True), "__and__": binary(np.bitwise_and, bools),
-        "__or__": binary(np.bitwise_or, bools), "__getitem__": indexed,
-        **{f"__{name}__": binary(op, both, result=core.int1) for name, op in compared.items()},
-    }  # fmt: skip
+    def by_name(self) -> dict[str, Any]:
+        import numpy as np
+
+        binary, numbers = self.binary, self.numbers
+        compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
+                    "ne": np.not_equal}  # fmt: skip
+        return {
+            "__add__": self.added, "__radd__": binary(np.add, numbers, swapped=True),
+            "__sub__": binary(np.subtract, numbers), "__rsub__": binary(np.subtract, numbers, swapped=True),
+            "__mul__": binary(np.multiply, numbers), "__rmul__": binary(np.multiply, numbers, swapped=True),
+            "__and__": binary(np.bitwise_and, self.bools), "__or__": binary(np.bitwise_or, self.bools),
+            "__getitem__": self.indexed,
+            **{f"__{name}__": binary(op, numbers, result=self.core.int1) for name, op in compared.items()},
+        }  # fmt: skip
 
 
 def known(np_dtype: Any) -> Any:
