@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import aot, builds, interpreter
+from tests import aot, builds, interpreter, pairs
 
 gc.disable()  # until tests are collected: what modules make at import stays
 
@@ -25,45 +25,81 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are the parallelism
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor starts processes that import torch
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000)  # interpreted kernels and compilers make much that is soon gone
     gc.enable()
 
 
 # Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, which sm_86
-# and sm_89 have, too; all modes of the emulator but ANY; fp16 in Triton's interpreter, where fp32 is interpreted, too;
-# and in the files of LONG all but one in so many cases, drawn by name.
-ARCHITECTURES, MODE = (90, 120), 2
+# and sm_89 have, too; all modes of the emulator but ANY; in Triton's interpreter all dtypes but one, of which bf16 is
+# skipped there; of tests with three options or more, and of kernels compiled for a GPU, cases whose pairs of options
+# others have; and of other tests in the files of LONG all but one in so many, drawn by name.
+ARCHITECTURES, MODE, OPERATIONS = (90, 120), 2, ("flash", "latent", "lightning", "step")
 LONG = {
-    "flash/test_backward_cuda.py": 2, "flash/test_cuda.py": 2, "integrations/test_models.py": 3,
-    "integrations/test_transformers.py": 3, "latent/test_cuda.py": 2, "layers/test_compile.py": 2,
-    "lightning/test_integration.py": 2, "parallel/test_layers.py": 2, "parallel/test_lightning.py": 2,
-    "parallel/test_plans.py": 2,
+    "integrations/test_models.py": 3, "integrations/test_transformers.py": 3, "latent/test_cuda.py": 2,
+    "layers/test_compile.py": 2, "lightning/test_integration.py": 2, "parallel/test_layers.py": 2,
+    "parallel/test_lightning.py": 2, "parallel/test_plans.py": 2,
 }  # fmt: skip
 
 
-def is_nightly(item: pytest.Item) -> bool:
+def options(item: pytest.Item) -> dict[str, Any]:
+    """A case's options by name; of a launch that is compiled, its fields."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
-    if str(given.get("backend")).startswith("triton") and not torch.cuda.is_available():
-        return given.get("dtype") == "fp16" and item.path.parent.name in ("lightning", "step", "latent")
+    return given["case"]._asdict() if compiles(item) and "case" in given else given
+
+
+def compiles(item: pytest.Item) -> bool:
+    return "compiler" in getattr(item, "fixturenames", ())
+
+
+def is_nightly(item: pytest.Item) -> bool:
+    given = options(item)
+    if given.get("dtype") in ("bf16", "fp16", "fp32") and "backend" in given and item.path.parent.name in OPERATIONS:
+        return not torch.cuda.is_available() and given["backend"] != "sdpa" and not runs_here(item)
     if item.path.name.endswith("_emulated.py"):
         return given.get("mode", MODE) != MODE
     every = LONG.get(f"{item.path.parent.name}/{item.path.name}", 1)
-    if given and zlib.crc32(item.nodeid.encode()) % every:
+    if 0 < len(given) < 3 and zlib.crc32(item.nodeid.encode()) % every:
         return True
-    compiles = "compiler" in getattr(item, "fixturenames", ()) or "_fits_" in item.name
-    arch = given.get("arch", getattr(given.get("case"), "arch", None))
-    return compiles and arch not in (None, *ARCHITECTURES)
+    return (compiles(item) or "_fits_" in item.name) and given.get("arch") not in (None, *ARCHITECTURES)
+
+
+def runs_here(item: pytest.Item) -> bool:
+    """Without a GPU: not for a backend that is skipped there, nor in a dtype that is not interpreted."""
+    given = options(item)
+    backend, dtype = str(given.get("backend", "eager")), given.get("dtype")
+    if compiles(item) or backend in ("eager", "reference"):
+        return True
+    return backend.startswith("triton") and dtype in (None, "fp16" if item.path.parent.name == "flash" else "fp32")
+
+
+def repeated(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of tests with three options or more that have no pair of options of their own."""
+    tests: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if len(options(item)) > 2 and runs_here(item):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    found = []
+    for cases in tests.values():
+        chosen = set(pairs.covering([pairs.pairs(options(item)) for item in cases]))
+        found += [item for i, item in enumerate(cases) if i not in chosen]
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if is_nightly(item):
-            item.add_marker(pytest.mark.nightly)
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    nightly = [item for item in items if item.get_closest_marker("nightly") or is_nightly(item)]
+    left = set(map(id, gpu + nightly))
+    nightly += repeated([item for item in items if id(item) not in left])
+    for item in nightly:
+        item.add_marker(pytest.mark.nightly)
+    for item in gpu:
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

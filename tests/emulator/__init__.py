@@ -40,7 +40,7 @@ HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
 EARLY, LATE, ANY, PRESSED = MODES = range(4)
 Edit = tuple[str, str] | None
 OPTIONS = (
-    "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-Wl,-Bsymbolic",
+    "-std=c++17", "-shared", "-fPIC", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-Wl,-Bsymbolic",
     "-U_FORTIFY_SOURCE",  # which takes a jump to another fiber for a broken stack
 )  # fmt: skip
 
@@ -194,7 +194,7 @@ def version() -> str:
     return subprocess.run([COMPILER, "-v"], capture_output=True, text=True, check=True).stderr
 
 
-def compiled(*sources: str) -> Path:
+def compiled(level: str, *sources: str) -> Path:
     """A library of these sources."""
 
     def make(library: Path) -> None:
@@ -202,22 +202,24 @@ def compiled(*sources: str) -> Path:
             files = [Path(scratch) / f"{i}.cpp" for i in range(len(sources))]
             for file, text in zip(files, sources, strict=True):
                 file.write_text(text)
-            subprocess.run([COMPILER, *OPTIONS, f"-I{HERE}", *map(str, files), "-o", str(library)], check=True)
+            subprocess.run([COMPILER, level, *OPTIONS, f"-I{HERE}", *map(str, files), "-o", str(library)], check=True)
 
     headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
-    return builds.once((version(), OPTIONS, headers, sources), make)
+    return builds.once((version(), level, OPTIONS, headers, sources), make)
 
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """Found by the kernels that are loaded after it."""
-    return ctypes.CDLL(str(compiled(*(path.read_text() for path in sorted(HERE.glob("*.cpp"))))), ctypes.RTLD_GLOBAL)
+    sources = [path.read_text() for path in sorted(HERE.glob("*.cpp"))]
+    return ctypes.CDLL(str(compiled("-O2", *sources)), ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def library(variant: cuda.Variant, edit: Edit = None) -> Any:
+    """Not optimised, which would take longer than it saves: a kernel runs a few times, and mostly in the runtime."""
     runtime()
-    run = ctypes.CDLL(str(compiled(translated(variant, edit)))).run
+    run = ctypes.CDLL(str(compiled("-O0", translated(variant, edit)))).run
     run.restype = ctypes.c_char_p
     return run
 

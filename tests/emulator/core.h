@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdlib>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,9 +18,27 @@
 namespace emulator {
 
 enum { EARLY, LATE, ANY, PRESSED };
-enum { RANK_SHIFT = 24, STACK = 1 << 17 };
+enum { RANK_SHIFT = 24, STACK = 1 << 18 };
 struct Fiber;
 struct Block;
+
+template <typename T>
+class Queue {                           // std::deque takes memory before anything is in it
+    std::vector<T> all;
+    size_t first = 0;
+
+public:
+    bool empty() const { return first == all.size(); }
+    size_t size() const { return all.size() - first; }
+    T &front() { return all[first]; }
+    T *begin() { return all.data() + first; }
+    T *end() { return all.data() + all.size(); }
+    void push_back(T x) { all.push_back(std::move(x)); }
+    void pop_front() {
+        all[first++] = T();
+        if (empty()) all.clear(), first = 0;
+    }
+};
 
 struct Rendezvous {                        // so many come; the last does what is to be done
     int arrived = 0;
@@ -36,7 +53,7 @@ struct Barrier {                        // an mbarrier
 };
 
 struct Product {                        // of one thread; the others of its warpgroup have the same
-    std::vector<float *> keep;
+    float *keep[128];
     unsigned *a[4];
     unsigned early[4];
     uint64_t desc_a, desc_b;
@@ -47,6 +64,13 @@ struct Copy {
     std::function<void()> run;
     bool awaited = false;               // others wait for it
     bool lingers = false;               // its block may end before it
+};
+
+struct Piece {                          // 16 bytes of cp.async, of which some are read
+    unsigned to;
+    const void *from;
+    int bytes;
+    bool landed = false;
 };
 
 struct Fiber {
@@ -60,14 +84,14 @@ struct Fiber {
     bool done = false;
     const char *waits = "";
     void *mine = nullptr;               // what it brought to a rendezvous
-    std::vector<Copy> open;             // cp.async, not committed
-    std::deque<std::vector<Copy>> groups;
+    std::vector<Piece> open;            // cp.async, not committed
+    Queue<std::vector<Piece>> groups;
     std::vector<std::shared_ptr<Copy>> open_bulk;
-    std::deque<std::vector<std::shared_ptr<Copy>>> bulk;
+    Queue<std::vector<std::shared_ptr<Copy>>> bulk;
     std::vector<std::shared_ptr<Copy>> open_writes;  // of bulk stores, which only read shared memory in `bulk`
-    std::deque<std::vector<std::shared_ptr<Copy>>> writes;
+    Queue<std::vector<std::shared_ptr<Copy>>> writes;
     std::vector<Product> products;
-    std::deque<std::vector<Product>> product_groups;
+    Queue<std::vector<Product>> product_groups;
     std::vector<std::pair<unsigned, unsigned>> dirty;  // what it wrote since its last fence
 };
 
@@ -76,7 +100,7 @@ struct Block {
     int rank;
     std::vector<char> memory, seen;     // as threads and as the copy engine and wgmma see it
     std::map<unsigned, Barrier> barriers;
-    std::map<int, Rendezvous> named;
+    Rendezvous named[16];
     std::vector<Rendezvous> warps, groups;  // groups: of four warps
     std::vector<Fiber> fibers;
     int running = 0;                    // threads that have not ended
@@ -132,16 +156,15 @@ inline void wake(std::vector<Fiber *> &waiting) {
     waiting.clear();
 }
 
+void land(Piece &p);
+
 inline void land_any(Fiber *f) {        // one of the copies this thread has under way, if fate will
     if (state.loads != ANY || below(4)) return;
-    std::vector<Copy *> open;
-    for (auto &c : f->open) if (c.run) open.push_back(&c);
+    std::vector<Piece *> open;
+    for (auto &p : f->open) if (!p.landed) open.push_back(&p);
     for (auto &g : f->groups)
-        for (auto &c : g) if (c.run) open.push_back(&c);
-    if (open.empty()) return;
-    Copy *c = open[below(open.size())];
-    c->run();
-    c->run = nullptr;
+        for (auto &p : g) if (!p.landed) open.push_back(&p);
+    if (!open.empty()) land(*open[below(open.size())]);
 }
 
 inline void suspend(std::vector<Fiber *> &queue, const char *why) {
@@ -189,8 +212,8 @@ inline void body() {
             if (c->run) fail("a thread ends while its bulk stores still read shared memory");
     f->groups.push_back(std::move(f->open));
     for (auto &g : f->groups)
-        for (auto &c : g)
-            if (c.run) fail("a thread ends while its copies are on their way");
+        for (auto &p : g)
+            if (!p.landed) fail("a thread ends while its copies are on their way");
     if (!f->products.empty() || !f->product_groups.empty()) fail("a thread ends with products under way");
     f->done = true;
     f->block->running--;
@@ -259,6 +282,9 @@ inline void write(unsigned address, const void *from, unsigned bytes) {
     state.now->dirty.push_back({address, bytes});
 }
 
-inline float part(unsigned x, int i, int half) { return from_half(i ? x >> 16 : x & 0xffff, half); }
+extern float of_fp16[1 << 16];          // every number of fp16
+
+inline float widened(unsigned short bits, int half) { return half ? of_fp16[bits] : __int_as_float((unsigned)bits << 16); }
+inline float part(unsigned x, int i, int half) { return widened(i ? x >> 16 : x & 0xffff, half); }
 
 }  // namespace emulator

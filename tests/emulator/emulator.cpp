@@ -82,12 +82,18 @@ static float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0f :
 float ex2(float x) { return flush(exp2f(flush(x))); }
 float rcp(float x) { return flush(1.0f / flush(x)); }
 
-float from_half(unsigned short bits, int half) {
-    if (!half) return __int_as_float((unsigned)bits << 16);
-    _Float16 x;
-    memcpy(&x, &bits, 2);
-    return (float)x;
-}
+float of_fp16[1 << 16];
+static const bool filled = [] {
+    for (unsigned i = 0; i < 1 << 16; i++) {
+        const unsigned short bits = i;
+        _Float16 x;
+        memcpy(&x, &bits, 2);
+        of_fp16[i] = (float)x;
+    }
+    return true;
+}();
+
+float from_half(unsigned short bits, int half) { return widened(bits, half); }
 
 static unsigned short to_half(float x, int half) {
     unsigned short y;
@@ -125,8 +131,7 @@ static void run_cluster(std::vector<Index> blocks) {
         auto b = std::make_unique<Block>();
         b->index = blocks[r];
         b->rank = r;
-        b->memory.resize(state.shared + 64);
-        for (auto &x : b->memory) x = (char)0xff;  // no numbers
+        b->memory.assign(state.shared + 64, (char)0xff);  // no numbers
         b->seen = b->memory;
         b->warps.resize((state.threads + 31) / 32);
         b->groups.resize((state.threads + 127) / 128);

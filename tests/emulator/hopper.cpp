@@ -6,10 +6,15 @@ namespace emulator {
 
 // ---------------------------------------------------------------------------------------------------- barriers
 
-void named_barrier_sync(int id, int count) { rendezvous(state.now->block->named[id], count, "a named barrier", [] {}); }
+static Rendezvous &named(int id) {
+    if (id < 0 || id >= 16) fail("a block has 16 named barriers");
+    return state.now->block->named[id];
+}
+
+void named_barrier_sync(int id, int count) { rendezvous(named(id), count, "a named barrier", [] {}); }
 
 void named_barrier_arrive(int id, int count) {
-    Rendezvous &m = state.now->block->named[id];
+    Rendezvous &m = named(id);
     if (++m.arrived == count) {
         m.arrived = 0;
         wake(m.waiting);
@@ -18,10 +23,10 @@ void named_barrier_arrive(int id, int count) {
 
 static Barrier &barrier(unsigned address) {
     Block &b = block_of(address);
-    const unsigned at = inside(address, 8);
-    if (!b.barriers.count(at)) fail("a barrier that was not made");
+    const auto found = b.barriers.find(inside(address, 8));
+    if (found == b.barriers.end()) fail("a barrier that was not made");
     if (!b.running) fail("a barrier of a block that has ended");
-    return b.barriers[at];
+    return found->second;
 }
 
 void mbarrier_init(unsigned address, int count) {
@@ -107,6 +112,14 @@ static void each_row(const Map &m, const int *at, F f) {  // f(row of the box, w
     }
 }
 
+// Of a row of a box, which is 128 bytes, those columns that the tensor has: their place in the row and their number.
+struct Columns { int first, count; };
+
+static Columns columns(const Map &m, int at) {
+    const int first = max(0, -at), last = min((int)m.box[0], (int)m.size[0] - at);
+    return {first, max(0, last - first)};
+}
+
 void tma_load(unsigned blocks, unsigned to, const void *map, unsigned barrier_at, Coordinates where) {
     const std::vector<int> at(where);
     const Map m = *(const Map *)map;
@@ -114,20 +127,22 @@ void tma_load(unsigned blocks, unsigned to, const void *map, unsigned barrier_at
     if ((unsigned)at.size() != m.rank) fail("a box of another rank than its map");
     const unsigned me = state.now->block->rank;
     auto what = [=](unsigned rank) {
+        Block &b = *state.cluster[rank];
+        const Columns c = columns(m, at[0]);
         long bytes = 0;
         each_row(m, at.data(), [&](int r, char *from) {
-            for (unsigned c = 0; c < m.box[0]; c++) {
-                char x[4] = {};
-                const int column = at[0] + (int)c;
-                if (from && column >= 0 && column < (int)m.size[0]) {
-                    check_global(from + (int64_t)column * m.width, m.width);
-                    memcpy(x, from + (int64_t)column * m.width, m.width);
-                }
-                const unsigned offset = inside(swizzled(to + r * 128 + c * m.width), m.width);
-                memcpy(&state.cluster[rank]->memory[offset], x, m.width);
-                memcpy(&state.cluster[rank]->seen[offset], x, m.width);
-                bytes += m.width;
+            char row[128] = {};
+            if (from && c.count) {
+                from += (int64_t)(at[0] + c.first) * m.width;
+                check_global(from, c.count * m.width);
+                memcpy(row + c.first * m.width, from, c.count * m.width);
             }
+            for (int unit = 0; unit < 128; unit += 16) {  // which the swizzle moves as a whole
+                const unsigned offset = inside(swizzled(to + r * 128 + unit), 16);
+                memcpy(&b.memory[offset], row + unit, 16);
+                memcpy(&b.seen[offset], row + unit, 16);
+            }
+            bytes += 128;
         });
         landed(at_rank(barrier_at, rank), bytes);
     };
@@ -150,13 +165,15 @@ void tma_store(unsigned from, const void *map, Coordinates where) {
     auto c = std::make_shared<Copy>();
     c->run = [=] {
         Block &b = block_of(from);
+        const int bytes = columns(m, at[0]).count * m.width;
         each_row(m, at.data(), [&](int r, char *to) {
-            for (unsigned i = 0; i < m.box[0] && to; i++)
-                if (at[0] + i < m.size[0]) {
-                    char *there = to + (int64_t)(at[0] + i) * m.width;
-                    check_global(there, m.width);
-                    memcpy(there, &b.seen[inside(swizzled(from + r * 128 + i * m.width), m.width)], m.width);
-                }
+            if (!to || !bytes) return;
+            char row[128];
+            for (int unit = 0; unit < 128; unit += 16)
+                memcpy(row + unit, &b.seen[inside(swizzled(from + r * 128 + unit), 16)], 16);
+            to += (int64_t)at[0] * m.width;
+            check_global(to, bytes);
+            memcpy(to, row, bytes);
         });
     };
     f->open_bulk.push_back(c);
@@ -200,12 +217,12 @@ void bulk_store(void *to, unsigned from, int bytes, bool add) {  // reads shared
 
 typedef std::vector<std::shared_ptr<Copy>> Group;
 
-static void commit(Group &open, std::deque<Group> &groups) {
+static void commit(Group &open, Queue<Group> &groups) {
     groups.push_back(std::move(open));
     open.clear();
 }
 
-static void complete(std::deque<Group> &groups, int pending) {
+static void complete(Queue<Group> &groups, int pending) {
     for (; (int)groups.size() > pending; groups.pop_front())
         for (auto &c : groups.front()) complete(c);
 }
@@ -224,49 +241,77 @@ void tma_store_wait(int pending) {
 
 // ----------------------------------------------------------------------------------------------------- wgmma
 
-static float operand(const Block &b, uint64_t desc, int along, int k, int transposed, int half) {
+typedef double Half[16][256];           // an operand: 16 steps of k, and rows of a or columns of b
+
+static void load_operand(const Block &b, uint64_t desc, int along, int transposed, int half, Half to) {
     const unsigned start = (unsigned)(desc & 0x3fff) << 4, panel = (unsigned)(desc >> 16 & 0x3fff) << 4;
     const unsigned rows = (unsigned)(desc >> 32 & 0x3fff) << 4;
     if (desc >> 62 != 1) fail("a descriptor without the 128-byte swizzle");
-    const unsigned offset = transposed ? along / 64 * panel + k / 8 * rows + k % 8 * 128 + along % 64 * 2
-                                       : along / 8 * rows + along % 8 * 128 + k * 2;
-    unsigned short bits;
-    memcpy(&bits, &b.seen[inside(swizzled(start + offset), 2)], 2);
-    return from_half(bits, half);
+    auto unit = [&](unsigned offset, unsigned short *bits) {  // 16 bytes, which the swizzle moves as a whole
+        memcpy(bits, &b.seen[inside(swizzled(start + offset), 16)], 16);
+    };
+    unsigned short bits[8];
+    if (transposed) {
+        for (int k = 0; k < 16; k++)
+            for (int i = 0; i < along; i += 8) {
+                unit(i / 64 * panel + k / 8 * rows + k % 8 * 128 + i % 64 * 2, bits);
+                for (int j = 0; j < 8; j++) to[k][i + j] = widened(bits[j], half);
+            }
+    } else {
+        for (int i = 0; i < along; i++)
+            for (int k = 0; k < 16; k += 8) {
+                unit(i / 8 * rows + i % 8 * 128 + k * 2, bits);
+                for (int j = 0; j < 8; j++) to[k + j][i] = widened(bits[j], half);
+            }
+    }
+}
+
+#ifdef __x86_64__
+__attribute__((target_clones("avx2", "default")))
+#endif
+__attribute__((optimize("O3")))
+static void multiply(const Half a, const Half b, int row, double *sums, int n) {
+    for (int c = 0; c < n; c += 8) {
+        double s[8];
+        for (int j = 0; j < 8; j++) s[j] = sums[c + j];
+        for (int k = 0; k < 16; k++)
+            for (int j = 0; j < 8; j++) s[j] += a[k][row] * b[k][c + j];
+        for (int j = 0; j < 8; j++) sums[c + j] = s[j];
+    }
 }
 
 static void execute(Fiber **threads, size_t which) {  // the same product of all 128
     const Product &p = threads[0]->products[which];
     const Block &b = *threads[0]->block;
-    static double a[64][16], z[256][16];
-    for (int r = 0; r < 64; r++)
-        for (int k = 0; k < 16; k++)
-            if (!p.from_registers) a[r][k] = operand(b, p.desc_a, r, k, p.trans_a, p.half);
-    if (p.from_registers)
-        for (int i = 0; i < 128; i++) {
-            const Product &q = threads[i]->products[which];
-            const int row = i / 32 * 16 + i % 32 / 4, column = 2 * (i % 4);
-            for (int j = 0; j < 4; j++)
-                for (int e = 0; e < 2; e++)
-                    a[row + 8 * (j % 2)][column + 8 * (j / 2) + e] = part(state.uses == LATE ? *q.a[j] : q.early[j], e, p.half);
-        }
-    for (int n = 0; n < p.n; n++)
-        for (int k = 0; k < 16; k++) z[n][k] = operand(b, p.desc_b, n, k, p.trans_b, p.half);
+    static Half a, z;
+    if (!p.from_registers) load_operand(b, p.desc_a, 64, p.trans_a, p.half, a);
+    load_operand(b, p.desc_b, p.n, p.trans_b, p.half, z);
     for (int i = 0; i < 128; i++) {
         const Product &q = threads[i]->products[which];
         if (q.desc_a != p.desc_a || q.desc_b != p.desc_b || q.n != p.n || q.add != p.add) fail("a warpgroup's threads ask for different products");
-        for (int j = 0; j < p.n / 2; j++) {
-            const int row = i / 32 * 16 + i % 32 / 4 + 8 * (j / 2 % 2), column = 8 * (j / 4) + 2 * (i % 4) + j % 2;
-            double sum = q.add ? *q.keep[j] : 0.0;
-            for (int k = 0; k < 16; k++) sum += a[row][k] * z[column][k];
-            *q.keep[j] = (float)sum;
-        }
+        const int row = i / 32 * 16 + i % 32 / 4, column = 2 * (i % 4);
+        for (int j = 0; j < 4 && p.from_registers; j++)
+            for (int e = 0; e < 2; e++)
+                a[column + 8 * (j / 2) + e][row + 8 * (j % 2)] = widened((state.uses == LATE ? *q.a[j] : q.early[j]) >> 16 * e, p.half);
+    }
+    for (int row = 0; row < 64; row++) {
+        double sums[256] = {};
+        auto each = [&](auto f) {       // f(column, where its sum is kept): of four threads
+            for (int t = 0; t < 4; t++) {
+                const Product &q = threads[row / 16 * 32 + row % 8 * 4 + t]->products[which];
+                for (int c = 0; c < p.n / 8; c++)
+                    for (int e = 0; e < 2; e++) f(8 * c + 2 * t + e, q.keep[4 * c + 2 * (row / 8 % 2) + e]);
+            }
+        };
+        if (p.add) each([&](int column, float *x) { sums[column] = *x; });
+        multiply(a, z, row, sums, p.n);
+        each([&](int column, float *x) { *x = (float)sums[column]; });
     }
 }
 
 void wgmma(float **d, int n, unsigned **a, uint64_t desc_a, uint64_t desc_b, int add, int trans_a, int trans_b, int half) {
     Product p{};
-    p.keep.assign(d, d + n / 2);
+    memcpy(p.keep, d, n / 2 * sizeof(float *));
     p.desc_a = desc_a, p.desc_b = desc_b, p.n = n, p.add = add, p.trans_a = trans_a, p.trans_b = trans_b, p.half = half;
     p.from_registers = a != nullptr;
     for (int i = 0; a && i < 4; i++) p.a[i] = a[i], p.early[i] = *a[i];

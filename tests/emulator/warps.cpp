@@ -8,11 +8,7 @@ namespace emulator {
 
 struct Exchange { unsigned value, got; int from; };
 
-static std::vector<Fiber *> warp_fibers(Fiber *f) {
-    std::vector<Fiber *> all(32);
-    for (int i = 0; i < 32; i++) all[i] = &f->block->fibers[f->warp * 32 + i];
-    return all;
-}
+static Fiber *warp_of(Fiber *f) { return &f->block->fibers[f->warp * 32]; }  // its 32 threads
 
 template <typename T, typename F>
 static void with_warp(T &mine, F each) {  // each(all 32) when all have come
@@ -20,8 +16,8 @@ static void with_warp(T &mine, F each) {  // each(all 32) when all have come
     f->mine = &mine;
     rendezvous(f->block->warps[f->warp], 32, "its warp", [&] {
         T *all[32];
-        auto fibers = warp_fibers(f);
-        for (int i = 0; i < 32; i++) all[i] = (T *)fibers[i]->mine;
+        Fiber *fibers = warp_of(f);
+        for (int i = 0; i < 32; i++) all[i] = (T *)fibers[i].mine;
         each(all);
     });
 }
@@ -67,16 +63,16 @@ void stmatrix(unsigned address, unsigned x0, unsigned x1, unsigned x2, unsigned 
     Fiber *f = state.now;
     f->mine = &m;
     rendezvous(f->block->warps[f->warp], 32, "its warp", [&] {
-        auto fibers = warp_fibers(f);
+        Fiber *fibers = warp_of(f);
         Fiber *last = state.now;
         for (int k = 0; k < 4; k++)
             for (int r = 0; r < 8; r++) {
                 unsigned row[4];
-                for (int t = 0; t < 4; t++) row[t] = ((Stored *)fibers[4 * r + t]->mine)->x[k];
-                const unsigned to = ((Stored *)fibers[8 * k + r]->mine)->address;
+                for (int t = 0; t < 4; t++) row[t] = ((Stored *)fibers[4 * r + t].mine)->x[k];
+                const unsigned to = ((Stored *)fibers[8 * k + r].mine)->address;
                 if (to % 16) fail("stmatrix: a row that does not begin at a multiple of 16");
                 for (int t = 0; t < 4; t++) {  // a lane's own words are its to fence
-                    state.now = fibers[4 * r + t];
+                    state.now = &fibers[4 * r + t];
                     write(to + 4 * t, &row[t], 4);
                 }
                 state.now = last;
@@ -98,30 +94,33 @@ void mma(float &c0, float &c1, float &c2, float &c3, unsigned a0, unsigned a1, u
             for (int k = 0; k < 2; k++)
                 for (int e = 0; e < 2; e++) b[2 * t + 8 * k + e][g] = part(all[i]->b[k], e, half);
         }
-        for (int i = 0; i < 32; i++)
-            for (int k = 0; k < 4; k++) {
-                const int r = i / 4 + 8 * (k / 2), c = 2 * (i % 4) + k % 2;
-                double sum = *all[i]->c[k];
-                for (int j = 0; j < 16; j++) sum += (double)a[r][j] * b[j][c];
-                *all[i]->c[k] = (float)sum;
-            }
+        for (int r = 0; r < 16; r++) {
+            auto kept = [&](int c) { return all[r % 8 * 4 + c / 2]->c[r / 8 * 2 + c % 2]; };
+            double sums[8];
+            for (int c = 0; c < 8; c++) sums[c] = *kept(c);
+            for (int j = 0; j < 16; j++)
+                for (int c = 0; c < 8; c++) sums[c] += (double)a[r][j] * b[j][c];
+            for (int c = 0; c < 8; c++) *kept(c) = (float)sums[c];
+        }
     });
 }
 
 // ------------------------------------------------------------------------------------------- copies by threads
 
+void land(Piece &p) {
+    char x[16] = {};
+    if (p.bytes) memcpy(x, p.from, p.bytes);
+    write(p.to, x, 16);
+    p.landed = true;
+}
+
 void cp_async(unsigned to, const void *from, int bytes) {
     if (to % 16 || (uint64_t)from % 16) fail("cp.async: not aligned to 16 bytes");
     if (bytes) check_global(from, bytes);
-    Fiber *f = state.now;
-    Copy c{[=] {
-        char x[16] = {};
-        if (bytes) memcpy(x, from, bytes);
-        write(to, x, 16);
-    }};
     inside(to, 16);
-    if (state.loads == EARLY || (state.loads == ANY && below(2))) c.run(), c.run = nullptr;
-    f->open.push_back(c);
+    Piece p{to, from, bytes};
+    if (state.loads == EARLY || (state.loads == ANY && below(2))) land(p);
+    state.now->open.push_back(p);
 }
 
 void cp_async_commit() {
@@ -132,8 +131,8 @@ void cp_async_commit() {
 void cp_async_wait(int pending) {
     Fiber *f = state.now;
     while ((int)f->groups.size() > pending) {
-        for (auto &c : f->groups.front())
-            if (c.run) c.run();
+        for (auto &p : f->groups.front())
+            if (!p.landed) land(p);
         f->groups.pop_front();
     }
 }

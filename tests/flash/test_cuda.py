@@ -19,6 +19,7 @@ from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests import sass
+from tests.pairs import covering_variants, marked
 
 CUDA = torch.device("cuda", 0)
 
@@ -53,26 +54,27 @@ def sizes(sms: int) -> list[tuple[int, int, int]]:
     return [*few, *((32, 8, N) for N in (64, 128, 256, 512))]
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "every"])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("arch", TARGETS)
-def test_small_fits_and_does_not_spill(arch, D):
-    hw, seen = TARGETS[arch], set()
+def test_small_fits_and_does_not_spill(arch, D, every):
+    hw, seen = TARGETS[arch], {}
     for (B, H, N), causal in itertools.product(sizes(hw.sm_count), (False, True)):
         call = spec(B, H, N, D, causal)
         tile = policy.small_tile(call, hw)
         choice = launched_with(tile)
         variant = small.variant(call, hw, choice)
-        if variant in seen:
-            continue
-        seen.add(variant)
+        seen.setdefault(variant, (call, tile, choice))
+    tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
+    assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
+    for variant in seen if every else covering_variants(list(seen)):
+        call, tile, choice = seen[variant]
         _, usage = cuda.compile_variant(variant)
         assert usage.spilled == 0, (tile, usage)
         assert not usage.warnings, (tile, usage)
         assert usage.shared == 0
         assert small.shared_bytes(call, choice) <= hw.smem_bytes, tile
         assert usage.registers * small.threads(choice) * tile.blocks_per_sm <= 65_536, (tile, usage)
-    tiles = {(m["WARPS_M"], m["WARPS_N"], m["STAGES"] == 1) for m in (dict(v.macros) for v in seen)}
-    assert tiles >= {(m, n, once) for m, n in ((1, 4), (2, 2), (4, 1)) for once in (False, True)}
 
 
 SHARED = {"H": 32, "H_KV": 8, "N_Q": 24}
@@ -493,12 +495,15 @@ def name_of(call: FlashSpec) -> str:
     return " ".join(map(str, [*words, *["pack GQA"] * packed]))
 
 
-@pytest.mark.parametrize("call", dict.fromkeys(RUNS_90), ids=name_of)
+VARIANTS_90 = {call: sm90_kernel.variant(call, TARGETS[90], sm90(call)) for call in RUNS_90}
+
+
+@pytest.mark.parametrize("call", marked(VARIANTS_90), ids=name_of)
 def test_hopper_overlaps_and_keeps_p(call):
     """No spills, no serialised products; exponentials run while o += p v does, and p is made anew only after it."""
     choice = sm90(call)
     tile = choice.tile
-    code, usage = cuda.compile_variant(sm90_kernel.variant(call, TARGETS[90], choice))
+    code, usage = cuda.compile_variant(VARIANTS_90[call])
     assert usage.spilled == 0
     assert not usage.warnings, usage.warnings
     assert usage.registers == 65_536 // (sm90_kernel.threads(choice) * tile.blocks_per_sm) // 8 * 8

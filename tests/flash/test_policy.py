@@ -19,9 +19,12 @@ def spec(N=4096, D=128, *, B=2, E=None, causal=True, grad=True, dtype=torch.bflo
     )
 
 
-@pytest.fixture
-def hopper(monkeypatch):
+@pytest.fixture(params=["chosen", pytest.param("compiled", marks=pytest.mark.nightly)])
+def hopper(request, monkeypatch):
+    """What a policy takes, believed to compile, or compiled, too."""
     monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
+    if request.param == "chosen":
+        monkeypatch.setattr("fulmen.cuda.problem", lambda *args: None)
     dispatch.pick.cache_clear()
     yield
     dispatch.pick.cache_clear()

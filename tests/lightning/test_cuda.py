@@ -25,6 +25,7 @@ from fulmen.lightning.spec import LightningSpec, Residuals, spec_of
 from fulmen.testing import lightning as testing
 from tests import sass
 from tests.lightning.cuda_calls import CUDA, spec
+from tests.pairs import covering_variants
 
 PASSES = ("forward", "training", "backward", "state")
 HW = TARGETS[90]
@@ -48,15 +49,18 @@ class Made(NamedTuple):
     sass: str
 
 
-@pytest.fixture(scope="module")
-def made():
-    """Everything the policy chooses, compiled once: 28 variants in 25 s on two cores."""
+@pytest.fixture(scope="module", params=["pairs", pytest.param("every", marks=pytest.mark.nightly)])
+def made(request):
+    """What the policy chooses, compiled once: 28 variants, or those of them with every pair of macros."""
     found: dict[build.Variant, tuple[policy.SweepTile, int]] = {}
     for D, decay, packed in itertools.product((64, 128), (False, True), (None, 4)):
         for B, H, N in ((1, 128, 8192), (1, 8, 65536)):  # in one piece, and split
             call = spec(B, H, N, D, decay, sequences=packed)
             for tile in (tile_of(call, what) for what in PASSES):
                 found[sweep.variant(call, tile)] = tile, D
+    assert len(found) >= 20
+    if request.param == "pairs":
+        found = {variant: found[variant] for variant in covering_variants(list(found))}
 
     def compiled(variant: build.Variant) -> Made:
         code, usage = build.compile_variant(variant)
@@ -67,7 +71,6 @@ def made():
 
 
 def test_every_variant_is_there(made):
-    assert len(made) >= 20
     for name, values in {"DECAY": {0, 1}, "PACKED": {0, 1}, "HEAD_DIM": {64, 128}, "OUTS": {0, 1, 2}}.items():
         assert {dict(v.macros)[name] for v in made} == values
 

@@ -137,11 +137,17 @@ def main(control: socket.socket) -> None:
     import torch
 
     from fulmen import dispatch
+    from tests import interpreter
 
     for path in sorted(HERE.glob("check_*.py")):  # before any fork, so that all they need is imported once
         importlib.import_module(path.stem)
     for op in ("flash", "latent", "lightning"):  # their backends, too
         dispatch.kernels(op)
+    sys.modules["check_layers"].hybrid()
+    importlib.import_module("torch.distributed.checkpoint.filesystem")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quick = contextlib.ExitStack()
+        quick.enter_context(interpreter.faster())
     torch.set_num_threads(1)
     gc.freeze()
     while True:

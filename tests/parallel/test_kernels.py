@@ -155,12 +155,15 @@ def test_on_a_cpu_torch_does_it() -> None:
     assert states.kernels_for(x.float()) is None
 
 
+COMPILED = [RanksCase(arch, D) for arch in TARGETS for D in (64, 256)]
+COMPILED += [RanksCase(86, 128, 4), RanksCase(86, 256, 4), RanksCase(90, 128, 4, "float16")]
+
+
 @pytest.mark.skipif(CUDA, reason="what a GPU compiles it also runs, above")
-def test_compiled_for_every_gpu(compiler) -> None:
-    cases = [RanksCase(arch, D) for arch in TARGETS for D in (64, 256)]
-    for case in [*cases, RanksCase(86, 128, 4), RanksCase(86, 256, 4), RanksCase(90, 128, 4, "float16")]:
-        found = compiler(case)
-        assert len(found) == 4
-        for usage in found:
-            assert usage.shared <= TARGETS[case.arch].smem_bytes, (case, usage)
-            assert usage.stack == 0, (case, usage)
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_for_every_gpu(case, compiler) -> None:
+    found = compiler(case)
+    assert len(found) == 4
+    for usage in found:
+        assert usage.shared <= TARGETS[case.arch].smem_bytes, (case, usage)
+        assert usage.stack == 0, (case, usage)
