@@ -114,11 +114,10 @@ def fast_tokens(H: int = 4, N: int = 500, rate: float = 1.3, **options) -> testi
 
 @pytest.mark.parametrize("rate", [0.5, 1.3])
 @pytest.mark.parametrize("lengths", [None, [300, 0, 200]], ids=["batch", "packed"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_summed_over_tokens(backend, dtype, lengths, rate):
+def test_summed_over_tokens(backend, lengths, rate):
     """A factor of each head's decay, as Mamba-2's A."""
-    x = fast_tokens(rate=rate, lengths=lengths, dtype=DTYPES[dtype])
+    x = fast_tokens(rate=rate, lengths=lengths, dtype=torch.float16)
     supported(backend, x)
     testing.check_summed(x, testing.evaluate(testing.backend(backend), x).ddecay)
 
