@@ -356,8 +356,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
     def _step(self, x: Tensor, cache: LatentCache | LatentPool) -> Tensor:
         """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows."""
         R = self.kv_rank
-        # Both before the first launch: kernels below may read them before earlier launches have ended, and a module that
-        # is parametrised computes its weight here.
+        # Before the first launch, as kernels below may read both before earlier launches have ended: a parametrised
+        # module computes its weight here.
         up = local(self.kv_b_proj.weight).view(-1, self.nope_dim + self.value_dim, R)
         tables: tuple[Tensor, ...] = ()
         fuses = on_gpu(x) and is_plain_eager(x)
