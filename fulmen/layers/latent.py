@@ -355,15 +355,18 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
 
     def _step(self, x: Tensor, cache: LatentCache | LatentPool) -> Tensor:
         """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows."""
+        R = self.kv_rank
+        # Before the first launch, as kernels below may read both before earlier launches have ended: a parametrised
+        # module computes its weight here.
+        up = local(self.kv_b_proj.weight).view(-1, self.nope_dim + self.value_dim, R)
         tables: tuple[Tensor, ...] = ()
         fuses = on_gpu(x) and is_plain_eager(x)
-        if fuses:  # before the first launch: the kernel below may read them before earlier launches have ended
+        if fuses:
             tables = self.rope.from_start(cache.capacity, x.device, x.dtype)
         queries, down, latent, norm = self._queries(x)
-        (B, N, size), R = down.shape, self.kv_rank
+        B, N, size = down.shape
         at = cache.at(down)
         (kv,) = at.memory
-        up = local(self.kv_b_proj.weight).view(-1, self.nope_dim + self.value_dim, R)
         few = are_few(down) and up.is_contiguous()
         found, in_rows = None, all(t is None or t.is_contiguous() for t in (queries, down, latent))
         if fuses and is_plain_eager(down) and in_rows:

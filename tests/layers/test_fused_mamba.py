@@ -251,3 +251,17 @@ def test_hooks_that_hand_back_other_strides(fused) -> None:
         loss = of(*leaves)
     for got, wanted in zip(torch.autograd.grad(loss, leaves), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@torch.no_grad()
+def test_a_step_reads_what_its_tensors_say(ran) -> None:
+    """Not the memory of one that is stored as its negative, nor that of another device."""
+    x, dt, A, k = drawn(B, H, P), drawn(B, H, seed=1), -drawn(H, seed=2).exp(), drawn(B, G, D, seed=3)
+    steps, states = mamba.Steps(True, 0.0, torch.inf), torch.zeros(2, B, H, P, D, device=DEVICE)
+    want = mamba.scan_step(states[0], x, dt, A, k, k, None, None, None, steps)
+    assert "state_update_kernel" in ran
+    y = mamba.scan_step(states[1], x, torch._neg_view(-dt), A, k, k, None, None, None, steps)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-5)
+    given = (states[0], x, dt, A.to("meta"), k, k, None, None, None, None)
+    assert mamba.fused_call("state_update", "updated", (steps, False), *given, like=(x,)) is None

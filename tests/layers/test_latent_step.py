@@ -237,6 +237,21 @@ class Doubled(torch.nn.Module):
         return 2 * weight
 
 
+@torch.no_grad()
+def test_a_parametrised_weight_is_computed_before_the_first_launch(interpreted):
+    """As RoPE's tables: latent_step_kernel reads it before it waits."""
+    layer, x, cache = made(), tokens(N=6), LatentCache(max_length=24)
+    layer(x[:, :5], cache=cache)
+    noted = Doubled()
+    noted.register_forward_hook(lambda *args: interpreted.append("weight"))
+    torch.nn.utils.parametrize.register_parametrization(layer.kv_b_proj, "weight", noted)
+    interpreted.clear()
+    layer(x[:, 5:], cache=cache)
+    launched = [name for name in interpreted if name != "weight"]
+    assert "latent_step_kernel" in launched
+    assert interpreted == ["weight"] * interpreted.count("weight") + launched
+
+
 def sliced(t):
     """The same numbers, with others between them, as of a tensor that was loaded by assignment."""
     return torch.nn.Parameter(torch.stack([t.detach(), t.detach() + 1], -1)[..., 0])

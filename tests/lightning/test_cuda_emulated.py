@@ -81,7 +81,16 @@ def test_a_split_sequence(case, mode):
         assert emulated.launches == launches
 
 
-@pytest.mark.parametrize("options", [{"D": 64}, {"D": 128, "E": 64, "groups": 2}], ids=["D=64", "D=128 E=64"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"D": 64},
+        {"D": 64, "H": 1, "lengths": [300, 1, 0, 70]},
+        {"D": 128, "H": 1, "N": 300},  # a cluster, and the state's part in registers of its own
+        {"D": 128, "E": 64, "groups": 2},
+    ],
+    ids=["D=64", "packed", "D=128", "D=128 E=64"],
+)
 def test_summed_over_tokens(options):
     """A factor of each head's decay, as Mamba-2's A: heads that forget a state within a chunk."""
     x = fast_tokens(**options)

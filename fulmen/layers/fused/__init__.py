@@ -37,6 +37,11 @@ def are_alike(*tensors: Tensor) -> bool:
     return all(x.dtype == dtype and x.device == device and x.stride(-1) == 1 and x.numel() > 0 for x in tensors)
 
 
+def are_readable(*tensors: Tensor) -> bool:
+    """Whether kernels get the numbers of all these by their addresses: on one device, none stored as its negative."""
+    return all(x.device == tensors[0].device and not x.is_neg() for x in tensors)
+
+
 def kernels_for(module: str, *tensors: Tensor) -> Any:
     """`fulmen.layers.fused.<module>` if its kernels take these tensors, else None."""
     if not serves(*tensors):
@@ -89,7 +94,8 @@ def fused_call(
     key = (which, module, name, options)
     plan = plans.find(key, given)
     if plan is None:
-        kernels = kernels_for(module, *(like or given)) if is_plain_eager(*given) else None
+        served = is_plain_eager(*given) and are_readable(*given)
+        kernels = kernels_for(module, *(like or given)) if served else None
         if kernels is None:
             return None
         from fulmen.launch import repeated  # after Triton is known to be there

@@ -12,7 +12,8 @@ Others leave the products to BLAS. The other programs take a token and HEADS hea
 the cache, normed if there is a weight; `place_of` in append.py says where.
 
 From Hopper on both start early, as in `linear.py`. They read weights, `begin`, RoPE's tables and the table of pages
-before they wait: no launch of a step writes those before them. The layer makes RoPE's before the step's first launch.
+before they wait: no launch of a step writes those before them. The layer makes RoPE's before the step's first launch,
+and the weight of a parametrised module.
 """
 
 from __future__ import annotations
