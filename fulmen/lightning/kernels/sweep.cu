@@ -352,12 +352,9 @@ struct Outputs {
         tma_load(to, x.map[y.rows], full, 64 * w.tile, w.row(n), w.head_of(x, y.rows), w.b);
     }
 
-    __device__ __forceinline__ void write_products(const Args &x, const Shared &at, const Walk &w, int n) {
-        const Product &y = x.product[w.which];
-        if (!y.out) return;
-        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
-        float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
-        float sum[4] = {};          // of two rows; four chains, as one sum waits for the other
+    // This thread's share of the products of two rows of `part` with those rows.
+    __device__ __forceinline__ void multiply_rows(const Shared &at, const float *part, float (&sum)[2]) const {
+        float each[4] = {};         // four chains, as one sum waits for the other
         mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
@@ -365,13 +362,22 @@ struct Outputs {
             load_rows_of(two, output(at), j, warp);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float *o = &out[4 * (j + i / 2) + 2 * (i % 2)];
-                sum[i] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), sum[i]));
+                const float *o = &part[4 * (j + i / 2) + 2 * (i % 2)];
+                each[i] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), each[i]));
             }
         }
+        sum[0] = each[0] + each[2], sum[1] = each[1] + each[3];
+    }
+
+    __device__ __forceinline__ void write_products(const Args &x, const Shared &at, const Walk &w, int n) {
+        const Product &y = x.product[w.which];
+        if (!y.out) return;
+        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
+        float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
+        float sum[2];
+        multiply_rows(at, out, sum);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            sum[r] += sum[r + 2];
             for (int bit = 1; bit <= 2; bit++) sum[r] += __shfl_xor_sync(~0u, sum[r], bit);
             if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum[r];
         }
@@ -383,19 +389,9 @@ struct Outputs {
         float *to = x.product[w.which].entered;
         if (!to) return;
         const int row = 16 * warp + threadIdx.x % 32 / 4, left = w.left(n);
-        float sum = INFINITY_, of[2] = {};
+        float sum = INFINITY_, of[2];
         if (begins) {
-            mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
-#pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                u32 two[4];
-                load_rows_of(two, output(at), j, warp);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float *o = &part[4 * (j + i / 2) + 2 * (i % 2)];
-                    of[i % 2] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), of[i % 2]));
-                }
-            }
+            multiply_rows(at, part, of);
             sum = (row < left ? of[0] * since[0] : 0.0f) + (row + 8 < left ? of[1] * since[1] : 0.0f);
 #pragma unroll
             for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
