@@ -87,7 +87,7 @@ __device__ __forceinline__ void prefetch(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
 
-constexpr u64 EVICT_FIRST = 0x12f0000000000000;    // a cache policy, as createpolicy.fractional.L2::evict_first makes it
+[[maybe_unused]] constexpr u64 EVICT_FIRST = 0x12f0000000000000;  // a cache policy: createpolicy.fractional.L2::evict_first
 
 // LAST: nobody reads this again, so that it leaves L2 before anything else.
 template <bool LAST = false>
