@@ -28,7 +28,7 @@ from fulmen.tiles import LOG2E, at_head, find_tile, offset_at
 
 FORGOTTEN = tl.constexpr(64)  # bits
 # A chunk keeps next to nothing if less is left than a rounding of the state; tokens.cuh has that of bf16.
-BEGINS_BF16, BEGINS_FP16, BEGINS_FP32 = tl.constexpr(2.0**-8), tl.constexpr(2.0**-11), tl.constexpr(2.0**-21)
+BEGINS_BF16, BEGINS_FP16, BEGINS_FP32 = tl.constexpr(2.0**-8), tl.constexpr(2.0**-11), tl.constexpr(2.0**-24)
 SPAN = tl.constexpr(TOKEN_ROWS)
 
 
