@@ -10,6 +10,7 @@ import gc
 import hashlib
 import os
 import pickle
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,14 @@ def poisoned():
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = was
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """What dynamo has seen in other tests, and sizes it took for dynamic there, would change what this one compiles."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 # --------------------------------------------------------------------------------- once a run, or once for all runs

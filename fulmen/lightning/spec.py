@@ -118,9 +118,10 @@ def check_decay(q: Tensor, decay: Tensor | None, H: int) -> None:
     if decay is None:
         return
     B, _, N, _ = q.shape
-    if decay.shape not in ((H,), (H, 1, 1), (B, H, N)):
+    shape = tuple(decay.shape)
+    if not (shape == (H,) or shape == (H, 1, 1) or shape == (B, H, N)):  # no `in`: dynamo has it wrong for a symbolic N
         raise ValueError(
-            f"decay has shape {tuple(decay.shape)}, must be (H,) or (H, 1, 1) with H={H}, or (B, H, N) = {(B, H, N)}"
+            f"decay has shape {shape}, must be (H,) or (H, 1, 1) with H={H}, or (B, H, N) = {(B, H, N)}"
         )
     if decay.dtype != torch.float32 and not decay.dtype == q.dtype == torch.float64:
         raise ValueError(f"decay is {decay.dtype}, must be float32{_or_fp64(q)}")

@@ -63,7 +63,6 @@ def assert_same(a: testing.Outputs, b: testing.Outputs) -> None:
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
 def test_compile_fullgraph(mode, kind, device):
     """The op is opaque to the compiler, so compiled results have the same bits, whichever backend serves."""
-    torch._dynamo.reset()
     options = {} if kind == "plain" else FULL
     lengths = [30, 0, 40] if kind == "packed" else None
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -79,7 +78,6 @@ def test_compile_fullgraph(mode, kind, device):
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_compile_dynamic_shapes(layout, device):
     """One graph for every B and N. Equal sizes would be taken for one symbol."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend_o, fullgraph=True, dynamic=True, backend=counter)
     for B, N_Q, N_KV in ((3, 70, 90), (5, 129, 40), (4, 33, 201)):
@@ -95,7 +93,6 @@ def test_compile_dynamic_shapes(layout, device):
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
 def test_compile_of_a_layer_between_other_operations(backend, mode, device):
     """Views of a fused projection in, a transposed view out: the strides must be those the fake promised."""
-    torch._dynamo.reset()
     layer = torch.nn.Linear(32, 96, device=device)
 
     def f(x):

@@ -255,7 +255,6 @@ def test_mixers_compile_whole_and_not_at_every_step(family):
     model = copy.deepcopy(own(family))
     accelerated, ids = ours.accelerate(model, verbose=False), ids_of()
     cache, name = accelerated.new_cache(16), FAMILIES[family].cache
-    torch._dynamo.reset()
     for mixer in (m for m in accelerated.mixers if m.reason is None):
         mixer.module.compile(backend="eager", fullgraph=True)
     logits = []
@@ -271,7 +270,6 @@ def test_mixers_compile_whole_and_not_at_every_step(family):
         stance = "force_eager" if start == 0 else "default" if start < 9 else "fail_on_recompile"
         with torch.no_grad(), torch.compiler.set_stance(stance):
             logits.append(model(ids[:, start:end], **options).logits)
-    torch._dynamo.reset()
     assert_close(torch.cat(logits, 1), logits_of(family), family)
 
 
@@ -280,11 +278,9 @@ def test_compiled_mixers_train_as_eager_ones(family):
     model, weights = copy.deepcopy(own(family)), torch.randn(3, N, 61, dtype=torch.float64)
     accelerated = ours.accelerate(model, verbose=False)
     want, want_grads = trained(model, weights)
-    torch._dynamo.reset()
     for mixer in (m for m in accelerated.mixers if m.reason is None):
         mixer.module.compile(backend="aot_eager", fullgraph=True)
     got, grads = trained(model, weights)
-    torch._dynamo.reset()
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(grads, want_grads, rtol=1e-6, atol=1e-9)
 

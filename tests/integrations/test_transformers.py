@@ -364,7 +364,6 @@ def test_compiled_decoding_in_a_static_cache_compiles_once():
     ids, mask = torch.cat([ids, ids], 1), torch.cat([mask, torch.ones_like(mask)], 1)
     results = []
     for compiled in (False, True):
-        torch._dynamo.reset()
         forward = torch.compile(model.forward, backend="eager") if compiled else model.forward
         past = transformers.StaticCache(config=model.config, max_cache_len=24)
         with torch.no_grad():
@@ -378,7 +377,6 @@ def test_compiled_decoding_in_a_static_cache_compiles_once():
                     out = forward(ids[:, i : i + 1], attention_mask=made, past_key_values=past)
                 logits.append(out.logits)
         results.append(torch.cat(logits, 1))
-    torch._dynamo.reset()
     torch.testing.assert_close(results[1], results[0], **TOLERANCE)
 
 

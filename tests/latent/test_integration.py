@@ -48,7 +48,6 @@ def test_opcheck(make):
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_compile_fullgraph(layout):
-    torch._dynamo.reset()
     x = paged(layout=layout)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     got = compiled(x)

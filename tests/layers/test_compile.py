@@ -38,7 +38,6 @@ MASK = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
 
 @pytest.fixture(autouse=True)
 def fresh():
-    torch._dynamo.reset()
     torch.manual_seed(0)
 
 

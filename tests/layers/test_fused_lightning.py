@@ -201,7 +201,6 @@ def test_a_norm_with_a_hook_is_called(name, launched) -> None:
 
 
 def test_compilers_take_torchs_operations(launched) -> None:
-    torch._dynamo.reset()
     layer, x = made("ring"), drawn(2, 9, WIDTH)
     want = layer(x)
     launched.clear()

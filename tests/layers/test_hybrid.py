@@ -68,7 +68,6 @@ def test_cached_logits_are_the_uncached(hybrid, pattern, preset):
 
 
 def test_the_model_is_one_graph_whatever_the_length(hybrid):
-    torch._dynamo.reset()
     model, _ = small(hybrid, "LGM")
     counter, graphs = CompileCounterWithBackend("aot_eager"), []
     compiled = torch.compile(model, fullgraph=True, backend=counter)

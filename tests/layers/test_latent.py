@@ -247,7 +247,6 @@ def test_meta_device():
 
 @pytest.mark.parametrize("kind", ["batch", "mask", "packed"])
 def test_compile_fullgraph(kind):
-    torch._dynamo.reset()
     layer, x = made(), tokens(B=1 if kind == "packed" else 2)
     options = {
         "batch": {},
@@ -264,7 +263,6 @@ def test_compile_fullgraph(kind):
 
 @torch.no_grad()
 def test_compiled_decoding():
-    torch._dynamo.reset()
     layer, x, cache = made(), tokens(), LatentCache(max_length=21)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     parts = [compiled(part, cache=cache) for part in x.split([17, 1, 1, 1, 1], dim=1)]

@@ -227,7 +227,6 @@ def test_gradients_through_a_cache():
 
 
 def test_compiled_whole():
-    torch._dynamo.reset()
     layer, x = made(), tokens()
     close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x), rtol=1e-4, atol=1e-5)
 
@@ -401,7 +400,6 @@ def test_steps_by_kernels(kind, interpreted):
 
 @torch.no_grad()
 def test_compiled_steps():
-    torch._dynamo.reset()
     layer, x, caches = made(), tokens(2, 8), [MambaCache(), MambaCache()]
     for cache in caches:
         layer(x[:, :5], cache=cache)

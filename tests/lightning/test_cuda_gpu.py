@@ -174,7 +174,6 @@ def test_rows_of_no_sequence_are_not_written_over_others():
 @pytest.mark.parametrize("D", [64, 128])
 def test_compiled_and_checkpointed(D, case):
     """The same bits: a compiled call saves states at D = 64, and at D = 128 its backward gathers them once more."""
-    torch._dynamo.reset()
     x = gpu_inputs(case, D)
     attend = testing.backend("cuda")
     plain = testing.evaluate(attend, x)

@@ -56,20 +56,23 @@ def assert_same(a: testing.Outputs, b: testing.Outputs) -> None:
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
 def test_compile_fullgraph(mode, packed, device):
     """The op is opaque to the compiler, so compiled results have the same bits."""
-    torch._dynamo.reset()
     x = testing.inputs(1, 4, 70, 16, **FULL, lengths=[30, 0, 40] if packed else None, device=device)
     compiled = torch.compile(attend, fullgraph=True, backend=mode)
     assert_same(testing.evaluate(compiled, x), testing.evaluate(attend, x))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compile_dynamic_shapes(device):
-    """One forward and one backward graph for every B and N. Equal sizes would be taken for one symbol."""
-    torch._dynamo.reset()
+@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "seen"])
+@pytest.mark.parametrize("decay", ["mixed", "token"])
+def test_compile_dynamic_shapes(decay, dynamic, device):
+    """Two graphs for every B and N: a forward and a backward; or that of the first call, and one for all others.
+
+    Equal sizes would be taken for one symbol.
+    """
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend=counter)
     for B, N in ((3, 70), (5, 129), (4, 33)):
-        x = testing.inputs(B, 2, N, 16, E=24, decay="mixed", layout="bnhd", device=device)
+        x = testing.inputs(B, 2, N, 16, E=24, decay=decay, layout="bnhd", device=device)
         assert_same(testing.evaluate(compiled, x), testing.evaluate(attend, x))
     assert counter.frame_count == 2
 
@@ -79,7 +82,6 @@ def test_compile_dynamic_shapes(device):
 )
 def test_compile_of_a_layer_between_other_operations(mode, device):
     """Views of a fused projection in, a transposed view out: the strides must be those the fake promised."""
-    torch._dynamo.reset()
     layer = torch.nn.Linear(32, 96, device=device)
     decay = fulmen.decay.alibi(2).to(device)
 
@@ -144,7 +146,6 @@ class Saving:
 
 @pytest.fixture
 def saving(monkeypatch):
-    torch._dynamo.reset()
     dispatch.pick.cache_clear()
     made = Saving()
     kernel = dispatch.Kernel("lightning", "saving", lambda spec: None, made.forward, made.backward, saves=made.saves)

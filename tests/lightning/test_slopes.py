@@ -162,7 +162,6 @@ def test_who_pays(monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_compiled(packed):
-    torch._dynamo.reset()
     x = inputs(H=2, D=16, **({"lengths": [30, 0, 40]} if packed else {"N": 70}), initial_state=True)
     attend = testing.backend("auto")
     want = testing.evaluate(attend, x)

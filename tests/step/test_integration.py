@@ -65,6 +65,16 @@ def test_compiled(kind, device):
         same(a, b)
 
 
+def test_compiled_for_other_numbers_of_heads_and_tokens():
+    """Of later calls the compiler knows these numbers by a symbol alone."""
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for kind in ("plain", "token decay", "draft"):
+        x = testing.inputs(2, 4, **KINDS[kind])
+        a, b = x.clone(), x.clone()
+        assert torch.equal(compiled(a), step(b))
+        same(a, b)
+
+
 def test_compiled_refuses_gradients():
     x = testing.inputs()
     with pytest.raises(Exception, match="no gradient"):
