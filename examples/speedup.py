@@ -6,9 +6,9 @@
 
 Weights are random. The script first compares both with the same model in a higher precision. It stops unless fulmen's
 error is at most twice transformers' own (three times for gradients), plus one rounding. Then it measures the mixers
-alone and the whole model: training (forward and backward, no optimizer), prefill into a new static cache, and a
-decoding step after a prompt. Times are medians over interleaved rounds, each with inputs drawn anew. A token takes all
-experts, so that no rounding changes the routing.
+alone and the whole model: training (forward and backward, no optimizer), prefill into a new cache, and a decoding step
+in a static cache after a prompt. Times are medians over interleaved rounds, each with inputs drawn anew. A token takes
+all experts, so that no rounding changes the routing.
 
 It needs torch, triton and transformers. On a machine without transformers a folder on PYTHONPATH serves, with these
 packages and their dist-info folders: transformers, safetensors, tqdm, regex, yaml, packaging, filelock, huggingface_hub
@@ -56,12 +56,15 @@ def config_of(name: str, tiny: bool) -> Any:
     return transformers.GraniteMoeHybridConfig(**sizes, **mamba, **options, layer_types=["mamba"] * 3 + ["attention"])
 
 
-def own_cache(model: Any, length: int) -> Any:
-    """transformers' static cache. That of MiniMax is made here: its class grows, and takes its length from layer 0."""
+def own_cache(model: Any, length: int | None = None) -> Any:
+    """transformers' own, which grows, or a static one. MiniMax has none of these: its class takes them from layer 0."""
     kinds, modeling = model.config.layer_types, sys.modules[type(model).__module__]
     if not hasattr(modeling, "MiniMaxCache"):
-        return transformers.StaticCache(config=model.config, max_cache_len=length)
+        static = {"config": model.config, "max_cache_len": length}
+        return transformers.DynamicCache(config=model.config) if length is None else transformers.StaticCache(**static)
     cache = modeling.MiniMaxCache()
+    if length is None:
+        return cache
     cache.layer_class_to_replicate, cache.linear_cache = None, [None for _ in kinds]
     cache.layers = [transformers.StaticLayer(length) for _ in kinds]
     softmax = cache.layers[kinds.index("full_attention")]
@@ -89,7 +92,7 @@ class Inputs:
 class Side:
     """One of the models. What is measured takes the numbers of the mixers that run alone, or None: the whole model."""
 
-    def __init__(self, model: Any, names: list[str], new_cache: Callable[[], Any], given: Inputs) -> None:
+    def __init__(self, model: Any, names: list[str], new_cache: Callable[..., Any], given: Inputs) -> None:
         self.model, self.new_cache, self.given = model, new_cache, given
         self.mixers = [model.get_submodule(name) for name in names]
         self.calls: list[dict[str, Any]] = []  # what the model hands to each mixer
@@ -121,7 +124,7 @@ class Side:
 
     @torch.no_grad()
     def prefill(self, chosen: list[int] | None) -> None:
-        cache = self.new_cache()
+        cache = self.new_cache()  # grows: with a static one transformers' attention needs a mask
         if chosen is None:
             self.model(self.given.ids, past_key_values=cache, logits_to_keep=1)
         for i in chosen or ():
@@ -142,15 +145,15 @@ class Side:
             if isinstance(layer, transformers.StaticLayer):
                 layer.cumulative_length.fill_(self.given.x.shape[1])
 
-    def advances(self, step: Callable[[], Any]) -> bool:
-        """Whether a second step changes the states that the first left."""
+    def changed(self, step: Callable[[], Any]) -> list[bool]:
+        """Which states of the cache a step changes."""
         found = []
-        for _ in range(2):
-            step()
+        for run in (lambda: None, step):
+            run()
             layers = [getattr(layer, "recurrent_states", {}).values() for layer in self.cache.layers]
             held = getattr(self.cache, "linear_cache", [state for layer in layers for state in layer])
             found.append([state.clone() for state in held if isinstance(state, Tensor)])
-        return not found[0] or not all(map(torch.equal, *found))
+        return [not torch.equal(before, after) for before, after in zip(*found, strict=True)]
 
     def results(self, given: Inputs) -> dict[str, Tensor]:
         """Outputs and gradients of every mixer, logits of a prompt and of a step after it."""
@@ -161,7 +164,7 @@ class Side:
             found[f"output of mixer {i}"] = y = self.mix(i, x, None)
             (found[f"gradient of mixer {i}"],) = torch.autograd.grad(y, x, dy)
         with torch.no_grad():
-            cache = self.new_cache()
+            cache = self.new_cache(ids.shape[1])
             found["logits of a prompt"] = self.model(ids[:, :-1], past_key_values=cache, logits_to_keep=1).logits
             found["logits of a step"] = self.model(ids[:, -1:], past_key_values=cache).logits
         return {name: x.detach() for name, x in found.items()}
@@ -221,6 +224,7 @@ def compare(what: str, both: list[Callable[[], Any]], sides: list[Side], rounds:
 
 def captured(step: Callable[[], Any]) -> Callable[[], Any]:
     """The replay of a CUDA graph of the step."""
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             step()
@@ -231,8 +235,8 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(sides: list[Side], rounds: int) -> Iterator[dict[str, Any]]:
-    """The rows of the table, as they are measured."""
+def measure(sides: list[Side], rounds: int, graphs: bool) -> Iterator[dict[str, Any]]:
+    """The rows of the table, as they are measured; `graphs`: also of steps in CUDA graphs."""
     ids, mixers = sides[0].given.ids, sides[0].mixers
     alone = {"all mixers": list(range(len(mixers)))}
     for i, mixer in enumerate(mixers):
@@ -253,14 +257,20 @@ def measure(sides: list[Side], rounds: int) -> Iterator[dict[str, Any]]:
         side.record(ids, side.new_cache())
     yield from rows("prefill", "prefill")
     for side in sides:
-        side.record(ids[:, :1], side.cache)
+        cache = side.new_cache(ids.shape[1] + ROOM)
+        side.record(ids, cache)
+        side.record(ids[:, :1], cache)
     yield from rows("decoding step", "step", STEPS)
-    for name, chosen in alone.items() if ids.is_cuda else ():
-        both = [captured(partial(side.step, chosen)) for side in sides]
+    for name, chosen in alone.items() if graphs else ():
+        steps = [partial(side.step, chosen) for side in sides]
+        both = [captured(step) for step in steps]
         row = compare(f"{name}: decoding step, CUDA graph", both, sides, rounds, STEPS)
-        stuck = [who for i, who in enumerate(("own", "ours")) if not sides[i].advances(both[i])]
+        changed = [
+            (side.changed(step), side.changed(again)) for side, step, again in zip(sides, steps, both, strict=True)
+        ]
+        stuck = [who for who, states in zip(("own", "ours"), changed, strict=True) if states[0] != states[1]]
         if stuck:
-            print(f"    the state does not advance from replay to replay: {', '.join(stuck)}")
+            print(f"    a replay does not advance the states that an eager step advances: {', '.join(stuck)}")
         yield row | {"state_does_not_advance": stuck}
 
 
@@ -278,9 +288,8 @@ def build(name: str, tiny: bool, batch: int, N: int, device: torch.device) -> li
     accelerated = fulmen.integrations.transformers.accelerate(ours)
     names = [mixer.name for mixer in accelerated.mixers if mixer.reason is None]
     given, few = (Inputs(batch, tokens, config, device, dtype) for tokens in (N, min(N, CHECKED)))
-    caches = partial(own_cache, own, N + ROOM), partial(accelerated.new_cache, N + ROOM)
-    sides = [Side(model, names, cache, given) for model, cache in zip((own, ours), caches, strict=True)]
-    check(sides, Side(exact, names, partial(own_cache, exact, N + ROOM), few), few)
+    sides = [Side(own, names, partial(own_cache, own), given), Side(ours, names, accelerated.new_cache, given)]
+    check(sides, Side(exact, names, partial(own_cache, exact), few), few)
     return sides
 
 
@@ -303,7 +312,7 @@ def main(arguments: list[str] | None = None) -> None:
         "triton": triton.__version__, "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip
-    for row in measure(sides, args.rounds):
+    for row in measure(sides, args.rounds, device.type == "cuda"):
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row | facts) + "\n")

@@ -106,3 +106,28 @@ def test_speedup_stops_if_results_differ(part, named, monkeypatch):
     monkeypatch.setattr(ours, "accelerate", wrong)
     with pytest.raises(SystemExit, match=f"{named}: fulmen's relative error is"):
         module.main(["--tiny", "--device", "cpu"])
+
+
+def test_speedup_tells_of_states_that_a_graph_does_not_advance(monkeypatch, capsys):
+    module = script("speedup")
+    sides = module.build("minimax", True, 1, 16, torch.device("cpu"))
+
+    def captured(step):
+        """As a CUDA graph: transformers' own step makes a new state, which is put into the cache but once."""
+        cache = step.func.__self__.cache
+
+        def replay():
+            held = list(cache.linear_cache)
+            step()
+            if type(cache).__name__ == "MiniMaxCache":
+                cache.linear_cache = held
+
+        return replay
+
+    monkeypatch.setattr(module, "captured", captured)
+    rows = {row["what"]: row for row in module.measure(sides, 1, graphs=True)}
+    stuck = {what: row["state_does_not_advance"] for what, row in rows.items() if "graph" in what}
+    assert {what.split(":")[0]: who for what, who in stuck.items()} == {
+        "all mixers": ["own"], "MiniMaxLightningAttention": ["own"], "MiniMaxAttention": [],
+    }  # fmt: skip
+    assert capsys.readouterr().out.count("does not advance the states that an eager step advances: own") == 2
