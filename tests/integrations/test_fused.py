@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fulmen.integrations import transformers as ours
 from fulmen.integrations.transformers import fused
@@ -149,6 +150,36 @@ def test_launches_of_a_step(interpreted):
     interpreted.clear()
     in_parts(model, ids_of(1)[:, 11:], None, None, cache, (1,))
     assert interpreted == ["linear_row_kernel", ROTARY, "linear_row_kernel"] * model.config.num_hidden_layers
+
+
+class Operations(TorchDispatchMode):
+    """Names of those that write memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view:
+            self.names.append(function._overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_token_in_minimax_s_static_cache():
+    """Keys, values and the length: three operations."""
+    _, result = accelerated("minimax")
+    cache, other = result.new_cache(8), result.new_cache(8)
+    parts = [torch.randn(2, 2, n, 16) for n in (3, 1, 1)]
+    for part in parts[:2]:
+        cache.update(part, -part, 1)
+    negative = -parts[2]
+    with Operations() as seen:
+        keys, values = cache.update(parts[2], negative, 1)
+    assert seen.names == ["index_copy_", "index_copy_", "add_"]
+    other.update(torch.cat(parts, 2), -torch.cat(parts, 2), 1)
+    assert torch.equal(keys, other.layers[1].keys)
+    assert torch.equal(values, -keys)
+    assert cache.get_seq_length() == other.get_seq_length() == 5
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_oss", "olmo2", "minimax"])
