@@ -161,9 +161,9 @@ def _after(linear: Any, x: Tensor) -> Tensor:
 
 
 def _seen_with(module: Any, parts: dict[str, Any]) -> Any:
-    """An object that shares all attributes with the module, but has these parts in the places of its own."""
+    """An object that shares all with the module, but whose attributes of these names are others."""
     view = object.__new__(type(module))
-    view.__dict__.update(module.__dict__, _modules={**module._modules, **parts})
+    view.__dict__ = module.__dict__ | parts  # found before the parts in `_modules`, which stay for all other purposes
     return view
 
 
