@@ -379,8 +379,10 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(latent.PROGRAMS, R_Q + R, device="meta")
     ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
     step = q.flatten(2), norm[2], norm[0], None, cos, cos, ints
+    facts = [module.Pairs(dim // 2, case.interleaved, *f) for f in ((True, False), (True, True), (False, False))]
     found = [
         module.turn_launch(q, k, cos, cos, 1.0, case.interleaved),
+        *(module.both_launch(q, k, rope[:1], rope[:1], q, k, one) for one in facts),
         latent.norms((1e-6, 1e-6), *q_norm[:2], *norm[:2])[1],
         latent.norms((1e-6,), *norm[:2])[1],
         latent.norm_backward_launch(*q_norm, rows(B, N, 0), q_norm[0], *norm, rope, norm[0], rstd, sums),

@@ -28,7 +28,7 @@ PUBLIC = (
     "fulmen.integrations.sdpa", "fulmen.integrations.flash_attn", "fulmen.integrations.fla",
     "fulmen.integrations.mamba",
 )  # fmt: skip
-LONG = {ROOT / "examples" / f"{name}.py" for name in ("hybrid_lm", "serve", "finetune", "long_context")}
+LONG = {ROOT / "examples" / f"{name}.py" for name in ("hybrid_lm", "serve", "finetune", "long_context", "speedup")}
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - LONG)
 
 

@@ -120,9 +120,7 @@ def check_decay(q: Tensor, decay: Tensor | None, H: int) -> None:
     B, _, N, _ = q.shape
     shape = tuple(decay.shape)
     if not (shape == (H,) or shape == (H, 1, 1) or shape == (B, H, N)):  # no `in`: dynamo has it wrong for a symbolic N
-        raise ValueError(
-            f"decay has shape {shape}, must be (H,) or (H, 1, 1) with H={H}, or (B, H, N) = {(B, H, N)}"
-        )
+        raise ValueError(f"decay has shape {shape}, must be (H,) or (H, 1, 1) with H={H}, or (B, H, N) = {(B, H, N)}")
     if decay.dtype != torch.float32 and not decay.dtype == q.dtype == torch.float64:
         raise ValueError(f"decay is {decay.dtype}, must be float32{_or_fp64(q)}")
     if decay.device != q.device:

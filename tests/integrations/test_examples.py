@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,67 @@ def test_longer_and_longer_sequences(tmp_path):
     assert (tmp_path / "long.png").stat().st_size > 0
     found = [(N, 1e-6 * N**1.5, 0.0) for N in (1, 2, 1024, 2048, 4096)]
     assert script("long_context").exponent(found) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("model", ["minimax", "granite"])
+def test_speedup(model, tmp_path, capsys):
+    """Every row is measured on both sides; a side that is wrong stops the script."""
+    module, file = script("speedup"), tmp_path / "rows.jsonl"
+    module.main(["--model", model, "--tiny", "--rounds", "2", "--device", "cpu", "--out", str(file)])
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    classes = {"minimax": ("MiniMaxLightningAttention", "MiniMaxAttention"), "granite": (
+        "GraniteMoeHybridMambaLayer", "GraniteMoeHybridAttention"
+    )}  # fmt: skip
+    who = ("all mixers", *classes[model], "whole model")
+    assert [row["what"] for row in rows] == [
+        f"{one}: {what}" for what in ("training", "prefill", "decoding step") for one in who
+    ]
+    for row in rows:
+        assert row["speedup"] == row["own_ms"] / row["ours_ms"]
+        assert len(row["own_samples"]) == len(row["ours_samples"]) == 2
+        assert row["config"]["num_hidden_layers"] == 4
+    said = capsys.readouterr().out
+    assert all(row["what"] in said for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("part", "named"), [("self_attn.out_proj", "output of mixer 0"), ("mlp", "logits of a prompt")]
+)
+def test_speedup_stops_if_results_differ(part, named, monkeypatch):
+    module, ours = script("speedup"), script("speedup").fulmen.integrations.transformers
+    accelerate = ours.accelerate
+
+    def wrong(model):
+        with torch.no_grad():
+            for weight in model.get_submodule(f"model.layers.0.{part}").parameters():
+                weight.mul_(1.01)
+        return accelerate(model)
+
+    monkeypatch.setattr(ours, "accelerate", wrong)
+    with pytest.raises(SystemExit, match=f"{named}: fulmen's relative error is"):
+        module.main(["--tiny", "--device", "cpu"])
+
+
+def test_speedup_tells_of_states_that_a_graph_does_not_advance(monkeypatch, capsys):
+    module = script("speedup")
+    sides = module.build("minimax", True, 1, 16, torch.device("cpu"))
+
+    def captured(step):
+        """As a CUDA graph: transformers' own step makes a new state, which is put into the cache but once."""
+        cache = step.func.__self__.cache
+
+        def replay():
+            held = list(cache.linear_cache)
+            step()
+            if type(cache).__name__ == "MiniMaxCache":
+                cache.linear_cache = held
+
+        return replay
+
+    monkeypatch.setattr(module, "captured", captured)
+    rows = {row["what"]: row for row in module.measure(sides, 1, graphs=True)}
+    stuck = {what: row["state_does_not_advance"] for what, row in rows.items() if "graph" in what}
+    assert {what.split(":")[0]: who for what, who in stuck.items()} == {
+        "all mixers": ["own"], "MiniMaxLightningAttention": ["own"], "MiniMaxAttention": [],
+    }  # fmt: skip
+    assert capsys.readouterr().out.count("does not advance the states that an eager step advances: own") == 2

@@ -69,6 +69,40 @@ def test_rotated(H, D, dim, by_row, interleaved, dtype) -> None:
     )
 
 
+def both_plainly(q, k, cos, sin, facts):
+    """`RotatedBoth` in torch's operations; tables in fp32, as the kernel reads them."""
+    i = torch.arange(facts.half, device=q.device)
+    a, b = (2 * i, 2 * i + 1) if facts.interleaved else (i, i + facts.half)
+    of_a, of_b = (a, b) if facts.each_element else (i, i)
+    cos, sin = cos.float()[:, :, None], sin.float()[:, :, None]
+    found = []
+    for x in (q, k):
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        turned = y.clone()
+        turned[..., a] = y[..., a] * cos[..., of_a] - y[..., b] * sin[..., of_a]
+        turned[..., b] = y[..., b] * cos[..., of_b] + y[..., a] * sin[..., of_b]
+        found.append(turned.to(x.dtype))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [True, False], ids=["neighbours", "halves"])
+@pytest.mark.parametrize("each_element", [True, False], ids=["elements", "pairs"])
+@pytest.mark.parametrize(("rows", "in_fp32"), [(1, False), (2, True)], ids=["shared", "positions by row, fp32 tables"])
+@pytest.mark.parametrize(("H", "H_KV", "D", "half"), [(3, 1, 16, 8), (18, 9, 24, 6), (8, 17, 20, 3)])
+def test_rotated_both(H, H_KV, D, half, rows, in_fp32, each_element, interleaved, dtype) -> None:
+    """Any numbers as tables: halves may differ, and a row may be wider than what is read of it."""
+    B, N = 2, 5
+    facts = kernels.Pairs(half, interleaved, each_element)
+    cos, sin = (drawn(rows, N, 2 * half, seed=i).to(torch.float32 if in_fp32 else dtype) for i in (5, 6))
+    compare(
+        lambda x, k: kernels.RotatedBoth.apply(facts, x[:, :, 1:], k.transpose(1, 2), cos, sin),
+        lambda x, k: both_plainly(x[:, :, 1:], k.transpose(1, 2), cos, sin, facts),
+        [drawn(B, N, H + 1, D).to(dtype), drawn(B, H_KV, N, D, seed=1).to(dtype)],
+        (B, N, H, D), (B, N, H_KV, D),
+    )  # fmt: skip
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The launches that were made; each takes the tensors it is told of, in order, as it must to be repeated."""
@@ -367,7 +401,7 @@ def test_autocast_casts_the_weight(forced) -> None:
 @pytest.mark.parametrize("interleaved", [True, False], ids=["neighbours", "halves"])
 def test_compiles_without_spills(compiler, arch, interleaved) -> None:
     used = compiler(RotaryCase(arch, interleaved))
-    assert len(used) == 9 + 2 * (arch == 90)
+    assert len(used) == 12 + 2 * (arch == 90)
     for usage in used:
         assert usage.stack == 0
         assert usage.shared <= TARGETS[arch].smem_bytes

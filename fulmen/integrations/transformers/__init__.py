@@ -9,6 +9,7 @@
 | file | what it serves |
 |---|---|
 | attention.py | softmax attention, through transformers' attention and mask interfaces |
+| fused.py | projections and RoPE around it |
 | lightning.py, cache.py | the lightning layer of MiniMax, and its model's cache |
 | mamba2.py | the Mamba-2 mixers |
 | simple_gla.py | the linear layers of Ring and Ling, through the functions of fla they call |

@@ -46,6 +46,20 @@ class States:
         layer = self._with_keys() or (self.layers[0] if self.static else None)
         return (query_length, 0) if layer is None else layer.get_mask_sizes(query_length)
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, with these at their end."""
+        layer = self.layers[layer_idx] if self.static else None
+        if layer is None or not layer.is_initialized or key_states.shape[2] != 1:
+            found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
+            return found
+        at = layer.cumulative_length.view(1)  # of one token: no positions to compute
+        layer.keys.index_copy_(2, at, key_states)
+        layer.values.index_copy_(2, at, value_states)
+        layer.cumulative_length.add_(1)
+        return layer.keys, layer.values
+
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         state = self.linear_cache[layer_idx] if layer_idx < len(self.linear_cache) else None
         return state if isinstance(state, Tensor) else None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fulmen.integrations.transformers import attention, cache, lightning, mamba2, packing, simple_gla
+from fulmen.integrations.transformers import attention, cache, fused, lightning, mamba2, packing, simple_gla
 from fulmen.integrations.transformers.forward import replaced_reason
 from fulmen.layers.inputs import check_backend
 
@@ -224,6 +224,8 @@ def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
         setattr(mixer.module, MARK, Mark())
         if mixer.kind.replace is not None:
             undo += mixer.kind.replace(mixer.module, backend)
+        else:
+            undo += fused.replace(mixer.module)
         owner, *around = _models(model, mixer.name)
         hooks = [(owner, hook) for hook in mixer.kind.hooks]
         if mixer.kind.replace is mamba2.replace and not packing.takes_positions(owner):
