@@ -37,4 +37,5 @@ for name, (o, expected) in calls.items():
     if dist.get_rank() == 0:
         print(f"{name}: {dist.get_world_size()} ranks differ from one by {error:.1e}")
     assert error < 1e-4
+dist.barrier()  # gloo's threads may still hold tensors, and must not when Python ends
 dist.destroy_process_group()

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import os
 import pickle
+import random
 import sys
 import zlib
 from pathlib import Path
@@ -102,6 +103,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in gpu:
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws does not depend on the tests before it; fixtures come after this."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

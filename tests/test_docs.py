@@ -95,7 +95,7 @@ def test_examples_run(path, one_rank, capfd):
     source = path.read_text("utf-8")
     assert len(source.splitlines()) <= 60
     if "torchrun" in source:
-        ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+        ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *ranks, str(path)], env=environment, check=True, timeout=120)
     else:

@@ -495,3 +495,92 @@ def test_attention_that_is_switched_together_is_refused_together():
     sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     with pytest.raises(ValueError, match="T5Attention: it adds biases of positions"):
         ours.accelerate(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
+
+
+# ---------------------------------------------------------------------------------------- wrong arguments
+
+
+def test_models_with_one_config_are_undone_one_by_one():
+    models = [copy.deepcopy(own("llama")) for _ in range(2)]
+    for module in models[1].modules():
+        if hasattr(module, "config"):
+            module.config = models[0].config
+    results = [ours.accelerate(model, verbose=False) for model in models]
+    with pytest.raises(ValueError, match=r"backend='eager'.*shares its config"):
+        third = copy.deepcopy(own("llama"))
+        third.model.layers[0].self_attn.config = models[0].config
+        ours.accelerate(third, "eager", verbose=False)
+    assert is_own(third)
+    for result in results:
+        assert models[0].config._attn_implementation == "fulmen_accelerate_auto"
+        assert_close(models[1](ids_of()).logits, logits_of("llama"), "llama")
+        result.undo()
+    assert all(map(is_own, models))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_masks_of_wrong_shapes_are_refused(family):
+    model, _ = accelerated(family)
+    ids = ids_of()
+    B = ids.shape[0]
+    wrong = [(B, N - 3), (1, N), (B + 1, N)]
+    wrong += [] if family == "llama" else [(B, N + 4)]  # whose columns are counted from the first
+    for shape in wrong:
+        for padded in (False, True):
+            mask = torch.ones(shape, dtype=torch.long)
+            mask[0, :2] = not padded
+            with pytest.raises(ValueError, match=rf"attention_mask has shape \({shape[0]}, {shape[1]}\)"):
+                model(ids, attention_mask=mask)
+    with torch.no_grad():
+        past = model(ids, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values
+        for columns in (1, N):  # a column for the new token is missing
+            with pytest.raises(ValueError, match=r"attention_mask has shape .*, those in the cache included"):
+                model(ids[:, :1], attention_mask=ids.new_ones(B, columns), past_key_values=past)
+
+
+def test_a_mask_of_mamba_is_checked_without_attention_layers():
+    model, _ = accelerated("mamba2")
+    for shape in ((3, N - 3), (1, N), (N,), (3, 1, N, N)):
+        with pytest.raises(ValueError, match="attention_mask has shape"):
+            model(ids_of(), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize("family", [*KINDS, "mamba2"])
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [([0, 7], "end at N"), ([2, 7, N], "start at 0"), ([0, 8, 7, N], "not decrease"), (None, "must be a tensor")],
+)
+def test_offsets_that_do_not_fit_are_refused(family, offsets, said):
+    model, _ = accelerated(family)
+    given = [0, N] if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": given, "cu_seq_lens_k": given, "max_length_q": N, "max_length_k": N}
+    with pytest.raises(ValueError, match=rf"cu_seq_lens_q.*{said}"):
+        model(ids_of()[:1], use_cache=False, **lengths)
+
+
+def test_a_static_cache_that_is_too_small_says_so():
+    model, result = accelerated("llama")
+    with pytest.raises(ValueError, match=rf"room for 5 tokens, and this call brings tokens 0 to {N - 1}"):
+        model(ids_of(), past_key_values=result.new_cache(5))
+    for length in (0, -1, 2.5, "a"):
+        with pytest.raises(ValueError, match="max_length="):
+            result.new_cache(length)
+
+
+def test_dropout_can_be_taken_out_as_the_error_says():
+    model, _ = accelerated("llama")
+    model.train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    with pytest.raises(NotImplementedError, match=r"module.attention_dropout = 0.0"):
+        model(ids_of())
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    assert_close(model(ids_of()).logits, logits_of("llama"), "llama")
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="model is a str"):
+        ours.accelerate("meta-llama/x")

@@ -91,15 +91,40 @@ def switch(configs: Iterable[Any], backend: str) -> Callable[[], None]:
     """Makes all attention modules with these configs attend with fulmen; returns what undoes it."""
     name = f"fulmen_accelerate_{backend.removeprefix('flash_')}"  # a name of its own: users register theirs
     register(name, backend=backend)
-    before = [(config, config._attn_implementation_internal) for config in configs]
-    for config, _ in before:
+    configs = list(configs)
+    for config in configs:
+        other = _switched[id(config)].name if id(config) in _switched else name
+        if other != name:
+            raise ValueError(
+                f"backend={backend!r}: the model shares its config with one that is accelerated as {other!r}, and the "
+                "config says which attention runs; build each model with a config of its own, copy.deepcopy(config)"
+            )
+    for config in configs:
+        held = _switched.setdefault(id(config), Switched(config, config._attn_implementation_internal, name))
+        held.models += 1
         config._attn_implementation_internal = name
 
     def undo() -> None:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+        for config in configs:
+            held = _switched[id(config)]
+            held.models -= 1
+            if not held.models:
+                config._attn_implementation_internal = _switched.pop(id(config)).before
 
     return undo
+
+
+@dataclasses.dataclass
+class Switched:
+    """A config that says "fulmen", until the last of the accelerated models that share it is undone."""
+
+    config: Any
+    before: Any
+    name: str
+    models: int = 0
+
+
+_switched: dict[int, Switched] = {}  # by the config's id
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -240,6 +265,13 @@ def _mask(
                 f"attention_mask has shape {tuple(attention_mask.shape)}: 'fulmen' takes a (B, N) padding mask; for "
                 "other masks use attn_implementation='sdpa' or 'eager'"
             )
+        rows_given, columns = attention_mask.shape
+        known = q_offset + N_Q if pattern.causal and isinstance(q_offset, int) else 0
+        if rows_given != B or columns < known:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}: it needs B={B} rows and a column for every "
+                f"token, those in the cache included{f', {known} here' if known else ''}"
+            )
         mask = _padded(rows, attention_mask.to(device=device, dtype=torch.bool), kv_offset)
     return Mask(pattern.causal) if mask is None and pattern.windowed else mask
 
@@ -304,6 +336,11 @@ def _unpadded(rows: Rows) -> Mask | None:
         # a decoding step in a static cache, of constant shapes: it may be compiled, so the length stays on the device
         lengths = torch.zeros(rows.B, dtype=torch.int32, device=rows.device) + start + 1
         return Mask(rows.causal, rows.window, lengths=lengths.to(torch.int32))
+    if not isinstance(start, Tensor) and start + rows.N_Q > rows.N_KV:
+        raise ValueError(
+            f"past_key_values has room for {rows.N_KV} tokens, and this call brings tokens {start} to "
+            f"{start + rows.N_Q - 1}: make a larger cache"
+        )
     if start + rows.N_Q != rows.N_KV:
         raise NotImplementedError(
             f"{rows.N_Q} queries from position {start} of {rows.N_KV} keys: use attn_implementation='sdpa'"
@@ -486,8 +523,9 @@ def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None
         )
     if dropout:
         raise NotImplementedError(
-            f"dropout={dropout}: 'fulmen' has no attention dropout; set config.attention_dropout = 0, or use "
-            "attn_implementation='sdpa'"
+            f"dropout={dropout}: 'fulmen' has no attention dropout. A model's modules read it from the config when they "
+            "are built: build it with attention_dropout=0, or set module.attention_dropout = 0.0 on each of them; or "
+            "use attn_implementation='sdpa'"
         )
     for name, instead in _UNSUPPORTED.items():
         x = kwargs.get(name)

@@ -12,6 +12,7 @@ right here:
 | padding on the right or between tokens | decays the state | does not |
 | beam search | states stay with the old beams | are reordered |
 | positions without `position_ids` | counted from 0 if the first layer is linear | from the tokens in the cache |
+| steps of a batch padded on the left | masked as if no token were in the cache, if the first layer is linear | right |
 | slopes of a model in bf16 | rounded to bf16 | fp32, if they are those of MiniMax |
 
 Beams and positions are matters of the cache: cache.py.

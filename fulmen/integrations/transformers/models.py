@@ -49,10 +49,11 @@ KINDS = (
     Kind("flash", attention.matches, attention.unsupported_reason, None, (refuse_weights, packing.announce)),
     Kind(
         "lightning", lightning.matches, lightning.unsupported_reason, lightning.replace,
-        (refuse_weights, packing.announce, cache.bring),
+        (refuse_weights, packing.check_mask, packing.announce, cache.bring),
     ),
     Kind(
-        "lightning", mamba2.matches, mamba2.unsupported_reason, mamba2.replace, (packing.announce, mamba2.announce)
+        "lightning", mamba2.matches, mamba2.unsupported_reason, mamba2.replace,
+        (packing.check_mask, packing.announce, mamba2.announce),
     ),
     Kind(
         "lightning", simple_gla.matches, simple_gla.unsupported_reason, simple_gla.replace, (simple_gla.refuse_packed,)
@@ -121,6 +122,8 @@ class Accelerated:
 
     def new_cache(self, max_length: int | None = None) -> Any:
         """A cache for the model: one that grows, or a static one for `max_length` tokens."""
+        if max_length is not None and not (isinstance(max_length, int) and max_length > 0):
+            raise ValueError(f"max_length={max_length!r} must be a number of tokens, 1 or more, or None")
         owner = next((module for module in self.model.modules() if hasattr(module, "config")), self.model)
         config = owner.config.get_text_config(decoder=True)
         for mixer in self.mixers:
@@ -154,6 +157,8 @@ def accelerate(model: Any, backend: str = "auto", *, verbose: bool = True) -> Ac
 
     Returns an `Accelerated`, whose `undo()` takes it back. Raises if nothing can be served.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, must be a loaded model: from_pretrained(...) returns one")
     mixers = _found(model)
     if any(hasattr(mixer.module, MARK) for mixer in mixers):
         raise ValueError(

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulmen.boundary import check_offset_values
+
 NAME = "fulmen_offsets"
 
 
@@ -49,6 +51,21 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     args, kwargs = (args, kwargs) if len(args) < 2 else ((), given)
     return args, {**kwargs, "use_cache": False}
+
+
+def check_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of models with layers that keep a state, which are given the mask as it is."""
+    given = by_name(module, args, kwargs)
+    mask, tokens = given.get("attention_mask"), tokens_of(given)
+    if not isinstance(mask, Tensor) or tokens is None:
+        return
+    B, N = tokens.shape[:2]
+    fits = mask.ndim == 2 and mask.shape[0] == B and (mask.shape[1] >= N if _has_cache(given) else mask.shape[1] == N)
+    if not fits:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, and there are (B, N) = {(B, N)} new tokens: give the model "
+            "a padding mask of B rows with a column for every token, those in the cache included"
+        )
 
 
 def tokens_of(given: dict[str, Any]) -> Tensor | None:
@@ -111,8 +128,13 @@ def offsets(x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     """
     given = kwargs.get("cu_seq_lens_q")
     if given is not None:
+        if not isinstance(given, Tensor) or given.ndim != 1 or given.is_floating_point():
+            got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"cu_seq_lens_q is {got}, must be a tensor of integers, (sequences + 1,)")
         if x.shape[0] != 1:
             raise ValueError(f"cu_seq_lens_q packs sequences along N, so B must be 1; got {tuple(x.shape)}")
+        if not torch.compiler.is_compiling():
+            check_offset_values("cu_seq_lens_q", given, x.shape[1])
         return given.to(torch.int32)
     for name in ("position_ids", "seq_idx"):  # (B or 1, N)
         told = kwargs.get(name)
