@@ -506,9 +506,9 @@ def test_models_with_one_config_are_undone_one_by_one():
         if hasattr(module, "config"):
             module.config = models[0].config
     results = [ours.accelerate(model, verbose=False) for model in models]
+    third = copy.deepcopy(own("llama"))
+    third.model.layers[0].self_attn.config = models[0].config
     with pytest.raises(ValueError, match=r"backend='eager'.*shares its config"):
-        third = copy.deepcopy(own("llama"))
-        third.model.layers[0].self_attn.config = models[0].config
         ours.accelerate(third, "eager", verbose=False)
     assert is_own(third)
     for result in results:
