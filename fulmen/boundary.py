@@ -147,7 +147,7 @@ def check_distinct(name: str, rows: Tensor, there: int, why: str) -> None:
     """Those of `rows`, on the CPU, that are among the `there` rows of a pool differ; the others are nobody's."""
     taken = [row for row in rows.tolist() if 0 <= row < there]
     if len(set(taken)) < len(taken):
-        raise ValueError(f"{name} must differ {why}; got {brief(rows.tolist())}")
+        raise ValueError(f"{name} must differ{why}; got {brief(rows.tolist())}")
 
 
 def brief(values: list[int]) -> str:

@@ -134,7 +134,7 @@ def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> No
     if any(not 0 <= row < there for row in given):
         raise ValueError(f"cache_batch_idx must be from 0 to {there - 1}: k_cache has {there} rows; got {brief(given)}")
     if k is not None:
-        check_distinct("cache_batch_idx", rows, there, "to append k and v")
+        check_distinct("cache_batch_idx", rows, there, " where k and v are appended")
 
 
 def _check_lengths(given: list[int], q: Tensor, new: int, caches: Caches, turn: Turn) -> None:

@@ -225,6 +225,6 @@ def _check_step(given: dict[str, Tensor | None], slots: Tensor | None) -> None:
     if slots is not None and (slots.shape != rows[:1] or slots.is_floating_point()):
         raise ValueError(f"state_batch_indices is {slots.dtype} {tuple(slots.shape)}, must be integers ({rows[0]},)")
     if slots is not None and slots.device.type == "cpu" and is_plain_eager(slots):
-        check_distinct("state_batch_indices", slots, state.shape[0], "but for padding, as -1")
+        check_distinct("state_batch_indices", slots, state.shape[0], ", but for padding, as -1")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values()):
         raise NotImplementedError("selective_state_update has no gradient: call it under torch.no_grad()")

@@ -210,7 +210,7 @@ def check_values(decay: Tensor | None, slots: Tensor | None, states: int) -> Non
     """Checks values of CPU tensors; reading a GPU's would synchronise."""
     check_decay_values(decay)
     if slots is not None and slots.device.type == "cpu":
-        check_distinct("slots", slots, states, "but for padding, as -1")
+        check_distinct("slots", slots, states, ", but for padding, as -1")
 
 
 # ------------------------------------------------------------------------------------------------- specs

@@ -286,7 +286,7 @@ def test_rows_of_the_cache():
     for rows, words in (
         ([5, 1], r"cache_batch_idx must be from 0 to 4: k_cache has 5 rows; got \[5, 1\]"),
         ([-1, 1], r"cache_batch_idx must be from 0 to 4: k_cache has 5 rows; got \[-1, 1\]"),
-        ([2, 2], r"cache_batch_idx must differ to append k and v; got \[2, 2\]"),
+        ([2, 2], r"cache_batch_idx must differ where k and v are appended; got \[2, 2\]"),
     ):
         with pytest.raises(ValueError, match=words):
             call.run(cache_batch_idx=torch.tensor(rows, dtype=torch.int32))

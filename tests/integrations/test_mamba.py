@@ -313,7 +313,7 @@ def test_two_rows_must_not_have_the_same_slot():
     before = state.clone()
     for slots in ([4, 0, 4], [1, 1, -1]):
         with pytest.raises(
-            ValueError, match=re.escape(f"state_batch_indices must differ but for padding, as -1; got {slots}")
+            ValueError, match=re.escape(f"state_batch_indices must differ, but for padding, as -1; got {slots}")
         ):
             mamba.selective_state_update(state, **given, state_batch_indices=torch.tensor(slots))
     assert torch.equal(state, before)
