@@ -136,14 +136,22 @@ def check_offset_values(name: str, offsets: Tensor | None, N: int) -> None:
         return
     ends = offsets.tolist()
     if ends[0] != 0:
-        raise ValueError(f"{name} must start at 0; got {_brief(ends)}")
+        raise ValueError(f"{name} must start at 0; got {brief(ends)}")
     if any(a > b for a, b in itertools.pairwise(ends)):
-        raise ValueError(f"{name} must not decrease; got {_brief(ends)}")
+        raise ValueError(f"{name} must not decrease; got {brief(ends)}")
     if ends[-1] != N:
-        raise ValueError(f"{name} must end at N={N}; got {_brief(ends)}")
+        raise ValueError(f"{name} must end at N={N}; got {brief(ends)}")
 
 
-def _brief(values: list[int]) -> str:
+def check_distinct(name: str, rows: Tensor, there: int, why: str) -> None:
+    """Those of `rows`, on the CPU, that are among the `there` rows of a pool differ; the others are nobody's."""
+    taken = [row for row in rows.tolist() if 0 <= row < there]
+    if len(set(taken)) < len(taken):
+        raise ValueError(f"{name} must differ{why}; got {brief(rows.tolist())}")
+
+
+def brief(values: list[int]) -> str:
+    """For a message."""
     return str(values if len(values) <= 16 else [*values[:8], "...", *values[-8:]])
 
 

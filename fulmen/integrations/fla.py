@@ -2,9 +2,10 @@
 
     from fulmen.integrations.fla import chunk_simple_gla      # was: from fla.ops.simple_gla import chunk_simple_gla
 
-q, k, v are (B, T, H, D); `scale` is 1 / sqrt(D) unless given; a log decay g is not positive (fulmen's decay is -g). A
-call gives (o, final state or None). States are (sequences, H, D, E) in fp32, with `state_v_first` (sequences, H, E, D).
-Heads may be shared as in `lightning_attention`. chunk_size and cu_seqlens_cpu are hints that fulmen does not need.
+q, k, v are (B, T, H, D); `scale` is 1 / sqrt(D) unless given; a log decay g is finite and not positive, which is
+checked on the CPU only (fulmen's decay is -g). A call gives (o, final state or None). States are (sequences, H, D, E)
+in fp32, with `state_v_first` (sequences, H, E, D). Heads may be shared as in `lightning_attention`. chunk_size and
+cu_seqlens_cpu are hints that fulmen does not need.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.boundary import require_tensors
+from fulmen.boundary import is_plain_eager, require_tensors
+from fulmen.layers.inputs import whole
 from fulmen.lightning.op import lightning_attention_with_state
+from fulmen.lightning.spec import check_sign
 
 __all__ = [
     "chunk_lightning_attn",
@@ -43,10 +46,15 @@ def chunk_simple_gla(
     _check(q, v, {"g": g, "g_gamma": g_gamma, "initial_state": initial_state, "cu_seqlens": cu_seqlens}, state_v_first)
     if g is not None and g_gamma is not None:
         raise ValueError("g and g_gamma are both given: a decay is either of each token, g, or constant, g_gamma")
+    name, log_decay = ("g_gamma", g_gamma) if g is None else ("g", g)
     if g is not None and _is_constant(g):
-        g_gamma, g = g[0, 0], None
-    decay = None if g_gamma is None else -g_gamma.to(_wide(q))
-    decay = decay if g is None else -g.to(_wide(q)).transpose(1, 2)
+        log_decay, g = g[0, 0], None
+    decay = None
+    if log_decay is not None:
+        log_decay = log_decay.to(_wide(q))
+        if is_plain_eager(log_decay):
+            check_sign(name, log_decay.detach(), -1, f"a log decay: the state decays as exp({name})")
+        decay = -log_decay if g is None else -log_decay.transpose(1, 2)
     state = _turned(initial_state, state_v_first)
     o, final = _attend(q, k, v, decay, scale, state, cu_seqlens, backend)
     return o, _turned(final, state_v_first) if output_final_state else None
@@ -68,7 +76,9 @@ def chunk_lightning_attn(
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Slopes of (8 / H) h (1 - layer_idx / num_layers), as fla has them: head 0 does not decay."""
+    """Slopes of (8 / H) h (1 - layer_idx / num_layers), as fla has them: head 0 does not decay. layer_idx is from 0."""
+    num_layers = whole("num_layers", num_layers)
+    layer_idx = whole("layer_idx", layer_idx, 0, num_layers - 1)
     step = 8 / _heads(q, k, v) * (1 - layer_idx / num_layers)
     gamma = -step * torch.arange(q.shape[2], dtype=_wide(q), device=q.device)
     return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
@@ -88,15 +98,18 @@ def chunk_linear_attn(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State = None,
     output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """No decay. With `normalize` o_t is divided by scale q_t . z_t, where z_t is the sum of the keys up to t.
+    """No decay. With `normalize` o_t is divided by scale q_t . z_t + 1e-10, where z_t is the sum of the keys up to t.
 
-    A state is then (S, z): z (sequences, 1, H, D). The denominator is linear attention whose values are 1.
+    A state is then (S, z): z (sequences, 1, H, D). S alone is refused: o would be divided by the new keys' sum only.
+    The denominator is linear attention whose values are 1. The 1e-10 is fla's, for a denominator of 0; feature maps
+    that make q and k positive keep it away from 0.
     """
     _heads(q, k, v)
     if not normalize:
         state = _tensor(initial_state)
         return chunk_simple_gla(q, k, v, None, None, scale, state, output_final_state, cu_seqlens=cu_seqlens)
-    state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+    state, z = _pair(initial_state)
+    _check(q, v, {"initial_state[0]": state, "initial_state[1]": z, "cu_seqlens": cu_seqlens})
     o, state = _attend(q, k, v, None, scale, state, cu_seqlens)
     ones = torch.ones_like(v[..., :1])
     below, z = _attend(q, k, ones, None, scale, None if z is None else z.transpose(1, 2).mT, cu_seqlens)
@@ -128,21 +141,24 @@ def _is_constant(g: Tensor) -> bool:
     return not any(s for s, n in zip(g.stride()[:2], g.shape[:2], strict=True) if n != 1)
 
 
-def _check(q: Tensor, v: Tensor, given: dict[str, Any], v_first: bool) -> None:
+def _check(q: Tensor, v: Tensor, given: dict[str, Any], v_first: bool = False) -> None:
     """What `lightning_attention` would call by other names."""
     require_tensors({}, given)
     (B, T, _, D), H, E, ends = q.shape, max(q.shape[2], v.shape[2]), v.shape[3], given["cu_seqlens"]
     sequences = B if ends is None else ends.numel() - 1
+    states = ("(sequences, H, D, E)", (sequences, H, D, E))
     wanted = {
-        "g": ("(B, T, H)", (B, T, H)), "g_gamma": ("(H,)", (H,)),
-        "initial_state": ("(sequences, H, E, D)", (sequences, H, E, D)) if v_first
-        else ("(sequences, H, D, E)", (sequences, H, D, E)),
+        "g": ("(B, T, H)", (B, T, H)), "g_gamma": ("(H,)", (H,)), "initial_state[0]": states,
+        "initial_state": ("(sequences, H, E, D)", (sequences, H, E, D)) if v_first else states,
+        "initial_state[1]": ("(sequences, 1, H, D)", (sequences, 1, H, D)),
     }  # fmt: skip
-    for name, (layout, shape) in wanted.items():
-        x = given[name]
-        if x is not None and tuple(x.shape) != shape:
+    for name, x in given.items():
+        if x is None or name not in wanted:
+            continue
+        layout, shape = wanted[name]
+        if tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be {layout} = {shape}; q is {tuple(q.shape)}")
-        if x is not None and x.device != q.device:
+        if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, must be on q's {q.device}")
 
 
@@ -157,6 +173,20 @@ def _turned(state: Tensor | None, v_first: bool) -> Tensor | None:
 def _tensor(state: State) -> Tensor | None:
     if isinstance(state, tuple):
         raise ValueError("initial_state is a tuple, (S, z): without normalize there is no z, pass S alone")
+    return state
+
+
+def _pair(state: State) -> tuple[Tensor | None, Tensor | None]:
+    """S and z, both or none of them."""
+    if state is None:
+        return None, None
+    if not isinstance(state, tuple) or len(state) != 2 or (state[0] is None) != (state[1] is None):
+        parts = isinstance(state, tuple)
+        got = f"({', '.join(type(t).__name__ for t in state)})" if parts else f"a {type(state).__name__}"
+        raise ValueError(
+            f"initial_state is {got}, must be (S, z) with normalize: z (sequences, 1, H, D) is the sum of the keys "
+            "before, by which o is divided; pass the state that a call with output_final_state returned"
+        )
     return state
 
 

@@ -163,15 +163,19 @@ def flash_attn_with_kvcache(
     """q (B, N_Q, H, D) over a cache, to which k and v (B, N_NEW, H_KV, D) are appended in place, to o (B, N_Q, H, D).
 
     k_cache, v_cache  (rows, capacity, H_KV, D) or, with a block_table, (pages, page, H_KV, D) of 16 to 256 tokens
-    cache_seqlens     int32 (B,) or an int: tokens in the cache before k and v; required with k
-    cache_batch_idx   int32 (B,): the cache's row of each row of q. Copies these rows if the capacity is no multiple of
-                      16 or rows are apart in memory.
+    cache_seqlens     int32 (B,) or an int: tokens in the cache before k and v; required with k. With the new ones they
+                      are at most the capacity.
+    cache_batch_idx   int32 (B,): the cache's row of each row of q. They differ where k and v are appended. Copies these
+                      rows if the capacity is no multiple of 16 or rows are apart in memory.
     cache_leftpad     int32 (B,): the first token that counts. Copies the rows.
-    rotary_cos, _sin  (positions, dim / 2): turn k, and q at the same positions; all of q at the first new position
-                      unless causal or windowed
+    rotary_cos, _sin  (positions, dim / 2), positions at least the capacity: turn k, and q at the same positions; all of
+                      q at the first new position unless causal or windowed
     num_splits        accepted and not needed: keys are split by the capacity
 
     Lengths stay on the GPU and shapes do not change, so a step can be captured in a CUDA graph. No gradients.
+
+    Values of tensors are checked on the CPU only. On a GPU lengths and rows are clamped for reading; new tokens beyond
+    the capacity, or of a row that the cache does not have, are not written. Two writers of one row leave it undefined.
     """
     _refuse(0.0, alibi_slopes)
     _number("num_splits", num_splits, operator.index)

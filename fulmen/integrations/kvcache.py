@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fulmen.boundary import brief, check_distinct, is_plain_eager
 from fulmen.layers.append import append
 from fulmen.layers.inputs import whole
 
@@ -41,9 +42,10 @@ class Turn(NamedTuple):
 def update(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: Turn) -> tuple[Tensor, Caches]:
     """Appends k and v; returns q, turned, and the caches with their new lengths, a tensor."""
     _check(q, k, v, caches, turn)
+    _check_values(q, k, caches, turn)
     lengths = caches.lengths
     if not isinstance(lengths, Tensor):
-        given = caches.capacity if lengths is None else whole("cache_seqlens", lengths, 0)
+        given = caches.capacity if lengths is None else lengths
         lengths = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
         table = caches.table if caches.rows is None else caches.rows[:, None]
@@ -104,7 +106,6 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
         raise ValueError(f"q has {q.shape[2]} heads, must be a multiple of k_cache's {caches.k.shape[2]}")
     if k is not None and caches.lengths is None:
         raise ValueError("cache_seqlens is missing: k and v are appended behind that many tokens")
-    _check_rotary(q, k, turn)
     for name, y in (
         ("cache_batch_idx", caches.rows), ("cache_leftpad", caches.leftpad), ("cache_seqlens", caches.lengths),
         ("block_table", caches.table),
@@ -113,6 +114,45 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
             _check_ints(name, y, q, caches)
     if caches.table is None and caches.rows is None and caches.k.shape[0] < B:
         raise ValueError(f"k_cache has {caches.k.shape[0]} rows, must have q's B={B} at least, or pass cache_batch_idx")
+    if caches.capacity < N:
+        raise ValueError(
+            f"k has {N} tokens, and a row of the cache has room for {caches.capacity}: pass at most so many"
+        )
+    _check_rotary(q, k, turn, caches.capacity)
+    if caches.lengths is not None and not isinstance(caches.lengths, Tensor):
+        _check_lengths([whole("cache_seqlens", caches.lengths, 0)], q, N, caches, turn)
+
+
+def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> None:
+    """Checks values of CPU tensors, before anything is written; reading a GPU's would synchronise."""
+    lengths, rows = caches.lengths, caches.rows
+    if isinstance(lengths, Tensor) and lengths.device.type == "cpu" and is_plain_eager(lengths):
+        _check_lengths(lengths.tolist(), q, 0 if k is None else k.shape[1], caches, turn)
+    if rows is None or rows.device.type != "cpu" or not is_plain_eager(rows):
+        return
+    given, there = rows.tolist(), caches.k.shape[0]
+    if any(not 0 <= row < there for row in given):
+        raise ValueError(f"cache_batch_idx must be from 0 to {there - 1}: k_cache has {there} rows; got {brief(given)}")
+    if k is not None:
+        check_distinct("cache_batch_idx", rows, there, " where k and v are appended")
+
+
+def _check_lengths(given: list[int], q: Tensor, new: int, caches: Caches, turn: Turn) -> None:
+    """given: the tokens of each row, or of all rows, before the new ones."""
+    capacity = caches.capacity
+    if any(not 0 <= n <= capacity - new for n in given):
+        more = f", and k has {new} more" if new else ""
+        raise ValueError(
+            f"cache_seqlens must be from 0 to {capacity - new}: a row of the cache has room for {capacity} tokens"
+            f"{more}; got {brief(given)}"
+        )
+    first = max(given, default=0)
+    positions = first + max(new, q.shape[1] if turn.each_query else 1)
+    if turn.cos is not None and turn.cos.shape[0] < positions:
+        raise ValueError(
+            f"rotary_cos has {turn.cos.shape[0]} positions, must have {positions}: q has {q.shape[1]} tokens, the "
+            f"first at position {first}"
+        )
 
 
 def _check_kind(name: str, x: Tensor, cache: Tensor) -> None:
@@ -139,7 +179,7 @@ def _check_ints(name: str, x: Any, q: Tensor, caches: Caches) -> None:
         raise ValueError(f"k_cache has pages of {caches.k.shape[1]} tokens, must be a multiple of 16 from 16 to 256")
 
 
-def _check_rotary(q: Tensor, k: Tensor | None, turn: Turn) -> None:
+def _check_rotary(q: Tensor, k: Tensor | None, turn: Turn, capacity: int) -> None:
     if (turn.cos is None) != (turn.sin is None):
         raise ValueError("rotary_cos and rotary_sin turn pairs together: pass both or none")
     if turn.cos is None or turn.sin is None:
@@ -151,6 +191,10 @@ def _check_rotary(q: Tensor, k: Tensor | None, turn: Turn) -> None:
         raise ValueError(
             f"rotary_cos {shape} and rotary_sin {tuple(turn.sin.shape)} must be (positions, dim / 2), with dim at most "
             f"q's head dim {q.shape[3]}"
+        )
+    if shape[0] < capacity:
+        raise ValueError(
+            f"rotary_cos and rotary_sin have {shape[0]} positions, must have the cache's capacity of {capacity} or more"
         )
     if not turn.cos.is_floating_point() or turn.cos.device != q.device or turn.sin.device != q.device:
         raise ValueError(f"rotary_cos is {turn.cos.dtype} on {turn.cos.device}, must be floating point on {q.device}")

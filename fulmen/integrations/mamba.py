@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.boundary import check_offsets, is_number, require_tensors
-from fulmen.layers.scan import Steps, scan, scan_step
+from fulmen.boundary import check_distinct, check_offsets, is_number, is_plain_eager, require_tensors
+from fulmen.layers.scan import Steps, scan, scan_step, step_sizes
+from fulmen.lightning.spec import check_sign
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 
@@ -50,8 +51,10 @@ def mamba_chunk_scan_combined(
 
     D                 (heads,) or (heads, head dim): y = h C + D x
     z                 y times silu(z)
-    dt                plus dt_bias (heads,), through softplus with dt_softplus, then clamped to dt_limit
-    seq_idx           int (B, L): the state starts again at zero where it changes
+    A, dt             dt plus dt_bias (heads,), through softplus with dt_softplus, then clamped to dt_limit, is a step
+                      size: finite and >= 0. A is finite and <= 0. Values are checked on the CPU only.
+    seq_idx           int (B, L): the state starts again at zero where it changes, and at a row's first token unless
+                      that has seq_idx 0: a row that begins with another number does not see its initial state
     cu_seqlens        (sequences + 1,), B is 1: packed sequences. initial_states are then one for each sequence
     return_*_states   final: of each row of the batch. varlen, with cu_seqlens: of each sequence
     state_dtype       of the returned states, fp32 unless given; chunk_size is a hint that fulmen does not need
@@ -64,9 +67,11 @@ def mamba_chunk_scan_combined(
     _check_states(initial_states, x, B, cu_seqlens)
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("return_varlen_states needs cu_seqlens")
+    steps = Steps(bool(dt_softplus), *_limit(dt_limit))
+    _check_values(dt, A, dt_bias, steps)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y, states = scan(
-        x, dt, A, B, C, D, z, dt_bias, Steps(bool(dt_softplus), *_limit(dt_limit)), seq=seq_idx,
+        x, dt, A, B, C, D, z, dt_bias, steps, seq=seq_idx,
         initial_state=None if initial_states is None else initial_states.mT.to(wide).contiguous(),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int32),
         with_state=return_final_states or return_varlen_states, backend=backend,
@@ -96,7 +101,9 @@ def selective_state_update(
     state  (slots, heads, head dim, state size), any float dtype
     x, dt, z         (B, heads, head dim)         A   (heads, head dim, state size)
     B, C             (B, groups, state size)      D, dt_bias   (heads, head dim)
-    state_batch_indices  int (B,), which slot a row has; -1: padding, whose y is zero. Row b has slot b unless given
+    state_batch_indices  int (B,), which slot a row has. Any number that is no slot, as -1, is padding, whose y is zero.
+                         Other rows must not share a slot: an error on the CPU, undefined on a GPU. Unless given, row b
+                         has slot b.
 
     Without heads, as in Mamba: state (slots, dim, state size), x (B, dim), A (dim, state size) and so on.
     """
@@ -129,8 +136,8 @@ def _check_places(required: dict[str, Any], optional: dict[str, Any], of: str) -
 
 def _limit(limit: Any) -> tuple[float, float]:
     pair = tuple(limit) if isinstance(limit, Sequence) else ()
-    if len(pair) != 2 or not all(map(is_number, pair)) or not pair[0] <= pair[1]:
-        raise ValueError(f"dt_limit={limit!r}: must be two numbers, the first at most the second")
+    if len(pair) != 2 or not all(map(is_number, pair)) or not pair[0] <= pair[1] or pair[1] < 0:
+        raise ValueError(f"dt_limit={limit!r}: must be two numbers, the first at most the second, which is at least 0")
     return float(pair[0]), float(pair[1])
 
 
@@ -160,6 +167,18 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tens
         raise ValueError("seq_idx and cu_seqlens both say where sequences begin: pass one")
     if ends is not None:
         check_offsets("cu_seqlens", ends.to(torch.int32), x, "x", along=1)
+
+
+def _check_values(dt: Tensor, A: Tensor, dt_bias: Tensor | None, steps: Steps) -> None:
+    """On the CPU, where a look at values costs nothing: the decay -A dt is finite and at least 0."""
+    if dt.device.type != "cpu" or not is_plain_eager(dt, A, dt_bias):
+        return
+    check_sign("A", A.detach(), -1, "the state decays as exp(A dt)")
+    with torch.no_grad():
+        sizes = step_sizes(dt, dt_bias, steps)
+    name = "dt" if dt_bias is None else "dt + dt_bias"
+    how = f"with dt_softplus={steps.softplus} and dt_limit={steps[1:]}, as step sizes"
+    check_sign(name, sizes, 1, how if steps.low >= 0 else f"{how}; dt_limit=(0.0, inf) makes them so")
 
 
 def _check_states(states: Tensor | None, x: Tensor, B: Tensor, ends: Tensor | None) -> None:
@@ -205,5 +224,7 @@ def _check_step(given: dict[str, Tensor | None], slots: Tensor | None) -> None:
         raise ValueError(f"x has {x.shape[0]} rows and state {state.shape[0]} slots: pass state_batch_indices")
     if slots is not None and (slots.shape != rows[:1] or slots.is_floating_point()):
         raise ValueError(f"state_batch_indices is {slots.dtype} {tuple(slots.shape)}, must be integers ({rows[0]},)")
+    if slots is not None and slots.device.type == "cpu" and is_plain_eager(slots):
+        check_distinct("state_batch_indices", slots, state.shape[0], ", but for padding, as -1")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values()):
         raise NotImplementedError("selective_state_update has no gradient: call it under torch.no_grad()")

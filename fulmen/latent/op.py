@@ -2,7 +2,7 @@
 
 The path of a call is that of `flash_attention`: look for the plan of an equal call (`fulmen.plans`); without one check
 arguments, build the spec and let `dispatch.pick` choose a kernel. Compilers and modes see one `torch.library` operator.
-There is no backward.
+There is no backward; backend="reference" is differentiable as it is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def latent_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of all heads over one latent cache, as in absorbed MLA: o (B, H, N_Q, value_dim). No gradient.
+    """Attention of all heads over one latent cache, as in absorbed MLA: o (B, H, N_Q, value_dim).
+
+    There is no gradient, but for backend="reference", which is plain PyTorch.
 
     q              (B, H, N_Q, D), as 576 = 512 + 64; any strides whose last dimension is contiguous.
     kv             (B, N_KV, D): the keys of every head, whose first `value_dim` columns are the values. With a

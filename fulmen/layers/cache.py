@@ -320,8 +320,10 @@ class LatentCache(TokenCache):
         return kv, end
 
 
-class StateCache(Written):
-    """The state of one lightning layer, fp32 (B, H, D, E), and how many tokens went into it."""
+class RecurrentCache(Written):
+    """States (B, H, D, E) in fp32, fp64 of fp64 inputs, and how many tokens went into them."""
+
+    captured_how = ""  # what to do instead of a call that cannot be captured
 
     def __init__(self) -> None:
         self.state: Tensor | None = None
@@ -332,12 +334,22 @@ class StateCache(Written):
         """Sets the state after N more tokens, or counts[b] more in row b; `layer` computed it, if one did."""
         if self.length and not torch.compiler.is_compiling() and is_capturing(state.device):
             raise NotImplementedError(
-                "a StateCache in a CUDA graph: every replay would start from the same state; use a pool, by new_pool()"
+                f"a {type(self).__name__} in a CUDA graph: every replay would start from the same state; "
+                f"{self.captured_how}"
             )
         if counts is not None or self.lengths is not None:
             self.lengths = _counted_on(self.length, self.lengths, N, counts)
         self.state, self.length = state, self.length + N
         self._note_writer(layer)
+
+    def check_state(self, x: Tensor) -> None:
+        """Raises if the state, if there is one, cannot go on with an x of this dtype and device."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.state is not None and (self.state.dtype != wide or self.state.device != x.device):
+            raise ValueError(
+                f"cache holds states in {self.state.dtype} on {self.state.device}, and x, {x.dtype} on {x.device}, "
+                f"needs {wide} there: call reset() before a batch of another kind"
+            )
 
     def reset(self) -> None:
         self.state, self.length, self.lengths, self.writer = None, 0, None, None
@@ -357,11 +369,19 @@ class StateCache(Written):
         )
 
 
-class MambaCache(StateCache):
+class StateCache(RecurrentCache):
+    """The state of one lightning layer, fp32 (B, H, D, E), and how many tokens went into it."""
+
+    captured_how = "use a pool, by new_pool()"
+
+
+class MambaCache(RecurrentCache):
     """The state of one Mamba-2 layer, and the last inputs of its convolution, (B, taps - 1, channels).
 
     A step of one token updates both in place, so that it can be captured in a CUDA graph; replays are not counted.
     """
+
+    captured_how = "capture steps of one token, without gradients or a mask"
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +391,7 @@ class MambaCache(StateCache):
         self, state: Tensor, N: int, counts: Tensor | None = None, layer: AttentionLayer | None = None,
         conv: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """As `StateCache.update`; conv: the convolution's last inputs after these tokens."""
+        """As `RecurrentCache.update`; conv: the convolution's last inputs after these tokens."""
         super().update(state, N, counts, layer)
         self.conv = conv
 

@@ -30,7 +30,7 @@ from fulmen import dispatch
 from fulmen.boundary import check_offset_values, check_offsets, is_plain_eager, require_tensors
 
 if TYPE_CHECKING:
-    from fulmen.layers.cache import StateCache, TokenCache
+    from fulmen.layers.cache import RecurrentCache, TokenCache
     from fulmen.layers.pool import Pool
     from fulmen.layers.rotary import Rotary
     from fulmen.layers.weights import AttentionLayer
@@ -205,7 +205,7 @@ class Inputs(NamedTuple):
 
     x: Tensor
     positions: Tensor | None
-    cache: TokenCache | StateCache | Pool | None
+    cache: TokenCache | RecurrentCache | Pool | None
     padding: Padding | None
     cu_seqlens: Tensor | None
     cp: ContextParallel | None

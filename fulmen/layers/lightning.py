@@ -363,6 +363,8 @@ class LightningAttention(weights.AttentionLayer):
         options: dict[str, Any] = {"scale": self.scale, "backend": self.backend}
         state = call.cache.state if isinstance(call.cache, StateCache) else None
         B, N = q.shape[0], q.shape[2]
+        if isinstance(call.cache, StateCache):
+            call.cache.check_state(q)
         if state is not None and state.shape[:2] != q.shape[:2]:
             raise ValueError(
                 f"the cache holds the states of {state.shape[0]} rows and {state.shape[1]} heads, and x has {B} rows "

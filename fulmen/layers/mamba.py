@@ -151,7 +151,7 @@ class Mamba2(weights.AttentionLayer):
 
         cache       continues from the cache's tokens and takes in x. A single token without gradients updates it in
                     place, so that the step can be captured in a CUDA graph.
-        mask        bool (B, N), True for a token, False for padding on either side, whose y is zero.
+        mask        bool (B, N), True for a token, False for padding, on either side or between tokens, whose y is zero.
         cu_seqlens  int32 (sequences + 1,): B is 1 and N holds packed sequences.
         """
         if self.cp is not None:
@@ -161,6 +161,7 @@ class Mamba2(weights.AttentionLayer):
         z, inner, states, _, heads = self._rows(ranks_of(self.mesh))
         z, xBC, dt = mixed.split([z, inner + 2 * states, heads], 2)
         if cache is not None and cache.state is not None:
+            cache.check_state(xBC)
             self._check_memory(cache, xBC, heads)
         if cache is not None and self._takes_step(call, cache, mixed):
             y = self._step(z, xBC[:, 0], dt[:, 0], cache)
@@ -269,8 +270,9 @@ class Mamba2(weights.AttentionLayer):
         prefix  of the names that are this layer's, as "backbone.layers.3.mixer."; others are not looked at.
         """
         tensors = weights.tensors_of(module_or_state_dict, prefix)
-        groups = _norm_groups(module_or_state_dict, prefix)
-        make = functools.partial(cls, **_options(config, groups), backend=backend)
+        options = _options(config)
+        options["norm_groups"] = _norm_groups(module_or_state_dict, prefix) or options["num_groups"]
+        make = functools.partial(cls, **options, backend=backend)
         return weights.loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
 
     def check_ranks(self, ranks: int) -> None:
@@ -355,14 +357,15 @@ def _norm_groups(source: Any, prefix: str) -> int | None:
     if not isinstance(source, nn.Module):
         return None
     norm: Any = getattr(source.get_submodule(prefix.removesuffix(".")), "norm", None)
-    if norm is None:
+    weight = getattr(norm, "weight", None)
+    if weight is None:
         return None
-    width: int = norm.weight.shape[0]
+    width: int = weight.shape[0]
     return width // getattr(norm, "group_size", width)
 
 
-def _options(config: Any, norm_groups: int | None) -> dict[str, Any]:
-    """The arguments of `Mamba2`."""
+def _options(config: Any) -> dict[str, Any]:
+    """The arguments of `Mamba2`, but for the groups of its norm."""
     family = config_value(config, "model_type", None)
     if family not in NAMES:
         raise NotImplementedError(
@@ -376,6 +379,5 @@ def _options(config: Any, norm_groups: int | None) -> dict[str, Any]:
     limit = (config_value(config, "time_step_min"), math.inf) if family in FLOORED else None
     return options | {
         "embed_dim": config_size(config, "hidden_size"),
-        "norm_groups": norm_groups or options["num_groups"],
         "dt_limit": limit or tuple(config_value(config, "time_step_limit", (0.0, math.inf))),
     }

@@ -104,7 +104,7 @@ def scan_step(
     A = -torch.exp(_wide(A)) if log else A
     A = A.view(*A.shape, *(1,) * (3 - A.ndim))
     D, dt_bias = (t if t is None or t.ndim == 2 else t[:, None] for t in (D, dt_bias))
-    dt = _step_sizes(dt if dt.ndim == 3 else dt[..., None], dt_bias, steps)[..., None]
+    dt = step_sizes(dt if dt.ndim == 3 else dt[..., None], dt_bias, steps)[..., None]
     B, C = (t.to(wide).repeat_interleave(heads // t.shape[1], 1)[:, :, None] for t in (B, C))
     rows = None if slots is None else torch.where((slots >= 0) & (slots < state.shape[0]), slots, -1).long()
     old = state[: x.shape[0]] if rows is None else state[rows]
@@ -147,7 +147,7 @@ def _values(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, steps: Steps, seq: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """v, as x, and decay (B, H, N)."""
-    dt = _step_sizes(dt, bias, steps)
+    dt = step_sizes(dt, bias, steps)
     decay = -A * dt
     if seq is not None:
         changes = torch.cat([seq[:, :1] != 0, seq[:, 1:] != seq[:, :-1]], 1)
@@ -156,7 +156,8 @@ def _values(
     return (x * dt[..., None]).to(x.dtype), decay.transpose(1, 2).to(wide)
 
 
-def _step_sizes(dt: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
+def step_sizes(dt: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
+    """clamp(softplus(dt + bias)), in fp32, or in fp64 if dt is."""
     dt = _wide(dt)
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     dt = F.softplus(dt) if steps.softplus else dt

@@ -23,7 +23,7 @@ from fulmen.layers.tensor_parallel import join_rows, split_rows
 
 if TYPE_CHECKING:
     from fulmen.layers.attention import GroupedQueryAttention
-    from fulmen.layers.cache import StateCache, TokenCache
+    from fulmen.layers.cache import RecurrentCache, TokenCache
     from fulmen.layers.pool import Pool
     from fulmen.parallel.context import ContextParallel
 
@@ -39,7 +39,7 @@ class AttentionLayer(nn.Module):
     cp      the ranks that share x's tokens, if they do.
     """
 
-    cache_type: ClassVar[type[TokenCache] | type[StateCache]]
+    cache_type: ClassVar[type[TokenCache] | type[RecurrentCache]]
     pool_type: ClassVar[type[Pool] | None]
     embed_dim: int
     dropout: float = 0.0

@@ -62,7 +62,7 @@ def lightning_attention(
     decay          None, or s >= 0 in fp32 (fp64 if q is): (H,) or (H, 1, 1), constant slopes (`fulmen.decay` has some);
                    (B, H, N), one for each token, any strides. A token's decay acts on the state before it.
                    Differentiable; a backward that is not asked for its gradient does not pay for it.
-                   Its sign is checked on the CPU only: on a GPU that would synchronise.
+                   Finite and >= 0, which is checked on the CPU only: on a GPU that would synchronise.
     scale          multiplies the output; 1 as in the Lightning Attention papers (fla defaults to D ** -0.5).
     initial_state  fp32 (B, H, D, E), the state before the first token; differentiable.
     cu_seqlens     int32 (sequences + 1,) on the inputs' device, rising from 0 to N: B is 1 and N holds packed

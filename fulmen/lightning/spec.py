@@ -155,14 +155,19 @@ def _check_states(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | 
 
 
 def check_decay_values(decay: Tensor | None) -> None:
-    if decay is None or decay.device.type != "cpu":
+    check_sign("decay", decay, 1, "the state decays as exp(-decay)")
+
+
+def check_sign(name: str, x: Tensor | None, sign: int, why: str) -> None:
+    """On the CPU, where a look at values costs nothing: they are finite and, times `sign`, at least 0."""
+    if x is None or x.device.type != "cpu":
         return
-    good = (decay >= 0) & decay.isfinite()
+    good = ((x >= 0) if sign > 0 else (x <= 0)) & x.isfinite()
     if not bool(good.all()):
-        wrong = decay[~good]
+        wrong = x[~good]
         raise ValueError(
-            f"decay must be finite and >= 0 (the state decays as exp(-decay)); {len(wrong)} of {decay.numel()} are "
-            f"not: {wrong[:8].tolist()}"
+            f"{name} must be finite and {'>' if sign > 0 else '<'}= 0 ({why}); {len(wrong)} of {x.numel()} are not: "
+            f"{wrong[:8].tolist()}"
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fulmen.boundary import (
     autocast,
     autocasts,
+    check_distinct,
     check_int32,
     check_qkv,
     check_scale,
@@ -209,9 +210,7 @@ def check_values(decay: Tensor | None, slots: Tensor | None, states: int) -> Non
     """Checks values of CPU tensors; reading a GPU's would synchronise."""
     check_decay_values(decay)
     if slots is not None and slots.device.type == "cpu":
-        taken = [slot for slot in slots.tolist() if 0 <= slot < states]
-        if len(set(taken)) < len(taken):
-            raise ValueError(f"slots must differ, but for padding, as -1; got {slots.tolist()}")
+        check_distinct("slots", slots, states, ", but for padding, as -1")
 
 
 # ------------------------------------------------------------------------------------------------- specs

@@ -123,6 +123,48 @@ def test_bad_input(qkv):
         fla.chunk_linear_attn(*qkv, normalize=False, initial_state=(torch.zeros(1), torch.zeros(1)))
 
 
+def test_values_are_called_by_flas_names(qkv):
+    """On the CPU, where looking at values costs nothing."""
+    g, gamma = -torch.rand(B, T, H), -torch.rand(H)
+    g[1, 3, 2], gamma[1] = 0.5, 0.25
+    said = {"g": rf"1 of {B * T * H} are not: \[0.5\]", "g_gamma": rf"1 of {H} are not: \[0.25\]"}
+    for name, value in (("g", g), ("g_gamma", gamma)):
+        with pytest.raises(ValueError, match=rf"^{name} must be finite and <= 0 \(a log decay: .*; {said[name]}"):
+            fla.chunk_simple_gla(*qkv, **{name: value})
+        with pytest.raises(ValueError, match=f"^{name} must be finite and <= 0"):
+            fla.fused_recurrent_simple_gla(*qkv, **{name: torch.full_like(value, -math.inf)})
+    with pytest.raises(ValueError, match=r"^g must be finite and <= 0"):  # read as one number for each head
+        fla.chunk_simple_gla(*qkv, torch.ones(H).expand(B, T, H))
+    for layer, layers in ((12, 12), (-1, 12), (13, 12), (1.5, 12)):
+        with pytest.raises(ValueError, match=rf"^layer_idx={layer}: must be an int from 0 to 11"):
+            fla.chunk_lightning_attn(*qkv, layer, layers)
+    with pytest.raises(ValueError, match=r"^num_layers=0: must be an int of at least 1"):
+        fla.chunk_lightning_attn(*qkv, 0, 0)
+
+
+def test_a_normalised_state_has_its_denominator():
+    q, k, v = (torch.rand(B, T, H, n) for n in (D, D, E))
+    S, z = torch.rand(B, H, D, E), torch.rand(B, 1, H, D)
+    fla.chunk_linear_attn(q, k, v, initial_state=(S, z))
+    for state, message in (
+        (S, r"^initial_state is a Tensor, must be \(S, z\) with normalize: z \(sequences, 1, H, D\)"),
+        ((S, None), r"^initial_state is \(Tensor, NoneType\), must be \(S, z\)"),
+        ((S, z, z), r"^initial_state is \(Tensor, Tensor, Tensor\), must be \(S, z\)"),
+        ((S.mT, z), r"^initial_state\[0\] has shape \(2, 4, 8, 16\), must be \(sequences, H, D, E\)"),
+        ((S, z[:, 0]), r"^initial_state\[1\] has shape \(2, 4, 16\), must be \(sequences, 1, H, D\) = \(2, 1, 4, 16\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fla.chunk_linear_attn(q, k, v, initial_state=state)
+
+
+@pytest.mark.parametrize("call", [fla.chunk_simple_gla, fla.chunk_linear_attn])
+def test_compiled(qkv, call):
+    """Values are not looked at."""
+    given = {"g": -torch.rand(B, T, H)} if call is fla.chunk_simple_gla else {}
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv, **given)[0], call(*qkv, **given)[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_on_a_gpu(size):

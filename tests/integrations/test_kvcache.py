@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import numpy as np
 import pytest
 import torch
 
-from fulmen.integrations import flash_attn
+from fulmen.integrations import flash_attn, kvcache
 from fulmen.layers import append as appending
 from fulmen.testing import assert_close
 from fulmen.testing.flash import ROUNDINGS
@@ -112,8 +113,15 @@ CASES = {
 }  # fmt: skip
 
 
+def as_on_a_gpu(monkeypatch):
+    """Values of lengths and rows are not looked at."""
+    monkeypatch.setattr(kvcache, "_check_values", lambda *args: None)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_as_defined(case):
+def test_as_defined(case, monkeypatch):
+    if "beyond" in case:
+        as_on_a_gpu(monkeypatch)
     call = Call(**CASES[case])
     wanted = call.expected()
     o, lse = call.run()
@@ -220,6 +228,77 @@ def test_more_errors():
     assert torch.equal(call.k_cache, before)
 
 
+ROOM = "a row of the cache has room for 48 tokens"
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_lengths_beyond_the_capacity(page, as_tensor):
+    """On the CPU and as a number; on a GPU they are clamped."""
+    for new, given, limit in ((True, 47, 46), (False, 49, 48), (True, 10_000, 46)):
+        call = Call([5, 30], page=page, new=new)
+        before = call.k_cache.clone()
+        lengths = torch.tensor([5, given], dtype=torch.int32) if as_tensor else given
+        shown = f"[5, {given}]" if as_tensor else f"[{given}]"
+        more = ", and k has 2 more" if new else ""
+        with pytest.raises(
+            ValueError, match=re.escape(f"cache_seqlens must be from 0 to {limit}: {ROOM}{more}; got {shown}")
+        ):
+            call.run(cache_seqlens=lengths)
+        assert torch.equal(call.k_cache, before)
+        lengths = torch.tensor([5, limit], dtype=torch.int32) if as_tensor else limit
+        call.run(cache_seqlens=lengths)
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        call.run(cache_seqlens=torch.tensor([5, -1], dtype=torch.int32) if as_tensor else -1)
+    with pytest.raises(ValueError, match="k has 49 tokens, and a row of the cache has room for 48"):
+        Call([0, 0], N_NEW=49, page=page).run()
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_rotary_table_has_all_positions(page):
+    call = Call([5, 30], page=page, dim=8, causal=True)
+    call.cos, call.sin = call.cos[:48], call.sin[:48]
+    call.run()
+    before = call.k_cache.clone()
+    call.cos, call.sin = call.cos[:47], call.sin[:47]
+    with pytest.raises(
+        ValueError, match="rotary_cos and rotary_sin have 47 positions, must have the cache's capacity of 48"
+    ):
+        call.run()
+    assert torch.equal(call.k_cache, before)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_more_queries_than_new_tokens_need_more_positions(as_tensor):
+    call = Call([46, 46], N_Q=4, dim=8, causal=True)
+    lengths = torch.tensor([46, 46], dtype=torch.int32) if as_tensor else 46
+    call.cos, call.sin = call.cos[:49], call.sin[:49]
+    with pytest.raises(
+        ValueError, match="rotary_cos has 49 positions, must have 50: q has 4 tokens, the first at position 46"
+    ):
+        call.run(cache_seqlens=lengths)
+    call.run(cache_seqlens=lengths, causal=False)  # all queries at position 46
+
+
+def test_rows_of_the_cache():
+    call = Call([5, 30], rows=[3, 1])  # of a cache of 5 rows
+    before = call.k_cache.clone()
+    for rows, words in (
+        ([5, 1], r"cache_batch_idx must be from 0 to 4: k_cache has 5 rows; got \[5, 1\]"),
+        ([-1, 1], r"cache_batch_idx must be from 0 to 4: k_cache has 5 rows; got \[-1, 1\]"),
+        ([2, 2], r"cache_batch_idx must differ where k and v are appended; got \[2, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call.run(cache_batch_idx=torch.tensor(rows, dtype=torch.int32))
+    assert torch.equal(call.k_cache, before)
+    shared = {"cache_batch_idx": torch.tensor([2, 2], dtype=torch.int32), "k": None, "v": None}
+    o, _ = call.run(**shared)  # rows that are read alone may be shared
+    want = [
+        plain(call.q[b, None], call.k_cache[2, None, :n], call.v_cache[2, None, :n])[0] for b, n in ((0, 5), (1, 30))
+    ]
+    torch.testing.assert_close(o, torch.cat(want))
+
+
 def test_varlen_over_pages_and_used_lengths():
     call = Call([5, 30], page=16, new=False)
     lengths = torch.tensor(call.lengths, dtype=torch.int32)
@@ -323,8 +402,10 @@ def rounded(case, dtype, device="cpu"):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu(case):
+def test_on_a_gpu(case, monkeypatch):
     """Against fp64, and in a graph that is replayed with other lengths."""
+    if "beyond" in case:
+        as_on_a_gpu(monkeypatch)
     results = []
     for dtype, device in ((torch.bfloat16, "cuda"), (torch.bfloat16, "cpu"), (torch.float64, "cpu")):
         call, given = rounded(case, dtype, device)

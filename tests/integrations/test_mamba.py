@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -303,6 +306,65 @@ def test_more_bad_input():
             mamba.mamba_chunk_scan_combined(**given)
     with pytest.raises(ValueError, match=r"^state has shape \(3, 6\), must be"):
         mamba.selective_state_update(torch.zeros(3, H), **step_inputs(True))
+
+
+def test_two_rows_must_not_have_the_same_slot():
+    given, state = step_inputs(True), torch.randn(5, H, P, N)
+    before = state.clone()
+    for slots in ([4, 0, 4], [1, 1, -1]):
+        with pytest.raises(
+            ValueError, match=re.escape(f"state_batch_indices must differ, but for padding, as -1; got {slots}")
+        ):
+            mamba.selective_state_update(state, **given, state_batch_indices=torch.tensor(slots))
+    assert torch.equal(state, before)
+    x, B = torch.randn(3, P), torch.randn(3, N)
+    slots = torch.tensor([2, 2, 0])
+    with pytest.raises(ValueError, match="state_batch_indices must differ"):  # without heads
+        mamba.selective_state_update(torch.zeros(5, P, N), x, x, -torch.rand(P, N), B, B, state_batch_indices=slots)
+
+
+@pytest.mark.parametrize("update", [plainly, by_kernel])
+def test_any_number_that_is_no_slot_is_padding(update):
+    given, state = step_inputs(True), torch.randn(5, H, P, N)
+    want = state.clone()
+    alone = update(want, **given, dt_softplus=True, slots=torch.tensor([-1, 3, -1], dtype=torch.int32))
+    for slots in ([5, 3, 5], [-7, 3, 1000]):  # padding may repeat
+        after = state.clone()
+        y = update(after, **given, dt_softplus=True, slots=torch.tensor(slots, dtype=torch.int32))
+        assert torch.equal(y, alone)
+        assert torch.equal(after, want)
+        assert not y[0].any()
+        assert not y[2].any()
+
+
+def test_values_are_called_by_their_names():
+    """On the CPU, where looking at values costs nothing."""
+    tensors, _ = inputs(torch.float32)
+    A, dt, bias = tensors["A"].clone(), tensors["dt"].clone(), torch.zeros(H)
+    A[2], dt[1, 3, 4], bias[1] = 0.5, -0.25, -100.0
+    wide = {"dt_limit": (-math.inf, math.inf)}
+    for given, message in (
+        ({"A": A}, r"^A must be finite and <= 0 \(the state decays as exp\(A dt\)\); 1 of 6 are not: \[0.5\]"),
+        ({"A": torch.full((H,), -math.inf)}, "^A must be finite and <= 0"),
+        ({"dt": dt, **wide}, r"^dt must be .* >= 0 \(.*dt_limit=\(-inf, inf\).*makes them so\); 1 of .* \[-0.25\]"),
+        ({"dt_bias": bias, **wide}, r"^dt \+ dt_bias must be finite and >= 0"),
+        ({"dt": torch.full_like(dt, math.nan)}, "^dt must be finite and >= 0"),
+        ({"dt_limit": (-2.0, -1.0)}, r"^dt_limit=\(-2.0, -1.0\): must be two numbers, .* at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mamba.mamba_chunk_scan_combined(**tensors | given)
+    y = mamba.mamba_chunk_scan_combined(**tensors)
+    assert torch.equal(mamba.mamba_chunk_scan_combined(**tensors, **wide), y)  # all dt are positive
+    close(mamba.mamba_chunk_scan_combined(**tensors | {"dt": dt}), scan(**tensors | {"dt": dt.clamp(min=0)})[0])
+
+
+def test_a_row_that_begins_with_another_seq_idx_ignores_its_initial_state():
+    tensors, _ = inputs()
+    index, state = torch.ones(ROWS, L, dtype=torch.int32), torch.randn(ROWS, H, P, N)
+    index[0] = 0
+    y = mamba.mamba_chunk_scan_combined(**tensors, seq_idx=index, initial_states=state)
+    close(y[0], scan(**tensors, state=state)[0][0])
+    close(y[1], scan(**tensors)[0][1])
 
 
 def test_a_step_of_any_strides_is_one_launch(interpreted):

@@ -16,6 +16,7 @@ from fulmen.layers import (
     KVCache,
     LatentCache,
     LightningAttention,
+    Mamba2,
     MambaCache,
     MultiHeadLatentAttention,
     StateCache,
@@ -205,8 +206,18 @@ def test_a_state_is_not_captured(monkeypatch):
     f, cache = CACHED["lightning"][0](), StateCache()
     f(tokens(1, 6), cache=cache)
     monkeypatch.setattr(caching, "is_capturing", lambda device: True)
-    with pytest.raises(NotImplementedError, match="use a pool"):
+    with pytest.raises(NotImplementedError, match=r"a StateCache in a CUDA graph.* use a pool"):
         f(tokens(1, 1), cache=cache)
+
+
+@torch.no_grad()
+def test_only_single_tokens_of_mamba_are_captured(monkeypatch):
+    f, cache = Mamba2(24, 6, head_dim=8, state_size=16, dtype=torch.float64), MambaCache()
+    f(tokens(1, 6), cache=cache)
+    monkeypatch.setattr(caching, "is_capturing", lambda device: True)
+    f(tokens(1, 1), cache=cache)
+    with pytest.raises(NotImplementedError, match=r"a MambaCache in a CUDA graph.* capture steps of one token"):
+        f(tokens(1, 2), cache=cache)
 
 
 @torch.no_grad()
@@ -289,6 +300,24 @@ def facts(cache) -> tuple:
 
 
 ANOTHER = "cache holds 6 tokens of another layer: give each layer a cache of its own, or call reset()"
+
+
+LAYERS = {
+    KVCache: lambda: GroupedQueryAttention(24, 6, 2, head_dim=8, causal=True),
+    LatentCache: lambda: MultiHeadLatentAttention(
+        24, 2, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8, causal=True
+    ),
+    StateCache: lambda: LightningAttention(24, 6),
+    MambaCache: lambda: Mamba2(24, 6, head_dim=8, state_size=16),
+}
+
+
+@pytest.mark.parametrize(("own", "foreign"), list(itertools.permutations(LAYERS, 2)))
+def test_a_cache_of_another_kind_is_refused(own, foreign):
+    f, cache = LAYERS[own](), foreign()
+    with pytest.raises(ValueError, match=rf"^cache is a {foreign.__name__}, must be a {own.__name__}"):
+        f(tokens(2, 6).float(), cache=cache)
+    assert not cache.length
 
 
 @pytest.mark.parametrize("kind", CACHED)

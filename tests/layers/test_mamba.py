@@ -13,12 +13,13 @@ import transformers
 from torch.nn import functional as F
 from transformers import DynamicCache
 from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.zamba2.modeling_zamba2 import Zamba2MambaMixer
 
-from fulmen.layers import Mamba2, MambaCache, StateCache
+from fulmen.layers import LightningAttention, Mamba2, MambaCache, StateCache
 from fulmen.testing import assert_close, expected, results_of
 
 close = torch.testing.assert_close
@@ -106,6 +107,20 @@ def test_from_hf_refuses():
         Mamba2.from_hf(module, transformers.FalconH1Config(hidden_size=WIDTH))
     config.hidden_act = "gelu"
     with pytest.raises(NotImplementedError, match="hidden_act='gelu'"):
+        Mamba2.from_hf(module, config)
+
+
+def test_from_hf_refuses_a_module_as_it_does_its_state_dict():
+    """Falcon-H1's mixer has an Identity for a norm."""
+    small = {"mamba_n_heads": H, "mamba_d_head": P, "mamba_d_state": N, "mamba_d_ssm": H * P}
+    config = transformers.FalconH1Config(hidden_size=WIDTH, num_hidden_layers=1, mamba_rms_norm=False, **small)
+    module = FalconH1Mixer(config, 0)
+    for source in (module, module.state_dict()):
+        with pytest.raises(NotImplementedError, match=r"model_type='falcon_h1': from_hf knows mamba2, .* accelerate"):
+            Mamba2.from_hf(source, config)
+    module, config = theirs("mamba2")
+    module.norm = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"not those of Mamba2.* missing norm.weight"):
         Mamba2.from_hf(module, config)
 
 
@@ -261,6 +276,24 @@ def test_a_cache_of_other_rows_is_refused():
         for rows, tokens in ((5, 1), (2, 1), (5, 4)):
             with pytest.raises(ValueError, match=r"cache holds states \(3, .* call reset\(\)"):
                 layer(torch.randn(rows, tokens, layer.embed_dim), cache=cache)
+
+
+@pytest.mark.parametrize("kind", [Mamba2, LightningAttention])
+@torch.no_grad()
+def test_a_cache_of_another_dtype_is_named(kind):
+    layer = made() if kind is Mamba2 else LightningAttention(WIDTH, 4)
+    cache = layer.cache_type()
+    layer(tokens(), cache=cache)
+    state = cache.state.clone()
+    layer.double()
+    said = "cache holds states in torch.float32 on cpu, and x, torch.float64 on cpu, needs torch.float64 there"
+    for length in (1, 4):
+        with pytest.raises(ValueError, match=rf"^{said}: call reset\(\)"):
+            layer(tokens(length=length).double(), cache=cache)
+    assert torch.equal(cache.state, state)
+    assert cache.length == 21
+    layer.bfloat16()  # whose state is fp32, too
+    assert layer(tokens(length=1).bfloat16(), cache=cache).isfinite().all()
 
 
 def test_a_step_after_inference_mode_and_with_gradients():
