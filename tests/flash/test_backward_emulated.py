@@ -224,6 +224,9 @@ HEAR, HEARD_EARLY = f"{READ}{TELL}", f"{TELL}__syncwarp();\n{READ}"
 MISTAKES = {
     "do not waited for": ("64 causal", "at.o.wait(o);", ";", LATE, f"{WRONG}|all wait|has ended|more arrivals"),
     "q not waited for": ("128 causal", "at.q.wait(q);", ";", LATE, f"{WRONG}|all wait|has ended"),
+    "k not waited for": (
+        "64 causal", "mbarrier_wait(at.k_full, parity);", "", LATE, f"{WRONG}|all wait|more arrivals",
+    ),
     "v not waited for": ("128", "mbarrier_wait(at.v_full, parity);", "", LATE, f"{WRONG}|more arrivals"),
     "ds not for wgmma to see": (
         "128", "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }\n    fence_async();",
@@ -258,13 +261,14 @@ MISTAKES = {
     "v never released": ("128 causal", "else if (reports) mbarrier_arrive(at.v_empty);", "", ANY, "all wait"),
     "k and v of the tile before": ("64 causal", "told.loaded & 1", "0", LATE, f"{WRONG}|all wait|more arrivals"),
     "the last q of a tile never released": (
-        "128 causal", "        if (reports) at.q.release(before);\n    }\n    float dq", "    }\n    float dq", ANY, "all wait",
+        "128 causal", "        if (reports) at.q.release(before);\n    }\n    float dq", "    }\n    float dq", ANY,
+        "all wait",
     ),
     "a tile told before all have heard": (
         "64 causal", "mbarrier_wait(at.heard, parity ^ 1);", "", ANY, f"{WRONG}|all wait|more arrivals|no tensor's",
     ),
     "a tile read after it is heard": (
-        "64 causal", HEAR, HEARD_EARLY, ANY, f"{WRONG}|all wait|more arrivals|comes after|no tensor's|different products",
+        "64 causal", HEAR, HEARD_EARLY, ANY, f"{WRONG}|all wait|more arrivals|no tensor's|different products",
     ),
     "the counter of tiles": ("128 causal", "*a.counter = 0;", "*a.counter = 1;", ANY, f"{WRONG}|all wait"),
     "a key too many": ("128 GQA", "if (g + 8 * r < rows)", "if (true)", EARLY, "outside a tensor"),

@@ -114,7 +114,7 @@ struct Told {
 struct Schedule {
     int parity = 0;
 
-    // Without queries no prologue clears the counter, and every tile has a block of its own. loaded: see Stages.
+    // Without queries no prologue clears the counter, and every tile has a block of its own.
     __device__ __forceinline__ int take(const Args &a, const Shared &at, char *shared, bool first, int loaded) {
         const int t = a.n_q ? take_tile(a.counter) : first ? blockIdx.x : a.end;
         mbarrier_wait(at.heard, parity ^ 1);
@@ -156,7 +156,8 @@ __device__ __forceinline__ void zero_rows(u32 x, int from, int consumer) {
 
 // 128 rows of k or v, when both consumers have released those of the tile before.
 template <int SIZE>
-__device__ __forceinline__ void fetch_keys(u32 to, const TensorMap &map, u32 full, u32 empty, int before, int row, int h, int b) {
+__device__ __forceinline__ void fetch_keys(u32 to, const TensorMap &map, u32 full, u32 empty, int before, int row, int h,
+                                           int b) {
     mbarrier_wait(empty, ~before & 1);
     mbarrier_expect(full, N * SIZE * 2);
 #pragma unroll
@@ -391,8 +392,8 @@ struct Stages {
 };
 
 // All query tiles. Products that run at the same time as the code after them are named behind it.
-__device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity, const Args &a, const Shared &at, const Tile &tile,
-                                             const char *shared, int consumer) {
+__device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity, const Args &a, const Shared &at,
+                                             const Tile &tile, const char *shared, int consumer) {
     const bool reports = threadIdx.x % 32 == 0;
     const int keys = tile.n0 + 64 * consumer;   // the first of the consumer's
     const u32 k = at.k + consumer * 64 * 128, v = at.v + consumer * 64 * 128;

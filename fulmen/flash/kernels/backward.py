@@ -13,8 +13,8 @@ Shared memory of a block (bytes) and registers of a consumer thread, by head dim
     s (D128: of the next tile), dq, p, ds      64 + 32 + 32 + 32        32 + 32 + 16 + 16
     sum, of 240                                          224                      224
 
-The workspace is fp32 dq, and lse and delta of every query. torch's caching allocator owns it, so that calls on several
-streams, or in CUDA graphs, do not share it.
+The workspace is fp32 dq, lse and delta of every query, and what blocks count. torch's caching allocator owns it, so
+that calls on several streams, or in CUDA graphs, do not share it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def launches(
     of_main = {
         "dq_strides": strides(dq), "dk_strides": strides(dk), "dv_strides": strides(dv), "heads": spec.B * spec.H_KV,
         "h": spec.H_KV, "group": max(spec.group, 1), **mask, "tiles": key_tiles(spec),
-        "swizzle": heads, "works": tiles, "lag": behind, "end": tiles + behind, "factor": factor, "inner": inner, "scale": spec.scale,
+        "swizzle": heads, "works": tiles, "lag": behind, "end": tiles + behind, "factor": factor, "inner": inner,
+        "scale": spec.scale,
     }  # fmt: skip
     blocks = slots(spec, tile) * spec.B * spec.H, 1, 1
     return [
