@@ -524,8 +524,8 @@ def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None
     if dropout:
         raise NotImplementedError(
             f"dropout={dropout}: 'fulmen' has no attention dropout. A model's modules read it from the config when "
-            "they are built: build it with attention_dropout=0, or set module.attention_dropout = 0.0 on each of them; or "
-            "use attn_implementation='sdpa'"
+            "they are built: build it with attention_dropout=0, or set module.attention_dropout = 0.0 on each of them; "
+            "or use attn_implementation='sdpa'"
         )
     for name, instead in _UNSUPPORTED.items():
         x = kwargs.get(name)
