@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def run(name, *arguments):
     return done.output
 
 
+def refusal(name, *arguments):
+    """What a script says of arguments it refuses, on one line. Any other exception is raised."""
+    done = CliRunner().invoke(script(name).main, [str(a) for a in arguments], catch_exceptions=False)
+    assert done.exit_code == 2, done.output
+    return " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(("model", "lora"), [("tiny", 0), ("tiny", 4), ("tiny-mamba", 4)])
 def test_finetuning_resumes_where_it_stopped(model, lora, tmp_path):
     options = ("--model", model, "--lora", lora, "--length", 48, "--every", 3, "--device", "cpu")
@@ -45,12 +53,91 @@ def test_finetuning_resumes_where_it_stopped(model, lora, tmp_path):
         assert adapted == softmax | {f"{kind}.{part}" for part in others[kind]}
         assert all(weight.any() for name, weight in whole["weights"].items() if name.endswith(".b")), "all are trained"
     assert (tmp_path / "parts" / "loss.png").stat().st_size > 0
-    other = CliRunner().invoke(
-        script("finetune").main,
-        ["--model", model, "--lora", str(4 - lora), "--out", str(tmp_path / "whole"), "--resume"],
-    )
-    assert other.exit_code == 2
-    assert "holds other weights" in other.output
+    checkpoint = tmp_path / "whole" / "checkpoint.pt"
+    said = run("finetune", *options, "--steps", 5, "--out", tmp_path / "whole", "--resume")
+    assert f"{checkpoint} is finished: it has 6 steps, and --steps is 5" in said
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps with adapters of rank 1."""
+    out = tmp_path_factory.mktemp("finished")
+    run("finetune", "--lora", 1, "--length", 48, "--steps", 2, "--device", "cpu", "--out", out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--lora", 4, "--lora 1; --resume needs the same, not --lora 4"),
+        ("--lora", 0, "--lora 1; --resume needs the same, not --lora 0"),
+        ("--length", 64, "--length 48; --resume needs the same, not --length 64"),
+        ("--batch", 3, "--batch 2; --resume needs the same, not --batch 3"),
+        ("--seed", 1, "--seed 0; --resume needs the same, not --seed 1"),
+        ("--model", "tiny-mamba", "--model tiny; --resume needs the same, not --model tiny-mamba"),
+        ("--data", __file__, "sha256 of the text "),
+    ],
+)
+def test_finetuning_resumes_the_same_run_alone(option, value, said, finished):
+    before = (finished / "checkpoint.pt").read_bytes()
+    options = ("--lora", 1, "--length", 48, "--steps", 4, "--device", "cpu", "--out", finished, "--resume")
+    answer = refusal("finetune", *options, option, value)
+    assert f"checkpoint.pt was written with {said}" in answer
+    assert (finished / "checkpoint.pt").read_bytes() == before
+
+
+def test_finetuning_compares_shapes_before_it_loads(finished):
+    """Rank 1 would be broadcast into rank 4. A model may change under its name."""
+    module = script("finetune")
+    model, _ = module.load_model("tiny", "cpu")
+    module.add_lora(module.fulmen.integrations.transformers.accelerate(model, verbose=False), 4)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    options = torch.load(finished / "checkpoint.pt")["options"]
+    before = {name: p.clone() for name, p in module.trained(model).items()}
+    with pytest.raises(module.click.UsageError, match=r"has shape \(64, 1\) there and \(64, 4\) here"):
+        module.resume(finished / "checkpoint.pt", model, optimizer, options, "cpu")
+    torch.testing.assert_close(module.trained(model), before, rtol=0, atol=0)
+
+
+def test_finetuning_resumes_with_another_learning_rate(finished, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes((finished / "checkpoint.pt").read_bytes())
+    options = ("--lora", 1, "--length", 48, "--steps", 3, "--device", "cpu", "--out", tmp_path, "--resume")
+    run("finetune", *options, "--lr", 0)
+    before, after = (torch.load(path / "checkpoint.pt") for path in (finished, tmp_path))
+    assert len(after["losses"]) == 3
+    torch.testing.assert_close(after["weights"], before["weights"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--data", "empty.txt"), "--data empty.txt holds no text"),
+        (("--data", "missing.txt"), "--data missing.txt cannot be read as text: [Errno 2] No such file"),
+        (("--data", "bytes.txt"), "--data bytes.txt cannot be read as text: 'utf-8' codec"),
+        (("--model", "."), "--model . cannot be loaded"),
+        (("--resume",), "--resume needs --out"),
+        (("--resume", "--out", "run"), f"--resume finds no checkpoint: there is no {Path('run', 'checkpoint.pt')}"),
+        (("--every", 0), "Invalid value for '--every': 0 is not in the range x>=1"),
+        (("--steps", 0), "Invalid value for '--steps'"),
+        (("--batch", 0), "Invalid value for '--batch'"),
+        (("--length", 1), "Invalid value for '--length'"),
+        (("--lora", -2), "Invalid value for '--lora': -2 is not in the range x>=0"),
+        (("--out", "empty.txt"), "Invalid value for '--out'"),
+        (("--device", "abacus"), "Invalid value for '--device': abacus"),
+    ],
+)
+def test_finetuning_refuses(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n\n  \n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    assert said in refusal("finetune", "--device", "cpu", "--steps", 1, *arguments)
+
+
+def test_lora_needs_projections():
+    module = script("finetune")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(module.click.UsageError, match="--lora finds no linear projections"):
+        module.add_lora(types.SimpleNamespace(model=model, mixers=[]), 4)
 
 
 def test_packed_rows_hold_whole_documents():
