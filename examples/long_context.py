@@ -135,7 +135,8 @@ def plot(results: dict[str, list[Row]], path: Path) -> None:
     for column, (axis, label) in enumerate(zip(axes[0], labels, strict=True), 1):
         for pattern, rows in results.items():
             axis.plot([row.N for row in rows], [row[column] for row in rows], marker="o", label=pattern)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axis.set_xscale("log", base=2)
+        axis.set(yscale="log", xlabel="tokens", ylabel=label)
         axis.legend()
     figure.savefig(path)
 
