@@ -12,6 +12,7 @@ Documents (a text file's paragraphs, a dataset's rows) are packed: a row of --le
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Iterator
@@ -42,14 +43,27 @@ class Bytes:
 def documents(data: str) -> list[str]:
     """The paragraphs of a text file, or the rows of a dataset of the Hub, "hf:name"."""
     if data.startswith("hf:"):
-        from datasets import load_dataset
-
-        return [row["text"] for row in load_dataset(data.removeprefix("hf:"), split="train")]
-    return [part for part in Path(data).read_text("utf-8").split("\n\n") if part.strip()]
+        try:
+            from datasets import load_dataset
+        except ImportError:
+            raise click.UsageError(f"--data {data} needs `pip install datasets`") from None
+        rows = load_dataset(data.removeprefix("hf:"), split="train")
+        if "text" not in rows.column_names:
+            raise click.UsageError(f"--data {data} has no column 'text', only {', '.join(rows.column_names)}")
+        parts = rows["text"]
+    else:
+        try:
+            parts = Path(data).read_text("utf-8").split("\n\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"--data {data} cannot be read as text: {error}") from None
+    texts = [part for part in parts if part.strip()]
+    if not texts:
+        raise click.UsageError(f"--data {data} holds no text")
+    return texts
 
 
 def batches(texts: list[str], tokenizer: Any, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Forever: ids and position_ids (batch, length), documents end to end, positions from 0 in each."""
+    """Yields ids and position_ids (batch, length) without end: documents end to end, positions from 0 in each."""
     order, ids, positions = random.Random(seed), [], []
     while True:
         for text in order.sample(texts, len(texts)):
@@ -101,6 +115,8 @@ def add_lora(accelerated: fulmen.integrations.transformers.Accelerated, rank: in
         for name, child in parent.named_children()
         if isinstance(child, nn.Linear) and not isinstance(parent, LoRA)
     ]
+    if not found:
+        raise click.UsageError("--lora finds no linear projections in the mixers of this model")
     for parent, name, child in found:
         setattr(parent, name, LoRA(child, rank))
 
@@ -119,8 +135,14 @@ def load_model(name: str, device: str) -> tuple[Any, Any]:
         kinds = ["mamba"] * 3 + ["attention"]
         config = transformers.GraniteMoeHybridConfig(**sizes, **mamba, layer_types=kinds)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
-        return model, transformers.AutoTokenizer.from_pretrained(name)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"--model {name} cannot be loaded: {error}") from None
+        if tokenizer.eos_token_id is None:
+            raise click.UsageError(f"the tokenizer of {name} has no token that ends a document")
+        return model, tokenizer
     return transformers.AutoModelForCausalLM.from_config(config).to(device), Bytes()
 
 
@@ -138,22 +160,38 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+def save(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float], options: dict[str, Any]
+) -> None:
     """Writes beside the old checkpoint first, so that one that is whole is always there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
-    torch.save({"weights": trained(model), "optimizer": optimizer.state_dict(), "losses": losses}, fresh)
+    state = {"weights": trained(model), "optimizer": optimizer.state_dict(), "losses": losses, "options": options}
+    torch.save(state, fresh)
     fresh.replace(path)
 
 
-def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> list[float]:
+def resume(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any], device: str
+) -> list[float]:
+    """Loads a checkpoint of a run with the same `options`, and returns the losses of its steps."""
     saved = torch.load(path, map_location=device)
-    weights = trained(model)
-    if saved["weights"].keys() != weights.keys():
-        raise click.UsageError(f"{path} holds other weights than these options train")
-    for name, p in weights.items():
+    was = saved.get("options", {})
+    differ = [name for name in options if was.get(name) != options[name]]
+    if differ:
+        before, after = (", ".join(f"{name} {of.get(name)}" for name in differ) for of in (was, options))
+        raise click.UsageError(f"{path} was written with {before}; --resume needs the same, not {after}")
+    shapes, expected = ({name: tuple(p.shape) for name, p in w.items()} for w in (saved["weights"], trained(model)))
+    if shapes != expected:
+        name = min(shapes.items() ^ expected.items())[0]
+        found = f"{name} has shape {shapes.get(name)} there and {expected.get(name)} here"
+        raise click.UsageError(f"{path} holds other weights than this model trains: {found}")
+    for name, p in trained(model).items():
         p.copy_(saved["weights"][name])
+    rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict(saved["optimizer"])
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr  # --lr may change
     return list(saved["losses"])
 
 
@@ -166,24 +204,44 @@ def plot(losses: list[float], path: Path) -> None:
     figure.savefig(path)
 
 
+def usable(_: click.Context, __: click.Parameter, device: str) -> str:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise click.BadParameter(f"{device}: {error}") from None
+    return device
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--model", "name", default="tiny", help="A model of the Hub, a folder, 'tiny' or 'tiny-mamba'.")
 @click.option("--data", default=__file__, help="A text file, or hf:NAME of a dataset with a column 'text'.")
-@click.option("--lora", default=0, help="Rank of the adapters; 0 trains all weights.")
-@click.option("--length", default=256, help="Tokens in a row.")
-@click.option("--batch", default=2, help="Rows a step.")
-@click.option("--steps", default=40)
-@click.option("--lr", default=3e-3)
-@click.option("--every", default=20, help="Steps between checkpoints.")
-@click.option("--out", type=click.Path(path_type=Path), help="A folder for checkpoints and the loss curve.")
+@click.option("--lora", type=click.IntRange(0), default=0, help="Rank of the adapters; 0 trains all weights.")
+@click.option("--length", type=click.IntRange(2), default=256, help="Tokens in a row.")
+@click.option("--batch", type=click.IntRange(1), default=2, help="Rows a step.")
+@click.option("--steps", type=click.IntRange(1), default=40, help="In all, with those before --resume.")
+@click.option("--lr", type=click.FloatRange(0), default=3e-3, help="Of AdamW.")
+@click.option("--every", type=click.IntRange(1), default=20, help="Steps between checkpoints.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="A folder for checkpoints and the loss curve."
+)
 @click.option("--resume", "go_on", is_flag=True, help="Go on from the checkpoint in --out.")
-@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", callback=usable)
 @click.option("--seed", default=0)
 def main(
     name: str, data: str, lora: int, length: int, batch: int, steps: int, lr: float, every: int, out: Path | None,
     go_on: bool, device: str, seed: int,
 ) -> None:  # fmt: skip
     """Trains, and writes checkpoints and a loss curve."""
+    path = None if out is None else out / "checkpoint.pt"
+    if go_on and path is None:
+        raise click.UsageError("--resume needs --out")
+    if go_on and path is not None and not path.exists():
+        raise click.UsageError(f"--resume finds no checkpoint: there is no {path}")
+    texts = documents(data)
+    options = {
+        "--model": name, "--lora": lora, "--length": length, "--batch": batch, "--seed": seed,
+        "sha256 of the text": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16],
+    }  # fmt: skip
     console = Console()
     torch.manual_seed(seed)
     model, tokenizer = load_model(name, device)
@@ -193,11 +251,12 @@ def main(
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     losses: list[float] = []
-    if go_on:
-        if out is None:
-            raise click.UsageError("--resume needs --out")
-        losses = resume(out / "checkpoint.pt", model, optimizer, device)
-    rows = batches(documents(data), tokenizer, batch, length, seed)
+    if go_on and path is not None:
+        losses = resume(path, model, optimizer, options, device)
+        if len(losses) >= steps:
+            console.print(f"{path} is finished: it has {len(losses)} steps, and --steps is {steps}", soft_wrap=True)
+            return
+    rows = batches(texts, tokenizer, batch, length, seed)
     for _ in losses:  # those that were seen
         next(rows)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -212,10 +271,9 @@ def main(
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
             progress.update(task, advance=1, description=f"loss {losses[-1]:.3f}")
-            if out is not None and (len(losses) % every == 0 or len(losses) == steps):
-                save(out / "checkpoint.pt", model, optimizer, losses)
-    if losses:
-        console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
+            if path is not None and (len(losses) % every == 0 or len(losses) == steps):
+                save(path, model, optimizer, losses, options)
+    console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
     if out is not None:
         plot(losses, out / "loss.png")
 

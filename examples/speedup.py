@@ -1,6 +1,6 @@
 """How much faster a Hugging Face model is on fulmen's kernels: transformers' own code beside an accelerated copy.
 
-    python examples/speedup.py --tiny                                  # a tiny random MiniMax, on a CPU, in seconds
+    python examples/speedup.py --tiny                                  # a tiny random MiniMax, in a minute on a CPU
     python examples/speedup.py --model minimax --out speedup.jsonl     # on a GPU: 4 layers of 2048, B2 N8192, bf16
     python examples/speedup.py --model granite --batch 1 --tokens 4096
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import statistics
 import sys
@@ -31,11 +32,15 @@ from typing import Any
 
 import torch
 import transformers
-import triton
 from torch import Tensor
 
 import fulmen
 import fulmen.integrations.transformers
+
+try:
+    import triton
+except ImportError:  # it comes with torch on Linux alone
+    triton = None
 
 ROOM, STEPS = 64, 8  # tokens of a static cache after the prompt; decoding steps of a sample
 CHECKED = 1024  # tokens of the comparison
@@ -241,7 +246,7 @@ def measure(sides: list[Side], rounds: int, graphs: bool) -> Iterator[dict[str, 
     alone = {"all mixers": list(range(len(mixers)))}
     for i, mixer in enumerate(mixers):
         alone.setdefault(type(mixer).__name__, []).append(i)
-    print(f"{'':56}{'own ms':>14}{'ours ms':>14}{'speedup':>9}")
+    print(f"{'milliseconds':56}{'transformers':>14}{'fulmen':>14}{'speedup':>9}")
 
     def rows(what: str, verb: str, count: int = 1) -> Iterator[dict[str, Any]]:
         for name, chosen in (alone | {"whole model": None}).items():
@@ -270,7 +275,8 @@ def measure(sides: list[Side], rounds: int, graphs: bool) -> Iterator[dict[str, 
         ]
         stuck = [who for who, states in zip(("own", "ours"), changed, strict=True) if states[0] != states[1]]
         if stuck:
-            print(f"    a replay does not advance the states that an eager step advances: {', '.join(stuck)}")
+            whose = " and ".join("transformers" if who == "own" else "fulmen" for who in stuck)
+            print(f"    a replay does not advance the states that an eager step advances: {whose}")
         yield row | {"state_does_not_advance": stuck}
 
 
@@ -293,25 +299,52 @@ def build(name: str, tiny: bool, batch: int, N: int, device: torch.device) -> li
     return sides
 
 
-def main(arguments: list[str] | None = None) -> None:
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, if they can run."""
     parser = argparse.ArgumentParser(description="transformers' own model beside its accelerated copy")
     parser.add_argument("--model", choices=("minimax", "granite"), default="minimax")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--tokens", type=int, help="of a sequence, and before a decoding step: 8192, or 32 if tiny")
+    parser.add_argument("--tokens", type=int, help="of a sequence, before a decoding step: 8192, or 32 if tiny")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="a file that gets a JSON line for each row")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
+    try:
+        args.device = torch.empty(0, device=args.device).device
+    except (AssertionError, RuntimeError) as error:
+        parser.error(f"--device {args.device}: {error}")
+    if args.device.type not in ("cpu", "cuda"):
+        parser.error(f"--device {args.device}: times are measured on cpu and cuda alone")
+    if args.tokens is None:
+        if args.device.type == "cpu" and not args.tiny:
+            parser.error("the full size takes hours on a CPU: use --tiny, or choose --tokens")
+        args.tokens = 32 if args.tiny else 8192
+    for name, least in {"batch": 1, "tokens": 2, "rounds": 1}.items():
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}, not {getattr(args, name)}")
+    if args.out:
+        try:
+            args.out.open("a").close()
+        except OSError as error:
+            parser.error(f"--out {args.out} cannot be written: {error}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parsed(arguments)
     torch.manual_seed(0)
-    device, N = torch.device(args.device), args.tokens or (32 if args.tiny else 8192)
+    device, N = args.device, args.tokens
     sides = build(args.model, args.tiny, args.batch, N, device)
     facts = {
         "model": args.model, "batch": args.batch, "tokens": N, "dtype": str(sides[0].model.dtype),
         "config": sides[0].model.config.to_diff_dict(), "fulmen": fulmen.__version__, "torch": torch.__version__,
-        "triton": triton.__version__, "transformers": transformers.__version__,
+        "triton": triton and triton.__version__, "transformers": transformers.__version__,
+        "mamba_ssm": importlib.util.find_spec("mamba_ssm") is not None,  # else transformers scans in plain PyTorch
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip
+    if device.type == "cpu":
+        print("Times on a CPU say nothing about a GPU: fulmen's kernels for GPUs are not used.\n")
     for row in measure(sides, args.rounds, device.type == "cuda"):
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:

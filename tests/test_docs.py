@@ -50,6 +50,10 @@ def one_rank(monkeypatch):
         ours.unregister()
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 100
+
+
 def test_there_are_blocks():
     assert len(BLOCKS["README.md"]) == 5
     assert len(BLOCKS["docs/integrations.md"]) == 6
