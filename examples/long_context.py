@@ -16,6 +16,7 @@ step, on a GPU.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 import time
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fulmen
 from fulmen.layers import GroupedQueryAttention, LightningAttention
 
 VOCAB, PART = 1024, 32768  # tokens of a part
@@ -179,18 +181,22 @@ def check(patterns: list[str], dim: int, heads: int, layers: int) -> None:
 @click.option(
     "--plot", "path", type=click.Path(dir_okay=False, path_type=Path), help="A file for time and memory over N."
 )
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="A file that gets a JSON line for each N.")
 def main(
     patterns: str, dim: int, heads: int, layers: int, start: int, end: int, seconds: float, device: torch.device,
-    path: Path | None,
+    path: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """Trains each stack on longer and longer sequences."""
     names = [pattern.strip() for pattern in patterns.split(",")]
     check(names, dim, heads, layers)
     if start > end:
         raise click.UsageError(f"--from {start} is longer than --to {end}")
-    if path is not None and not path.parent.is_dir():
-        raise click.UsageError(f"--plot {path}: there is no folder {path.parent}")
+    for name, file in {"--plot": path, "--out": out}.items():
+        if file is not None and not file.parent.is_dir():
+            raise click.UsageError(f"{name} {file}: there is no folder {file.parent}")
     console, on_gpu, results = Console(), device.type == "cuda", {}
+    facts = {"dim": dim, "heads": heads, "layers": layers, "torch": torch.__version__, "fulmen": fulmen.__version__}
+    facts["device"] = torch.cuda.get_device_name(device) if on_gpu else "cpu"
     table = Table("pattern", "tokens", "s a step", "tokens/s", *["GiB"] * on_gpu)
     if not on_gpu:
         console.print("Memory is measured on a GPU only.")
@@ -204,6 +210,9 @@ def main(
             except torch.OutOfMemoryError:
                 console.print(f"{pattern}: {N:,} tokens do not fit")
                 break
+            if out:
+                with out.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"pattern": pattern, **rows[-1]._asdict(), **facts}) + "\n")
             _, took, memory, _ = rows[-1]
             gib = [] if memory is None else [f"{memory:.1f}"]
             table.add_row(pattern, f"{N:,}", f"{took:.3f}", f"{N / took:,.0f}", *gib)

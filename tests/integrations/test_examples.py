@@ -150,7 +150,11 @@ def test_packed_rows_hold_whole_documents():
 
 
 def test_longer_and_longer_sequences(tmp_path):
-    said = run("long_context", "--from", 64, "--to", 256, "--plot", tmp_path / "long.png", "--patterns", "L, LG")
+    files = "--plot", tmp_path / "long.png", "--out", tmp_path / "long.jsonl"
+    said = run("long_context", "--from", 64, "--to", 256, *files, "--patterns", "L, LG")
+    lines = [json.loads(line) for line in (tmp_path / "long.jsonl").read_text().splitlines()]
+    assert [(line["pattern"], line["N"]) for line in lines] == [(p, N) for p in ("L", "LG") for N in (64, 128, 256)]
+    assert all(line["seconds"] > 0 and line["memory"] is None for line in lines)
     assert all(f"{pattern} {N} tokens" in said for pattern in ("L", "LG") for N in (64, 128, 256))
     assert all(
         re.search(rf"^{pattern}: (time grows as N\^|no exponent)", said, re.MULTILINE) for pattern in ("L", "LG")
@@ -226,6 +230,7 @@ def test_the_default_stacks_have_every_letter():
         (("--from", 512, "--to", 256), "--from 512 is longer than --to 256"),
         (("--heads", 3), "--dim 64 in --heads 3: heads need an even number of elements each"),
         (("--plot", Path("missing", "long.png")), "there is no folder missing"),
+        (("--out", Path("missing", "long.jsonl")), "--out missing/long.jsonl: there is no folder missing"),
         (("--device", "abacus"), "Invalid value for '--device': abacus"),
         (("--device", "meta"), "meta: steps are timed on cpu and cuda alone"),
     ],
