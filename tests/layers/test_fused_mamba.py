@@ -82,7 +82,7 @@ def test_convolution(channels, taps, silu, packed, before, dtype, fused) -> None
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [12, 300])
 def test_convolution_as_compiled(length, packed, dtype) -> None:
-    """The kernels that a GPU runs, which are not those of the interpreter: within a tile of tokens, and over several."""
+    """As a GPU runs it, not the interpreter: within a tile of tokens, and over several."""
     channels = 384
     seq = (torch.arange(length, device="cuda") // 7).to(torch.int32).expand(B, -1) if packed else None
 
