@@ -289,7 +289,7 @@ def _by_heads(x: Inputs) -> list[Inputs]:
 
     parts = []
     for first in range(0, groups, each):
-        some = {name: part(getattr(x, name), first) for name in ("q", "k", "v", "do", "dstate")}
+        some: dict[str, Any] = {name: part(getattr(x, name), first) for name in ("q", "k", "v", "do", "dstate")}
         state = None if x.initial_state is None else part(x.initial_state, first)
         decay = None if x.decay is None else part(x.decay, first, int(x.decay.ndim == 3))
         parts.append(x._replace(**some, initial_state=state, decay=decay))
@@ -299,11 +299,9 @@ def _by_heads(x: Inputs) -> list[Inputs]:
 def _joined(parts: Sequence[Expected]) -> Expected:
     """Of all heads, from those of some."""
     dim = int(parts[0].exact.ndim > 1)
-    low, exact, terms = (
-        None if values[0] is None else torch.cat(values, dim)
-        for values in ([getattr(part, name) for part in parts] for name in ("low", "exact", "terms"))
-    )
-    return parts[0]._replace(low=low, exact=exact, terms=terms)
+    low, exact = torch.cat([part.low for part in parts], dim), torch.cat([part.exact for part in parts], dim)
+    terms = [part.terms for part in parts if part.terms is not None]
+    return parts[0]._replace(low=low, exact=exact, terms=torch.cat(terms, dim) if terms else None)
 
 
 def _decay_terms(x: Inputs, use: Sequence[str]) -> Tensor:
