@@ -150,14 +150,18 @@ class Side:
             if isinstance(layer, transformers.StaticLayer):
                 layer.cumulative_length.fill_(self.given.x.shape[1])
 
+    def held(self, kinds: tuple[str, ...] = ("conv_states", "recurrent_states", "keys", "values")) -> list[Tensor]:
+        """The cache's tensors of these kinds, and its states of lightning attention."""
+        parts = [getattr(layer, kind, None) for layer in self.cache.layers for kind in kinds]
+        parts = [one for part in parts for one in (part.values() if isinstance(part, dict) else (part,))]
+        return [one for one in (*parts, *getattr(self.cache, "linear_cache", ())) if isinstance(one, Tensor)]
+
     def changed(self, step: Callable[[], Any]) -> list[bool]:
         """Which states of the cache a step changes."""
         found = []
         for run in (lambda: None, step):
             run()
-            layers = [getattr(layer, "recurrent_states", {}).values() for layer in self.cache.layers]
-            held = getattr(self.cache, "linear_cache", [state for layer in layers for state in layer])
-            found.append([state.clone() for state in held if isinstance(state, Tensor)])
+            found.append([state.clone() for state in self.held(("recurrent_states",))])
         return [not torch.equal(before, after) for before, after in zip(*found, strict=True)]
 
     def results(self, given: Inputs) -> dict[str, Tensor]:
@@ -227,17 +231,25 @@ def compare(what: str, both: list[Callable[[], Any]], sides: list[Side], rounds:
     return row | {"own_samples": samples[0][2:], "ours_samples": samples[1][2:]}
 
 
-def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The replay of a CUDA graph of the step."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):
+class Replay:
+    """A CUDA graph of the side's step; a call replays it.
+
+    A graph reads the memory that tensors had in the capture and does not keep them. transformers' MiniMax puts a new
+    state into the cache at every step, so the state before the capture would be freed: it is kept here.
+    """
+
+    def __init__(self, step: Callable[[], Any], side: Side) -> None:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        self.graph, self.kept = torch.cuda.CUDAGraph(), side.held()
+        with torch.cuda.graph(self.graph):
             step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 def measure(sides: list[Side], rounds: int, graphs: bool) -> Iterator[dict[str, Any]]:
@@ -268,7 +280,7 @@ def measure(sides: list[Side], rounds: int, graphs: bool) -> Iterator[dict[str, 
     yield from rows("decoding step", "step", STEPS)
     for name, chosen in alone.items() if graphs else ():
         steps = [partial(side.step, chosen) for side in sides]
-        both = [captured(step) for step in steps]
+        both = [Replay(step, side) for step, side in zip(steps, sides, strict=True)]
         row = compare(f"{name}: decoding step, CUDA graph", both, sides, rounds, STEPS)
         changed = [
             (side.changed(step), side.changed(again)) for side, step, again in zip(sides, steps, both, strict=True)

@@ -6,6 +6,7 @@ in a process of its own: `Compiler()` starts this file as a program that answers
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -287,8 +288,6 @@ def flash_launches(case: FlashCase) -> list[Any]:
 
 
 def step_launches(case: StepCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.hardware import TARGETS
@@ -310,8 +309,6 @@ def step_launches(case: StepCase) -> list[Any]:
 
 
 def latent_launches(case: LatentCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.hardware import TARGETS
@@ -362,8 +359,6 @@ def cache_launches(case: CacheCase) -> list[Any]:
 
 
 def rotary_launches(case: RotaryCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.layers.fused import decode, latent
@@ -412,8 +407,6 @@ def mamba_tensors(rows: Any, shared: bool) -> tuple[Any, ...]:
 
 
 def scan_launches(case: ScanCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.layers.fused import conv, state_update
@@ -440,8 +433,6 @@ def scan_launches(case: ScanCase) -> list[Any]:
 
 
 def layer_launches(case: LayerCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.layers.fused import lightning as module
@@ -463,8 +454,6 @@ def layer_launches(case: LayerCase) -> list[Any]:
 
 
 def block_launches(case: BlockCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.layers.fused import block as module
@@ -484,8 +473,6 @@ def block_launches(case: BlockCase) -> list[Any]:
 
 
 def linear_launches(case: LinearCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.hardware import TARGETS
@@ -516,8 +503,6 @@ def linear_launches(case: LinearCase) -> list[Any]:
 
 
 def ranks_launches(case: RanksCase) -> list[Any]:
-    import functools
-
     import torch
 
     from fulmen.parallel import triton as module
@@ -570,6 +555,9 @@ def usage(launch: Any, compiled: Any) -> Usage:
 def serve() -> None:
     import torch.fx.experimental.symbolic_shapes  # noqa: F401  (as operations on meta tensors do)
 
+    from tests import carries
+
+    carries.watch()
     gc.freeze()  # what modules make at import stays
     gc.set_threshold(100_000)
     for line in sys.stdin:

@@ -211,6 +211,15 @@ def interpreted_faster():
         yield
 
 
+MAX_RESERVED = 2**31  # bytes of GPU memory that a process may keep from one test to the next: others share the GPU
+
+
+def pytest_runtest_logfinish() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MAX_RESERVED:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 # ---------------------------------------------------------------------- kernels of decoding steps, interpreted
 
 

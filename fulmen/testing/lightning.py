@@ -43,6 +43,7 @@ DECAYS = {
 }  # fmt: skip
 # For each token: a slope of a head, as above, times a random number, or any of these numbers at random.
 TOKEN_DECAYS = {"token": "mixed", "extreme": (0.0, 1e-6, 0.2, 1e4)}
+MAX_MATRIX = 2**28  # bytes of an attention matrix in fp64: autograd keeps about eight of them
 
 
 class Inputs(NamedTuple):
@@ -252,6 +253,10 @@ def expected(x: Inputs, use: Sequence[str] = ("o", "state"), rows: int | None = 
     rows  writes out the attention matrix of so many rows at a time and carries the state between them: for sequences
           whose whole matrix does not fit.
     """
+    parts = _by_heads(x) if rows is None else [x]
+    if len(parts) > 1:
+        found = [expected(part, use) for part in parts]
+        return {name: _joined([part[name] for part in found]) for name in found[0]}
     if rows is None or rows >= x.q.shape[2]:
         low, exact = low_precision(x, use), reference(x, use)
     else:
@@ -266,6 +271,37 @@ def expected(x: Inputs, use: Sequence[str] = ("o", "state"), rows: int | None = 
         for name, value in exact._asdict().items()
         if value is not None
     }  # fmt: skip
+
+
+def _by_heads(x: Inputs) -> list[Inputs]:
+    """The call in parts of its heads, whose attention matrices fit MAX_MATRIX; heads that share one stay together."""
+    groups = min(t.shape[1] for t in (x.q, x.k, x.v))
+    if not x.q.numel() or not groups:
+        return [x]
+    N = x.q.shape[2] if x.cu_seqlens is None else int(x.cu_seqlens.diff().max())
+    each = max(1, MAX_MATRIX // (8 * x.q.shape[0] * x.do.shape[1] // groups * N * N))
+    if each >= groups:
+        return [x]
+
+    def part(t: Tensor, first: int, dim: int = 1) -> Tensor:
+        heads = t.shape[dim] // groups
+        return t.narrow(dim, first * heads, min(each, groups - first) * heads)
+
+    parts = []
+    for first in range(0, groups, each):
+        some: dict[str, Any] = {name: part(getattr(x, name), first) for name in ("q", "k", "v", "do", "dstate")}
+        state = None if x.initial_state is None else part(x.initial_state, first)
+        decay = None if x.decay is None else part(x.decay, first, int(x.decay.ndim == 3))
+        parts.append(x._replace(**some, initial_state=state, decay=decay))
+    return parts
+
+
+def _joined(parts: Sequence[Expected]) -> Expected:
+    """Of all heads, from those of some."""
+    dim = int(parts[0].exact.ndim > 1)
+    low, exact = torch.cat([part.low for part in parts], dim), torch.cat([part.exact for part in parts], dim)
+    terms = [part.terms for part in parts if part.terms is not None]
+    return parts[0]._replace(low=low, exact=exact, terms=torch.cat(terms, dim) if terms else None)
 
 
 def _decay_terms(x: Inputs, use: Sequence[str]) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import json
 import re
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -310,9 +313,9 @@ def test_speedup_tells_of_states_that_a_graph_does_not_advance(monkeypatch, caps
     module = script("speedup")
     sides = module.build("minimax", True, 1, 16, torch.device("cpu"))
 
-    def captured(step):
+    def captured(step, side):
         """As a CUDA graph: transformers' own step makes a new state, which is put into the cache but once."""
-        cache = step.func.__self__.cache
+        cache = side.cache
 
         def replay():
             held = list(cache.linear_cache)
@@ -322,10 +325,49 @@ def test_speedup_tells_of_states_that_a_graph_does_not_advance(monkeypatch, caps
 
         return replay
 
-    monkeypatch.setattr(module, "captured", captured)
+    monkeypatch.setattr(module, "Replay", captured)
     rows = {row["what"]: row for row in module.measure(sides, 1, graphs=True)}
     stuck = {what: row["state_does_not_advance"] for what, row in rows.items() if "graph" in what}
     assert {what.split(":")[0]: who for what, who in stuck.items()} == {
         "all mixers": ["own"], "MiniMaxLightningAttention": ["own"], "MiniMaxAttention": [],
     }  # fmt: skip
     assert capsys.readouterr().out.count("does not advance the states that an eager step advances: transformers") == 2
+
+
+def tensors_in(held):
+    """Those in dictionaries and lists."""
+    if isinstance(held, torch.Tensor):
+        return [held]
+    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+    return [tensor for one in inner for tensor in tensors_in(one)]
+
+
+@pytest.mark.parametrize("model", ["minimax", "granite"])
+def test_speedup_keeps_what_a_graph_reads(model, monkeypatch):
+    """What a cache holds at a capture lives as long as the graph, also if a step replaces it there."""
+    module, read, replaced = script("speedup"), [], []
+    sides = module.build(model, True, 1, 16, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+
+    @contextlib.contextmanager
+    def graph(_):
+        reachable = [tensor for layer in side.cache.layers for tensor in tensors_in(vars(layer))]
+        reachable += tensors_in(getattr(side.cache, "linear_cache", ()))
+        read.extend(weakref.ref(tensor) for tensor in reachable)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for side in sides:
+        cache = side.new_cache(32)
+        side.record(side.given.ids, cache)
+        side.record(side.given.ids[:, :1], cache)
+        read.clear()
+        replay = module.Replay(functools.partial(side.step, [0, 1, 2, 3]), side)
+        assert len(read) >= 5  # three states, keys and values
+        assert all(ref() is not None for ref in read)
+        before = {tensor.data_ptr() for tensor in replay.kept}
+        replaced.append(before != {tensor.data_ptr() for tensor in side.held()})
+    assert replaced == [model == "minimax", False]

@@ -77,6 +77,23 @@ def test_convolution(channels, taps, silu, packed, before, dtype, fused) -> None
     compare(fast, lambda *given: plainly(of, *given), [t.to(dtype) for t in leaves], (B, N, channels))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [12, 300])
+def test_convolution_as_compiled(length, packed, dtype) -> None:
+    """As a GPU runs it, not the interpreter: within a tile of tokens, and over several."""
+    channels = 384
+    seq = (torch.arange(length, device="cuda") // 7).to(torch.int32).expand(B, -1) if packed else None
+
+    def of(x, weight, bias):
+        return [mamba.convolve(x[:, :, 8:], weight, bias, True, seq)]
+
+    leaves = [drawn(B, length, channels + 8), drawn(channels, 4, seed=1), drawn(channels, seed=2)]
+    assert mamba.kernels_for("conv", *(t.to(dtype) for t in leaves)) is conv
+    compare(of, lambda *given: plainly(of, *given), [t.to(dtype) for t in leaves], (B, length, channels))
+
+
 @pytest.mark.parametrize("length", [3, 4])
 @torch.no_grad()
 def test_convolution_step(length, ran) -> None:

@@ -168,6 +168,38 @@ def test_oracles_agree(oracle, lengths):
         torch.testing.assert_close(value, getattr(wanted, name), rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize("kind", ["token", "mixed", None])
+@pytest.mark.parametrize("options", [
+    case(B=2, H=3, N=40), case(H=6, H_KV=3, N=40), case(H=6, groups=3, N=40, E=5), case(H=5, lengths=[30, 0, 3]),
+], ids=str)  # fmt: skip
+def test_what_is_expected_a_few_heads_at_a_time(options, kind, monkeypatch):
+    """As of all heads at once, and no attention matrix is larger than allowed."""
+    x = testing.inputs(D=8, decay=kind, initial_state=True, scale=0.5, dtype=torch.float16, **options)
+    x = x if kind is None else x._replace(decay=x.decay.requires_grad_())
+    monkeypatch.setattr(testing, "expected", testing.expected.__wrapped__)  # which remembers nothing
+    whole, sizes, largest = testing.expected(x), [], 2 * 8 * 1600
+    exponents = reference.exponents
+
+    def noted(s, N, dtype):
+        found = exponents(s, N, dtype)
+        sizes.append(x.q.shape[0] * found.apart.shape[-3] * N * N)
+        return found
+
+    monkeypatch.setattr(reference, "exponents", noted)
+    monkeypatch.setattr(testing, "MAX_MATRIX", largest)
+    parts = testing.expected(x)
+    assert max(sizes) * 8 <= largest < 8 * x.do.shape[:2].numel() * 900
+    assert parts.keys() == whole.keys()
+    for name, wanted in whole.items():
+        found = parts[name]
+        assert found[2:4] == wanted[2:4]
+        assert (found.terms is None) == (wanted.terms is None)
+        for got, want in ((found.exact, wanted.exact), (found.terms, wanted.terms)):
+            if want is not None:
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.low, wanted.low, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_segments_with_passed_state(backend):
     """The decay of a segment's first token acts on the state that enters."""

@@ -131,7 +131,8 @@ def conv_backward_kernel(
     w0, w1, w2, w3, bias = load_weights(weight_ptr, bias_ptr, c, mask, WIDTH, CHANNELS)
     none = tl.zeros([CHANNELS], tl.float32)
     s0, s1, s2, s3, s4 = none, none, none, none, none
-    d1, d2, d3 = none, none, none  # d of the rows after t
+    # d of the rows after t: three zeros, as Triton does not carry a name that a loop gives the value it had before
+    d1, d2, d3 = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     x0 = load_tokens(x_ptr, before_ptr, b, end + 2, c, mask & (end + 2 < N), stride_b, stride_n, channels, WIDTH)
     x1 = load_tokens(x_ptr, before_ptr, b, end + 1, c, mask & (end + 1 < N), stride_b, stride_n, channels, WIDTH)
     x2 = load_tokens(x_ptr, before_ptr, b, end, c, mask & (end < N), stride_b, stride_n, channels, WIDTH)
