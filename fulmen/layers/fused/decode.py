@@ -13,7 +13,8 @@ the cache, normed if there is a weight; `place_of` in append.py says where.
 
 From Hopper on both start early, as in `linear.py`. They read weights, `begin`, RoPE's tables and the table of pages
 before they wait: no launch of a step writes those before them. The layer makes RoPE's before the step's first launch,
-and the weight of a parametrised module.
+and the weight of a parametrised module. The first lets the attention start only after its own wait: all launches before
+it have ended then, and the attention reads older keys while this one still runs.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def absorb(
     w = tl.load(w_ptr + h * sw_h + d[:, None] * R + r[None, :], (d < NOPE)[:, None] & (r < R)[None, :], 0.0)
     if EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     if ROWS == 1:  # products in registers: a tensor core would multiply zeros
         q = tl.load(q_ptr + h * D + d, d < NOPE, 0.0).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * q[:, None], axis=0)[None, :]
@@ -95,6 +97,7 @@ def latent_step_kernel(
         entry, place, written = place_of(table_ptr, b, position, page, pages, width)
         if EARLY:
             gdc_wait()
+            gdc_launch_dependents()
         at, there = pairs(HALF, HALF_P2, INTERLEAVED)
         mask = (h < H)[:, None] & there[None, :]
         x = tl.load(q_ptr + (token * H + h[:, None]) * D + NOPE + at[None, :], mask, 0.0).to(tl.float32)
