@@ -55,13 +55,16 @@ def absorb(
     w = tl.load(w_ptr + h * sw_h + d[:, None] * R + r[None, :], (d < NOPE)[:, None] & (r < R)[None, :], 0.0)
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
     if ROWS == 1:  # products in registers: a tensor core would multiply zeros
         q = tl.load(q_ptr + h * D + d, d < NOPE, 0.0).to(tl.float32)
+        if EARLY:
+            gdc_launch_dependents()
         acc = tl.sum(w.to(tl.float32) * q[:, None], axis=0)[None, :]
     else:
         rows = q_ptr + (t.to(tl.int64)[:, None] * H + h) * D
         q = tl.load(rows + d[None, :], (t < T)[:, None] & (d < NOPE)[None, :], 0.0)
+        if EARLY:
+            gdc_launch_dependents()
         acc = tl.dot(q, w, input_precision="ieee")
     at = out_ptr + h * so_h + t.to(tl.int64)[:, None] * so_t + r[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), (t < T)[:, None] & (r < R)[None, :])
@@ -97,10 +100,11 @@ def latent_step_kernel(
         entry, place, written = place_of(table_ptr, b, position, page, pages, width)
         if EARLY:
             gdc_wait()
-            gdc_launch_dependents()
         at, there = pairs(HALF, HALF_P2, INTERLEAVED)
         mask = (h < H)[:, None] & there[None, :]
         x = tl.load(q_ptr + (token * H + h[:, None]) * D + NOPE + at[None, :], mask, 0.0).to(tl.float32)
+        if EARLY:
+            gdc_launch_dependents()
         y = turned(x, cos[None, :], sin[None, :], HEADS, HALF_P2, INTERLEAVED)
         out = out_ptr + h[:, None] * so_h + token * so_t + R + at[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask)
