@@ -79,7 +79,7 @@ def attend(
         and (max_kv_length is None or type(max_kv_length) is int)
         and (scale is None or type(scale) is float)
     )
-    key = (value_dim, max_kv_length, causal, scale, backend, appended)
+    key: tuple[Any, ...] = (value_dim, max_kv_length, causal, scale, backend, appended)
     if plain:
         which, given = plans.given(tensors)
         plan = plans.find((which, "latent", *key), given)

@@ -13,7 +13,7 @@ nothing is read on the host, so that a step can be captured in a CUDA graph and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
