@@ -326,7 +326,8 @@ def latent_launches(case: LatentCase) -> list[Any]:
     kv = make(*((B, N) if page is None else (2 * B * N // page, page)), D, dtype=dtype)
     x = Residuals(make(B, H, N_Q, D, dtype=dtype), kv, make(B, dtype=torch.int32), table)
     spec = LatentSpec(B, H, N_Q, N, D, E, dtype, kv.device, D**-0.5, N_Q > 1, True, N, page)
-    choice, o = policy.choose(spec, TARGETS[case.arch], "triton"), make(B, H, N_Q, E, dtype=dtype)
+    choice = policy.choose(spec, TARGETS[case.arch], "triton")
+    o = make(B, H, N_Q, E, dtype=dtype)
     return module.forward_launches(spec, choice, x, o, module.workspace(spec, choice.splits))
 
 
@@ -499,7 +500,7 @@ def linear_launches(case: LinearCase) -> list[Any]:
     ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
     x, q, down = rows(B, 1, K), rows(B, 1, H * (nope + dim)), rows(B, 1, R + dim)
     cos, c_q, squares = torch.empty(8192, dim // 2, device="meta"), rows(B, 1, R_Q), torch.empty(96, B, device="meta")
-    up, none, work = rows(H, 2 * nope, R), [None] * 3, torch.empty(64, 1, H, 1, R + 2, device="meta")
+    up, none = rows(H, 2 * nope, R), [None] * 3
     step = q, None, down, rows(R), cos, cos, ints, table, rows(64, 64, R + dim), up
     described = [
         lightning.gated((1, 1e-6), x, x, rows(K)),
@@ -510,7 +511,6 @@ def linear_launches(case: LinearCase) -> list[Any]:
         linear.linears(Facts(None, 1e-6, True), c_q, None, squares, rows(6144, R_Q), *none, *none[1:]),
         decode.latent_step((nope, True, 1e-6), *step),
         decode.latent_value(nope, rows(H, B, 1, R).transpose(0, 1), up),
-        decode.latent_value_parts(nope, work, up),
     ]
     return [launch for _, launch in (described if B <= MAX_ROWS else described[:3])]  # of more rows several weights
 

@@ -48,18 +48,13 @@ def chosen(spec: LatentSpec) -> Choice:
     return dispatch.choose("latent", spec, "cuda")
 
 
-def empty(spec: LatentSpec, choice: Choice, q: Tensor) -> Tensor:
-    return latent.parts(spec, choice.splits) if spec.parts else empty_rows(q, spec.H, spec.E)
-
-
 def forward(spec: LatentSpec, x: Residuals, choice: Choice | None = None) -> Tensor:
-    choice = choice or chosen(spec)
-    o = empty(spec, choice, x.q)
+    o = empty_rows(x.q, spec.H, spec.E)
     if not spec.N_KV:
         return o.zero_()
     if not rows_aligned(x.q):
         x = x._replace(q=x.q.clone(memory_format=torch.contiguous_format))
-    latent.launcher(spec, choice, x, o)(*map(address, (*x, o)))
+    latent.launcher(spec, choice or chosen(spec), x, o)(*map(address, (*x, o)))
     return o
 
 
@@ -67,7 +62,7 @@ def prepare(spec: LatentSpec, x: Residuals) -> Callable[..., Tensor] | None:
     """The forward of calls with these shapes and strides at the least cost for the host."""
     if not spec.N_KV or not rows_aligned(x.q):
         return None
-    o = empty(spec, chosen(spec), x.q)
+    o = empty_rows(x.q, spec.H, spec.E)
     launch, new_o = latent.launcher(spec, chosen(spec), x, o), allocator(o)
 
     def again(q: Tensor, kv: Tensor, lengths: Tensor | None, table: Tensor | None) -> Tensor:

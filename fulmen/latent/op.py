@@ -103,27 +103,6 @@ def attend(
     return _planned(("latent", *key), x, (*facts, backend), appended).forward.run(*x)
 
 
-def attend_in_parts(
-    q: Tensor, kv: Tensor, value_dim: int, kv_lengths: Tensor | None, page_table: Tensor | None, scale: float
-) -> Tensor:  # fmt: skip
-    """`attend` of a causal, appended call by "auto". Where its backend is `cuda` and splits keys over blocks, what they
-    left, (splits, B, H, N_Q, value_dim + 2) in fp32: the memory holds all sums, then m and l of all."""
-    tensors: tuple[Any, ...] = (q, kv, kv_lengths, page_table)
-    which, given = plans.given(tensors)
-    key = (which, "latent parts", value_dim, scale)
-    plan = plans.find(key, given)
-    if plan is None:
-        x, E = check_inputs(q, kv, kv_lengths, page_table, value_dim)
-        if not is_plain_eager(*x):
-            return attend(q, kv, value_dim, kv_lengths, None, page_table, True, scale, "auto", appended=True)
-        spec = spec_of(x, E, scale_of(x.q, scale), True, None)._replace(appended=True)
-        kernel = dispatch.pick("latent", spec)
-        parts = kernel.name == "cuda" and dispatch.choose("latent", spec, kernel.name).splits > 1
-        plan = plans.keep(key, given, _plan(spec._replace(parts=parts), kernel, ()))
-    o: Tensor = plan.forward.run(*tensors)
-    return o
-
-
 def _planned(key: tuple[Any, ...], x: Residuals, arguments: tuple[Any, ...], appended: bool = False) -> Plan:
     """The plan of a call whose arguments are right: tensors, and after them what the operator takes."""
     which, given = plans.given(x)

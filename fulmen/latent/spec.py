@@ -39,7 +39,6 @@ class LatentSpec(NamedTuple):
     page: int | None = None  # keys of a page; None: kv is (B, N_KV, D)
     aligned: bool = True  # rows of kv begin at multiples of 16 bytes and do not repeat
     appended: bool = False  # the launches right before this one write q and the last N_Q keys of each row alone
-    parts: bool = False  # what splits of the keys have is not combined
 
     @property
     def rows(self) -> int:

@@ -382,7 +382,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             return self._step_plainly(queries, latent, down[..., R:], at)
         q = found[0].transpose(0, 1)
         if few:
-            value = self._values(q, kv, at, up)
+            o = self._attend(q, kv, at.end, at.table, appended=True)
+            value = fused_call("decode", "latent_value", self.nope_dim, o, up)
             assert value is not None
             return value[0]
         H = up.shape[0]
@@ -393,16 +394,6 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         y = torch.empty(B, N, H * self.value_dim, dtype=down.dtype, device=down.device)
         torch.bmm(o, w_v.mT, out=y.view(B * N, H, self.value_dim).transpose(0, 1))
         return y
-
-    def _values(self, q: Tensor, kv: Tensor, at: Step, up: Tensor) -> tuple[Tensor, ...] | None:
-        """y (B, N, H * value_dim) of few tokens; of one, what the splits of its keys have is combined on the way."""
-        if q.shape[0] * q.shape[2] > 1:
-            o = self._attend(q, kv, at.end, at.table, appended=True)
-        else:
-            o = latent_op.attend_in_parts(q, kv, self.kv_rank, at.end, at.table, self.options.scale)
-            if o.ndim == 5:
-                return fused_call("decode", "latent_value_parts", self.nope_dim, o, up, like=(up,))
-        return fused_call("decode", "latent_value", self.nope_dim, o, up)
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The queries before RoPE, kv_a_proj's output, and its latent or the weight of the norm that this still lacks.

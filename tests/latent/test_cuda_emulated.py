@@ -141,25 +141,6 @@ def test_appended_has_the_same_bits(splits):
         assert torch.equal(op.attend(*arguments, appended=True), op.attend(*arguments))
 
 
-@pytest.mark.parametrize("splits", [1, 3, 9])
-def test_parts_are_those_of_the_combined_result(splits):
-    """Of which some have no keys. One split alone has nothing to combine."""
-    x = testing.inputs(1, 16, 1, 400, 576, 512, lengths=[130], page=16, dtype=torch.bfloat16)
-    choice = Choice("cuda", "cuda", LatentTile(32), splits, "cuda")
-    with emulator.serve("latent", ANY) as emulated, pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
-        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
-        monkeypatch.setattr(dispatch, "pick", lambda op, spec: dispatch.kernels("latent")["cuda"])
-        o = op.attend_in_parts(x.q, x.kv, 512, x.kv_lengths, x.page_table, 576**-0.5)
-        assert emulated.launches == 1
-    if splits > 1:
-        sums, found = o.flatten().split([splits * 16 * 512, splits * 16 * 2])
-        m, l = found.view(splits, 16, 2).unbind(2)
-        share = torch.exp2(m - m.amax(0))[..., None]
-        sums = torch.where(share > 0, sums.view(splits, 16, 512), 0.0)
-        o = ((share * sums).sum(0) / (share * l[..., None]).sum(0)).view(1, 16, 1, 512).bfloat16()
-    testing.compare(x, o)
-
-
 def test_an_entry_too_many_is_noticed():
     """The last row of the page table is read beyond its end, for the part of a tile that has no keys."""
     x = testing.inputs(2, 16, 1, 200, 576, 512, page=16, dtype=torch.bfloat16)

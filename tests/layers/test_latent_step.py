@@ -55,29 +55,6 @@ def test_steps_are_the_full_forward(options, way):
     assert cache.ends.tolist() == [21] * 3
 
 
-@pytest.mark.parametrize("splits", [1, 5, 32, 70])
-def test_values_of_parts(splits):
-    """What splits left, some of which had no keys and wrote no sums, combined and multiplied by W_v."""
-    from fulmen.launch import run_all
-    from fulmen.layers.fused import decode
-
-    H, R, nope, E = 3, 40, 16, 70
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(splits)
-    sums, m, l = torch.randn(splits, H, R), 9 * torch.randn(splits, H), torch.rand(splits, H) + 0.1
-    m[::3, 1], l[::3, 1], sums[::3, 1] = -torch.inf, 0.0, torch.nan
-    m[:, 2], l[:, 2], sums[:, 2] = -torch.inf, 0.0, torch.nan  # no keys at all
-    work = torch.empty(splits, 1, H, 1, R + 2)
-    work.view(-1)[:] = torch.cat([sums.flatten(), torch.stack([m, l], 2).flatten()])
-    up = torch.randn(H, nope + E, R)
-    (y,), launch = decode.latent_value_parts(nope, work.to(device), up.to(device))
-    run_all([launch], device)
-    share = torch.exp2(m.double() - m.double().amax(0).nan_to_num(neginf=0.0))[..., None]
-    o = (share * sums.double().nan_to_num()).sum(0) / (share * l[..., None]).sum(0).clamp(min=1e-30)
-    want = torch.einsum("hr,her->he", o, up[:, nope:].double())
-    close(y.cpu().view(H, E).double(), want, rtol=1e-5, atol=1e-5)
-
-
 @torch.no_grad()
 def test_rows_of_different_lengths(way):
     layer, x, cache = made(), tokens(N=12), LatentCache(max_length=30)

@@ -69,17 +69,8 @@ def combined_spec(spec: LatentSpec) -> FlashSpec:
     return FlashSpec(spec.B, spec.H, 1, spec.N_Q, spec.N_KV, spec.E, spec.E, spec.dtype, spec.device, spec.scale)
 
 
-def parts(spec: LatentSpec, splits: int) -> Tensor:
-    """Empty, for what blocks have of split keys: sums (splits, B, H, N_Q, E) in fp32, behind all of them m and l."""
-    shape = (splits, spec.B, spec.H, spec.N_Q, spec.E + 2)
-    return torch.empty(shape, dtype=torch.float32, device=spec.device)
-
-
 def launcher(spec: LatentSpec, choice: Choice, x: Residuals, o: Tensor) -> Callable[..., None]:
-    """Launches calls with these shapes and strides: a function of the addresses of q, kv, lengths, table and o.
-
-    `spec.parts`: o is what `parts` makes.
-    """
+    """Launches calls with these shapes and strides: a function of the addresses of q, kv, lengths, table and o."""
     tiles = query_tiles(spec, CUDA_ROWS)
     constants = {
         "q_strides": sm90.strides(x.q), "o_strides": sm90.strides(o), "batch": spec.B, "h": spec.H, "n_q": spec.N_Q,
@@ -102,11 +93,8 @@ def launcher(spec: LatentSpec, choice: Choice, x: Residuals, o: Tensor) -> Calla
         launch(kv_map(kv), q, sums, sums + after, lengths, table)
         combine_(sums, sums + after, o, 0, 0)
 
-    def run_parts(q: int, kv: int, lengths: int, table: int, work: int) -> None:
-        launch(kv_map(kv), q, work, work + 4 * choice.splits * spec.B * spec.rows * spec.E, lengths, table)
-
-    if choice.splits == 1 or spec.parts:
-        return run_parts if spec.parts else run
+    if choice.splits == 1:
+        return run
     flash = combined_spec(spec)
     combine_ = combine.launch_of(flash, choice.splits, sm90.strides(o))
     return run_split

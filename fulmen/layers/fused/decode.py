@@ -5,8 +5,7 @@ Before, for token n of row b, which stands at position begin[b] + n:
     q_out[h] = [q_nope[h] W_k[h] | rope(q_rope[h])]      the queries as `latent_attention` reads them
     kv[place] = [norm(latent) | rope(k_rope)]            its place in the cache, row b of it, or in a page by a table
 
-After:  y[h] = o[h] W_v[h]^T, all heads side by side as o_proj reads them. Of one token whose keys are split over blocks
-this launch also combines what they left, as flash/kernels/combine.cu does.
+After:  y[h] = o[h] W_v[h]^T, all heads side by side as o_proj reads them.
 
 Of few rows (MAX_ROWS) the launches have programs for the products: a head and some columns each, all tokens at once.
 Others leave the products to BLAS. The other programs take a token and HEADS heads each, and the first of them writes to
@@ -36,7 +35,6 @@ HEADS = 16  # at a time
 # Columns of W_k and rows of W_v that a program takes. MLA's step B1 45.5 us, with 128 46.2 and with 32 45.7; B16 89.9
 # with those of one row, 89.3 with 128 and 88.4 with 32.
 ONE_ROW, FEW_ROWS = (64, 16), (128, 32)
-PARTS_ROWS, PARTS = 64, 32  # of split keys: rows of W_v of a program, and splits that it reads at a time
 
 
 # ------------------------------------------------------------------------------------------------- kernels
@@ -153,59 +151,6 @@ def latent_value_kernel(
     tl.store(at, acc.to(y_ptr.dtype.element_ty), (e < E)[:, None] & (t < T)[None, :])
 
 
-@triton.jit
-def load_parts(work_ptr, first, h, H, R: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Sums [AT_ONCE, R] of splits from `first` on, of head h."""
-    i = first + tl.arange(0, AT_ONCE)[:, None]
-    r = tl.arange(0, padded(R))[None, :]
-    return tl.load(work_ptr + (i * H + h).to(tl.int64) * R + r, (i < SPLITS) & (r < R), 0.0)
-
-
-@triton.jit
-def load_found(found_ptr, first, h, H, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """m, in base 2, and l [AT_ONCE] of the same."""
-    i = first + tl.arange(0, AT_ONCE)
-    at = found_ptr + (i * H + h) * 2
-    return tl.load(at, i < SPLITS, float("-inf")), tl.load(at + 1, i < SPLITS, 0.0)
-
-
-@triton.jit
-def latent_value_parts_kernel(
-    work_ptr, w_ptr, y_ptr, sw_h, H, NOPE: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_E: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """As `latent_value_kernel`, of one token and of what splits of its keys left: sums, then m and l of each.
-
-    o = sum over splits of 2^(m - max m) sums / sum of 2^(m - max m) l. A split without keys has written no sums.
-    """
-    BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    h = tl.program_id(0) // BLOCKS
-    e = tl.program_id(0) % BLOCKS * BLOCK_E + tl.arange(0, BLOCK_E)
-    r = tl.arange(0, padded(R))
-    weights = w_ptr + h.to(tl.int64) * sw_h + (NOPE + e)[:, None] * R + r[None, :]
-    w = tl.load(weights, (e < E)[:, None] & (r < R)[None, :], 0.0)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    ahead = load_parts(work_ptr, 0, h, H, R, SPLITS, AT_ONCE)
-    found_ptr = work_ptr + tl.cast(H, tl.int64) * (SPLITS * R)
-    m, l = load_found(found_ptr, 0, h, H, SPLITS, padded(SPLITS))
-    most = tl.max(m, axis=0)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.sum(tl.exp2(m - most) * l, axis=0)
-    o = tl.zeros([padded(R)], tl.float32)
-    for first in range(0, SPLITS, AT_ONCE):
-        x = ahead
-        if SPLITS > AT_ONCE:
-            ahead = load_parts(work_ptr, first + AT_ONCE, h, H, R, SPLITS, AT_ONCE)
-        own, _ = load_found(found_ptr, first, h, H, SPLITS, AT_ONCE)
-        share = tl.exp2(own - most)[:, None]
-        o += tl.sum(tl.where(share > 0.0, x * share, 0.0), axis=0)
-    o /= tl.where(total == 0.0, 1.0, total)
-    y = tl.sum(w.to(tl.float32) * o[None, :], axis=1)
-    tl.store(y_ptr + h * E + e, y.to(y_ptr.dtype.element_ty), e < E)
-
-
 # ------------------------------------------------------------------------------------------------ launches
 
 
@@ -249,13 +194,3 @@ def latent_value(nope: int, o: Tensor, up: Tensor) -> tuple[tuple[Tensor], Launc
     rest = (*o.stride()[:3], up.stride(0), B * N, N, H, nope, E, R, early, block, rows)
     options = {"num_warps": 4} | starting(early)
     return (y,), Launch(latent_value_kernel, H * triton.cdiv(E, block), (o, up, y), rest, options)
-
-
-def latent_value_parts(nope: int, work: Tensor, up: Tensor) -> tuple[tuple[Tensor], Launch]:
-    """As `latent_value`, of one token and what `latent.op.attend_in_parts` returns: work (splits, 1, H, 1, R + 2)."""
-    (splits, _, H, _, size), E = work.shape, up.shape[1] - nope
-    y = torch.empty(1, 1, H * E, dtype=up.dtype, device=up.device)
-    early = starts_early(up.device)
-    rest = (up.stride(0), H, nope, E, size - 2, splits, early, PARTS_ROWS, PARTS)
-    options = {"num_warps": 8} | starting(early)
-    return (y,), Launch(latent_value_parts_kernel, H * triton.cdiv(E, PARTS_ROWS), (work, up, y), rest, options)
