@@ -222,7 +222,7 @@ def linear_rows_kernel(
 @triton.jit
 def prefetch_rows(w_rows, K: tl.constexpr):
     """Asks for the first lines of these rows, 128 bytes each, to be brought into L2."""
-    LINES: tl.constexpr = 16  # of a row
+    LINES: tl.constexpr = 8  # of a row: with 16 MLA's step of 16 rows takes 86.6 us, with 8 85.7, with 32 86.9
     LINE: tl.constexpr = 128 // (w_rows.dtype.element_ty.primitive_bitwidth // 8)
     at = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
     tl.inline_asm_elementwise(
