@@ -81,10 +81,10 @@ class StepCase(NamedTuple):
     B: int = 64
     H: int = 64
     H_KV: int | None = None
+    early: bool = False
 
     def __str__(self) -> str:
-        named = [f"{n}={v}" for n, v in zip(self._fields, self, strict=True) if v != self._field_defaults.get(n)]
-        return "-".join(named)
+        return "-".join(f"{n}={v}" for n, v in zip(self._fields, self, strict=True) if v != self._field_defaults.get(n))
 
 
 class LatentCase(NamedTuple):
@@ -304,7 +304,8 @@ def step_launches(case: StepCase) -> list[Any]:
         make(B, H, D, E, dtype=getattr(torch, case.state)), ints if case.slots else None,
         *(draft if case.draft else (None, None, None)),
     )  # fmt: skip
-    spec = spec_of(x, 1.0)
+    module.starts_early = lambda device: case.arch >= 90  # as on such a GPU
+    spec = spec_of(x, 1.0)._replace(early=case.early)
     return module.launches(spec, policy.choose(spec, TARGETS[case.arch], "triton").tile, x, rows(B, H, T, E))
 
 
@@ -317,15 +318,14 @@ def latent_launches(case: LatentCase) -> list[Any]:
     from fulmen.latent.spec import LatentSpec, Residuals
 
     B, H, N_Q, N, D, E, page = case.B, case.H, case.N_Q, case.N, case.D, case.E, case.page
-    dtype = getattr(torch, case.dtype)
-    make = functools.partial(torch.empty, device="meta")
+    dtype, make = getattr(torch, case.dtype), functools.partial(torch.empty, device="meta")
     table = None if page is None else make(B, N // page, dtype=torch.int32)
     kv = make(*((B, N) if page is None else (2 * B * N // page, page)), D, dtype=dtype)
     x = Residuals(make(B, H, N_Q, D, dtype=dtype), kv, make(B, dtype=torch.int32), table)
     spec = LatentSpec(B, H, N_Q, N, D, E, dtype, kv.device, D**-0.5, N_Q > 1, True, N, page)
     choice = policy.choose(spec, TARGETS[case.arch], "triton")
-    work = module.workspace(spec, choice.splits)
-    return module.forward_launches(spec, choice, x, make(B, H, N_Q, E, dtype=dtype), work)
+    o = make(B, H, N_Q, E, dtype=dtype)
+    return module.forward_launches(spec, choice, x, o, module.workspace(spec, choice.splits))
 
 
 def cache_launches(case: CacheCase) -> list[Any]:

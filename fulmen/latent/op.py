@@ -58,6 +58,19 @@ def latent_attention(
     Nothing is read on the host, and a call does not depend on lengths, so that it can be captured in a CUDA graph. The
     result has the same bits every time.
     """
+    return attend(q, kv, value_dim, kv_lengths, max_kv_length, page_table, causal, scale, backend)
+
+
+def attend(
+    q: Tensor, kv: Tensor, value_dim: int, kv_lengths: Tensor | None, max_kv_length: int | None,
+    page_table: Tensor | None, causal: bool, scale: float | None, backend: str, appended: bool = False,
+) -> Tensor:  # fmt: skip
+    """`latent_attention`, by default.
+
+    appended  whether the launches since the last one that began after all others had ended write q and the last N_Q
+              keys of each row alone, and the one right before lets this one start only after its own wait: other keys
+              may be read before it has ended. Compilers and modes do not know of it.
+    """
     tensors: tuple[Any, ...] = (q, kv, kv_lengths, page_table)
     plain = (
         type(value_dim) is int
@@ -66,7 +79,7 @@ def latent_attention(
         and (max_kv_length is None or type(max_kv_length) is int)
         and (scale is None or type(scale) is float)
     )
-    key = (value_dim, max_kv_length, causal, scale, backend)
+    key: tuple[Any, ...] = (value_dim, max_kv_length, causal, scale, backend, appended)
     if plain:
         which, given = plans.given(tensors)
         plan = plans.find((which, "latent", *key), given)
@@ -86,15 +99,16 @@ def latent_attention(
         )
     if not is_plain_eager(*x):
         return torch.ops.fulmen.latent_forward(*x, *facts, backend)
-    return _planned(("latent", *(key if plain else (*facts, backend))), x, (*facts, backend)).forward.run(*x)
+    key = key if plain else (*facts, backend, appended)
+    return _planned(("latent", *key), x, (*facts, backend), appended).forward.run(*x)
 
 
-def _planned(key: tuple[Any, ...], x: Residuals, arguments: tuple[Any, ...]) -> Plan:
+def _planned(key: tuple[Any, ...], x: Residuals, arguments: tuple[Any, ...], appended: bool = False) -> Plan:
     """The plan of a call whose arguments are right: tensors, and after them what the operator takes."""
     which, given = plans.given(x)
     plan = plans.find((which, *key), given)
     if plan is None:
-        spec = spec_of(x, *arguments[:-1])
+        spec = spec_of(x, *arguments[:-1])._replace(appended=appended)
         plan = plans.keep((which, *key), given, _plan(spec, dispatch.pick("latent", spec, arguments[-1]), arguments))
     return plan
 

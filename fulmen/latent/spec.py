@@ -38,6 +38,7 @@ class LatentSpec(NamedTuple):
     max_kv_length: int = 0  # the longest row that keys are split for; at most N_KV
     page: int | None = None  # keys of a page; None: kv is (B, N_KV, D)
     aligned: bool = True  # rows of kv begin at multiples of 16 bytes and do not repeat
+    appended: bool = False  # the launches right before this one write q and the last N_Q keys of each row alone
 
     @property
     def rows(self) -> int:

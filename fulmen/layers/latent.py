@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from fulmen.boundary import is_plain_eager
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
-from fulmen.latent.op import latent_attention
+from fulmen.latent import op as latent_op
 from fulmen.layers import weights
 from fulmen.layers.append import append
 from fulmen.layers.cache import End, LatentCache, Step
@@ -327,9 +327,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         options = self.options
         return options.causal and options.window is None and options.softcap is None and self.sinks is None
 
-    def _attend(self, q: Tensor, kv: Tensor, lengths: Tensor | None, table: Tensor | None = None) -> Tensor:
-        return latent_attention(
-            q, kv, value_dim=self.kv_rank, kv_lengths=lengths, page_table=table, causal=True, scale=self.options.scale
+    def _attend(
+        self, q: Tensor, kv: Tensor, lengths: Tensor | None, table: Tensor | None = None, appended: bool = False
+    ) -> Tensor:
+        """`appended`: as in `latent.op.attend`."""
+        return latent_op.attend(
+            q, kv, self.kv_rank, lengths, None, table, True, self.options.scale, "auto", appended=appended
         )
 
     # ------------------------------------------------------------------------------------- a decoding step
@@ -379,7 +382,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             return self._step_plainly(queries, latent, down[..., R:], at)
         q = found[0].transpose(0, 1)
         if few:
-            o = self._attend(q, kv, at.end, at.table)
+            o = self._attend(q, kv, at.end, at.table, appended=True)
             value = fused_call("decode", "latent_value", self.nope_dim, o, up)
             assert value is not None
             return value[0]

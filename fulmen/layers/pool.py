@@ -13,7 +13,7 @@ nothing is read on the host, so that a step can be captured in a CUDA graph and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fulmen.boundary import is_capturing
 from fulmen.layers.cache import Step, outside_inference
 from fulmen.layers.sequences import MAX_DRAFT, Sequences, Uncopied
 from fulmen.lightning.op import lightning_attention_with_state
-from fulmen.step.op import lightning_step
+from fulmen.step.op import stepped
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -167,8 +167,10 @@ class StatePool(Pool):
         _, _, slots, accepted, _ = served.first(B)
         if N <= MAX_DRAFT:
             backend = backend if backend in dispatch.kernels("step") else "auto"
-            options: Any = {} if self.draft is None else {"draft": self.draft, "accepted": accepted}
-            o = lightning_step(q, k, v, decay, self.state, slots=slots, scale=scale, backend=backend, **options)
+            o = stepped(  # early: the layer's projection came before, and writes no state
+                q, k, v, decay, self.state, slots=slots, draft=self.draft,
+                accepted=None if self.draft is None else accepted, scale=scale, backend=backend, early=True,
+            )  # fmt: skip
         else:
             o = self._attend(q, k, v, decay, scale, backend, slots, accepted)
         if counted:

@@ -66,13 +66,25 @@ def lightning_step(
     scale     multiplies the output.
     backend   "auto" takes the fastest that supports the call; a name works or raises, it never falls back.
     """
+    return stepped(q, k, v, decay, state, slots=slots, draft=draft, accepted=accepted, scale=scale, backend=backend)
+
+
+def stepped(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor, *, slots: Tensor | None,
+    draft: tuple[Tensor, ...] | None, accepted: Tensor | None, scale: float, backend: str, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """`lightning_step`, by default.
+
+    early  whether the launch before this one writes q, k, v and a decay of each token at most, and began after all
+           others had ended: all else may be read before it has ended. Compilers and modes do not know of it.
+    """
     tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted, None)
     if type(draft) is tuple and len(draft) in (2, 3):
         tensors = (q, k, v, decay, state, slots, *draft[:2], accepted, draft[2] if len(draft) == 3 else None)
     plan = None
     if type(scale) is float and type(backend) is str and (draft is None) == (tensors[6] is None):
         which, given = plans.given(tensors)
-        plan = plans.find((which, "step", scale, backend), given)
+        plan = plans.find((which, "step", scale, backend, early), given)
     if plan is None:
         x = check_inputs(q, k, v, decay, state, slots, draft, accepted, scale)
         refuse_derivatives_we_lack("lightning_step", x)
@@ -81,7 +93,7 @@ def lightning_step(
             raise dispatch.unknown("step", backend)
         if not is_plain_eager(*tensors):
             return torch.ops.fulmen.lightning_step(*x[:-1], scale, backend, x.draft_decay)
-        plan = _planned(tensors, scale, backend)
+        plan = _planned(tensors, scale, backend, early)
     elif plan.spec.device.type == "cpu":
         check_values(decay, slots, state.shape[0])
     o: Tensor = plan.forward.run(*tensors)
@@ -89,16 +101,16 @@ def lightning_step(
     return o
 
 
-def _planned(tensors: tuple[Any, ...], scale: float, backend: str) -> Plan:
+def _planned(tensors: tuple[Any, ...], scale: float, backend: str, early: bool = False) -> Plan:
     """The plan of a call whose arguments are right."""
     x = Tensors(*tensors)
     check_values(x.decay, x.slots, x.state.shape[0])
     which, given = plans.given(x)
-    key = (which, "step", scale, backend)
+    key = (which, "step", scale, backend, early)
     plan = plans.find(key, given)
     if plan is not None:
         return plan
-    spec = spec_of(x, scale)
+    spec = spec_of(x, scale)._replace(early=early)
     kernel = dispatch.pick("step", spec, backend)
 
     @outside_autocast

@@ -36,7 +36,7 @@ def triton_tile(spec: StepSpec, hw: Hardware) -> StepTile:
     copy: fp32 B16 97 %, B64 and B256 95 %, B1 7.7 us; two tokens 90 %, four 87 %; bf16 B64 85 %.
     """
     rows = max(16, 1 << (spec.D - 1).bit_length())
-    few = spec.T <= 2 and not spec.has_draft
+    few = spec.T == 1 or (spec.T == 2 and not spec.has_draft)
     return StepTile(min(max((8192 if few else 4096) // rows, 16), 64), 4)
 
 

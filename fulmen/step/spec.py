@@ -45,6 +45,7 @@ class StepSpec(NamedTuple):
     has_draft: bool = False
     per_token: bool = False  # the decay is (B, H, T)
     groups: int | None = None  # heads of q and k, where they are fewer than v's H
+    early: bool = False  # the launch before this one writes q, k, v and a decay of each token alone
 
     @property
     def group(self) -> tuple[int, int, int]:

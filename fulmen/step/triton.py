@@ -9,6 +9,10 @@ One program owns (row, head, BLOCK_V columns of E), whole columns of D rows, in 
 With a draft the accepted tokens come first, in a loop whose length is the row's own; the state is written after them,
 and the new tokens only reach o. Programs of other columns and heads read the same stored tokens, so a second kernel
 stores the new ones. A row without a slot writes zeros to o and leaves. Offsets of slots are 64-bit.
+
+EARLY, from Hopper on: both kernels start while the one before still runs (`spec.early`; programmatic dependent launch).
+States, drafts and a constant decay are read before the first one waits for it. The first lets the second start only
+after its own wait, so that q, k and v are there when the second starts; it has them in registers when it waits.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fulmen import dispatch
 from fulmen.boundary import no_gradient
 from fulmen.dispatch import register
-from fulmen.launch import Launch, Ready, run_all, unsupported_device
+from fulmen.launch import Launch, Ready, run_all, starting, starts_early, unsupported_device
 from fulmen.plans import allocator
 from fulmen.step import rounding
 from fulmen.step.policy import StepTile
@@ -63,11 +68,12 @@ def to_bf16(x, columns, offs_d, offs_e):
 
 
 @triton.jit
-def load_tokens(ptr, stride, count, offs, mask, T: tl.constexpr):
+def load_tokens(ptr, stride, count, offs, mask, T: tl.constexpr, PAST_L1: tl.constexpr = False):
     """Tokens 0 to T - 1, `stride` apart, as a tuple of rows; those from `count` on are zero."""
     rows = ()
     for t in tl.static_range(T):
-        row = tl.load(ptr + t * tl.cast(stride, tl.int64) + offs, mask=mask & (t < count), other=0.0)
+        at = ptr + t * tl.cast(stride, tl.int64) + offs
+        row = tl.load(at, mask=mask & (t < count), other=0.0, cache_modifier=".cg" if PAST_L1 else "")
         rows = rows + (row,)  # type: ignore[assignment]
     return rows
 
@@ -122,6 +128,7 @@ def lightning_step_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # who am I: column tiles innermost, then heads, so that programs that read the same rows run side by side
     BLOCK_D: tl.constexpr = padded(D)
@@ -138,6 +145,8 @@ def lightning_step_kernel(
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + pid_b)
     taken = (slot >= 0) & (slot < slots)
+    if draft_k_ptr is not None:
+        accepted = tl.where(taken, tl.load(accepted_ptr + pid_b), 0)
 
     # the state; a row without a slot reads nothing
     slot = slot.to(tl.int64)
@@ -150,22 +159,25 @@ def lightning_step_kernel(
     head_q = pid_h // GROUPS[0]
     head_k = pid_h // GROUPS[1]
     head_v = pid_h // GROUPS[2]
-    qs = load_tokens(at_head(q_ptr, strides[0], pid_b, head_q, 0), strides[0][2], T, offs_d, mask_d, T)
-    ks = load_tokens(at_head(k_ptr, strides[1], pid_b, head_k, 0), strides[1][2], T, offs_d, mask_d, T)
-    vs = load_tokens(at_head(v_ptr, strides[2], pid_b, head_v, 0), strides[2][2], T, offs_e, mask_e, T)
     keep = 1.0
-    if PER_TOKEN:
-        keeps = load_factors(at_head(decay_ptr, decay_strides, pid_b, pid_h, 0), decay_strides[2], T, T)
-    elif decay_ptr is not None:
+    if not PER_TOKEN and decay_ptr is not None:
         keep = tl.exp(-tl.load(decay_ptr + pid_h).to(tl.float64)).to(tl.float32)
     if draft_k_ptr is not None:
-        accepted = tl.where(taken, tl.load(accepted_ptr + pid_b), 0)
         draft_k_ptr += slot * slot_strides[1] + head_k.to(tl.int64) * (DRAFT * D)
         draft_v_ptr += slot * slot_strides[2] + head_v.to(tl.int64) * (DRAFT * E)
         draft_ks = load_tokens(draft_k_ptr, D, accepted, offs_d, mask_d, DRAFT)
         draft_vs = load_tokens(draft_v_ptr, E, accepted, offs_e, mask_e, DRAFT)
         if PER_TOKEN:
             old = load_factors(draft_decay_ptr + slot * slot_strides[3] + pid_h * DRAFT, 1, accepted, DRAFT)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    qs = load_tokens(at_head(q_ptr, strides[0], pid_b, head_q, 0), strides[0][2], T, offs_d, mask_d, T)
+    ks = load_tokens(at_head(k_ptr, strides[1], pid_b, head_k, 0), strides[1][2], T, offs_d, mask_d, T)
+    vs = load_tokens(at_head(v_ptr, strides[2], pid_b, head_v, 0), strides[2][2], T, offs_e, mask_e, T)
+    if PER_TOKEN:
+        keeps = load_factors(at_head(decay_ptr, decay_strides, pid_b, pid_h, 0), decay_strides[2], T, T)
+    if draft_k_ptr is not None:
         for t in tl.static_range(DRAFT):
             if t < accepted:
                 state = enter(state, old[t] if PER_TOKEN else keep, draft_ks[t], draft_vs[t])
@@ -190,7 +202,7 @@ def lightning_step_kernel(
 @triton.jit
 def lightning_step_draft_kernel(
     k_ptr, v_ptr, decay_ptr, slots_ptr, draft_k_ptr, draft_v_ptr, draft_decay_ptr, strides, decay_strides, slot_strides,
-    slots, H, H_K, H_V, T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PER_TOKEN: tl.constexpr,
+    slots, H, H_K, H_V, T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PER_TOKEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stores the new tokens of one head of k, of v and of a decay for each token. Programs are (row, head)."""
     pid_h = tl.program_id(0) % H
@@ -199,21 +211,29 @@ def lightning_step_draft_kernel(
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + pid_b)
     taken = (slot >= 0) & (slot < slots)
-    at_k = draft_k_ptr + slot.to(tl.int64) * slot_strides[1] + pid_h.to(tl.int64) * (DRAFT * D)
-    at_v = draft_v_ptr + slot.to(tl.int64) * slot_strides[2] + pid_h.to(tl.int64) * (DRAFT * E)
+    slot = slot.to(tl.int64)
     offs_d = tl.arange(0, padded(D))
     offs_e = tl.arange(0, padded(E))
+    offs_t = tl.arange(0, padded(T))
+    mask_k = (offs_d < D) & taken & (pid_h < H_K)
+    mask_v = (offs_e < E) & taken & (pid_h < H_V)
+    mask_t = (offs_t < T) & taken
+    # L1 may hold older values until this kernel has waited: loads go past it
+    ks = load_tokens(at_head(k_ptr, strides[1], pid_b, pid_h, 0), strides[1][2], T, offs_d, mask_k, T, True)
+    vs = load_tokens(at_head(v_ptr, strides[2], pid_b, pid_h, 0), strides[2][2], T, offs_e, mask_v, T, True)
+    if PER_TOKEN:
+        at_s = at_head(decay_ptr, decay_strides, pid_b, pid_h, 0) + offs_t.to(tl.int64) * decay_strides[2]
+        s = tl.load(at_s, mask=mask_t, other=0.0, cache_modifier=".cg")
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    at_k = draft_k_ptr + slot * slot_strides[1] + pid_h.to(tl.int64) * (DRAFT * D)
+    at_v = draft_v_ptr + slot * slot_strides[2] + pid_h.to(tl.int64) * (DRAFT * E)
     for t in tl.static_range(T):
-        mask_k = (offs_d < D) & taken & (pid_h < H_K)
-        mask_v = (offs_e < E) & taken & (pid_h < H_V)
-        k = tl.load(at_head(k_ptr, strides[1], pid_b, pid_h, t) + offs_d, mask=mask_k)
-        v = tl.load(at_head(v_ptr, strides[2], pid_b, pid_h, t) + offs_e, mask=mask_v)
-        tl.store(at_k + t * D + offs_d, k, mask=mask_k)
-        tl.store(at_v + t * E + offs_e, v, mask=mask_v)
-        if PER_TOKEN:
-            s = tl.load(at_head(decay_ptr, decay_strides, pid_b, pid_h, t), mask=taken)
-            at_s = draft_decay_ptr + slot.to(tl.int64) * slot_strides[3] + pid_h * DRAFT + t
-            tl.store(at_s, s, mask=taken)
+        tl.store(at_k + t * D + offs_d, ks[t], mask=mask_k)
+        tl.store(at_v + t * E + offs_e, vs[t], mask=mask_v)
+    if PER_TOKEN:
+        tl.store(draft_decay_ptr + slot * slot_strides[3] + pid_h * DRAFT + offs_t, s, mask=mask_t)
 
 
 # --------------------------------------------------------------------------------------------- launches
@@ -224,15 +244,16 @@ def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor) -> list[Laun
     slot_strides = tuple(0 if t is None else t.stride(0) for t in (x.state, x.draft_k, x.draft_v, x.draft_decay))
     decay_strides = x.decay.stride() if spec.per_token and x.decay is not None else (0, 0, 0)
     block_v = min(tile.block_v, max(16, triton.next_power_of_2(spec.E)))
+    early = spec.early and starts_early(spec.device)
     step = Launch(
         lightning_step_kernel,
         spec.B * spec.H * triton.cdiv(spec.E, block_v),
         (*x, o),
         (
             *(strides, decay_strides, slot_strides, spec.slots, spec.H, spec.scale, spec.group, spec.per_token),
-            *(spec.T, spec.D, spec.E, block_v),
+            *(spec.T, spec.D, spec.E, block_v, early),
         ),
-        {"num_warps": tile.num_warps},
+        {"num_warps": tile.num_warps} | starting(early),
     )
     if not spec.has_draft:
         return [step]
@@ -243,9 +264,9 @@ def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor) -> list[Laun
         (x.k, x.v, x.decay, x.slots, x.draft_k, x.draft_v, x.draft_decay),
         (
             *(strides, decay_strides, slot_strides, spec.slots, heads, x.k.shape[1], spec.H_KV),
-            *(spec.T, spec.D, spec.E, spec.per_token),
+            *(spec.T, spec.D, spec.E, spec.per_token, early),
         ),
-        {"num_warps": 1},
+        {"num_warps": 1} | starting(early),
     )
     return [step, store]
 

@@ -41,6 +41,19 @@ def test_fits_and_does_not_spill(page, dtype):
     assert TARGETS[90].smem_bytes >= kernel.SHARED_BYTES
 
 
+def test_appended_waits_before_it_reads_queries():
+    """Lengths, the table and older keys are read before: the kernel still fits, and q is read after a wait."""
+    for splits, keys in ((8, 32), (64, 64)):
+        choice = Choice("cuda", "cuda", LatentTile(keys), splits, "cuda")
+        code, usage = cuda.compile_variant(kernel.variant(spec(16, 32, page=64, appended=True), choice))
+        assert (usage.spilled, usage.warnings, usage.shared) == (0, (), 0)
+        assert usage.registers * kernel.THREADS <= 65_536
+        text = sass.disassemble(code)
+        assert sass.overwritten(text) == []
+        assert text.count("ACQBULK") == 2  # of the producer, and of the consumers
+        assert text.index("ACQBULK") < text.index("LDGSTS")
+
+
 def test_combining_fits():
     for splits in (2, 64):
         _, usage = cuda.compile_variant(combine.variant(kernel.combined_spec(spec()), splits))

@@ -8,10 +8,11 @@ import torch
 import fulmen
 from fulmen import dispatch
 from fulmen.dispatch import Choice
+from fulmen.latent import op
 from fulmen.latent.policy import LatentTile
 from fulmen.testing import latent as testing
 from tests import emulator
-from tests.emulator import ANY, LATE, MODES, PRESSED
+from tests.emulator import ANY, EARLY, LATE, MODES, PRESSED
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
 
@@ -88,6 +89,56 @@ def test_a_mistake_is_found(mistake):
         except AssertionError:
             return
     pytest.fail("not found")
+
+
+WAIT = "key + BLOCK_N > task.length - a.n_q) wait_for_new_data();"
+WRITE = """{
+    char *kv = *(char *const *)&a.kv + ((long long)task.b * a.n_kv + task.length - a.n_q) * 2 * D;
+    for (int i = 0; i < a.n_q * 2 * D; i++) kv[i] = kv[i + a.n_q * 2 * D];
+}"""
+QUERIES = "    if (APPENDED) wait_for_new_data();\n    Work w;"
+TURN = """    static bool written = false;
+    for (long long i = 0; !written && i < (long long)a.batch * a.h * a.n_q * D; i++) ((short *)a.q)[i] ^= 0x8000;
+    written = true;
+    Work w;"""
+APPENDED = {
+    "keys": ((WAIT, WAIT[: -len("wait_for_new_data();")] + WRITE), True),
+    "keys before the wait": ((WAIT, "false) ;"), False),
+    "keys of a tile that begins before them": ((WAIT, f"key + BLOCK_N > task.length) {WRITE}"), False),
+    "queries": ((QUERIES, TURN), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", APPENDED)
+def test_what_the_launch_ahead_writes_is_waited_for(case):
+    """It writes the last keys of a row, which are NaN before the producer waits, or q, which has the other sign."""
+    edit, right = APPENDED[case]
+    x = testing.inputs(2, 16, 3, 300, 576, 512, lengths=[266, 129], causal=True, dtype=torch.bfloat16)
+    q, kv = x.q.clone(), x.kv.clone()
+    if case == "queries":
+        q = -q
+    else:
+        for b, end in enumerate(x.kv_lengths.tolist()):
+            kv[b, end : end + 3] = kv[b, end - 3 : end]
+            kv[b, end - 3 : end] = torch.nan
+    choice = Choice("cuda", "cuda", LatentTile(64), 1, "cuda")
+    with emulator.serve("latent", EARLY, 0, edit), pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
+        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
+        o = op.attend(q, kv, 512, x.kv_lengths, None, None, True, None, "cuda", appended=True)
+    if right:
+        testing.compare(x, o)
+    else:
+        assert o.isnan().any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_appended_has_the_same_bits(splits):
+    x = testing.inputs(2, 16, 2, 400, 576, 512, lengths=[400, 130], page=16, causal=True, dtype=torch.bfloat16)
+    choice = Choice("cuda", "cuda", LatentTile(32), splits, "cuda")
+    with emulator.serve("latent", ANY), pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
+        monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
+        arguments = (x.q, x.kv, 512, x.kv_lengths, None, x.page_table, True, None, "cuda")
+        assert torch.equal(op.attend(*arguments, appended=True), op.attend(*arguments))
 
 
 def test_an_entry_too_many_is_noticed():

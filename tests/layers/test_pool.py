@@ -226,8 +226,8 @@ def test_a_call_serves_the_last_step_once() -> None:
 
 def test_a_step_takes_the_layers_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     served, asked = Sequences(rows=1, max_length=32, slots=1), []
-    step = pooling.lightning_step
-    monkeypatch.setattr(pooling, "lightning_step", lambda *args, **kw: asked.append(kw["backend"]) or step(*args, **kw))
+    step = pooling.stepped
+    monkeypatch.setattr(pooling, "stepped", lambda *args, **kw: asked.append(kw["backend"]) or step(*args, **kw))
     a = served.new()
     for backend in ("reference", "eager", "cuda"):
         layer = layer_of("lightning", backend=backend)

@@ -17,6 +17,9 @@ OPTIONS = [
     {"D": 80, "E": 48, "H": 6, "H_KV": 2},
     {"dtype": "float32", "slots": False},
     {"dtype": "float16", "decay": False, "B": 1},
+    {"draft": True, "early": True},
+    {"draft": True, "early": True, "state": "bfloat16"},
+    {"early": True},
 ]
 VARIED = [StepCase(arch, **options) for arch in (86, 90) for options in OPTIONS]
 

@@ -26,7 +26,12 @@
 // SPLIT: blocks that share a row's keys leave sums, not divided yet, in fp32, and m and l of every query for
 // flash/kernels/combine.cu; a block without keys leaves m = -infinity alone.
 //
-// The compiler defines BLOCK_N, STAGES, BF16, CAUSAL, SPLIT, PAGED, BOX and ONCE (no other block reads the same keys).
+// APPENDED: this step's launches write only q and the last n_q keys of a row, and the one ahead lets this one start only
+// after its own wait, so that lengths and the table are there. Tiles of older keys are loaded before that one has ended; the
+// producer waits for it before a tile with new keys, the consumers before anything else.
+//
+// The compiler defines BLOCK_N, STAGES, BF16, CAUSAL, SPLIT, PAGED, BOX, ONCE (no other block reads the same keys) and
+// APPENDED.
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/cp_async.cuh"
@@ -62,6 +67,10 @@ struct Shared {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + barrier(tile, half));
     }
 };
+
+// The launch behind this one may start. `wait_for_previous_kernel` does that and then this one's wait.
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_new_data() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // What a block does: queries from `row` on, `tiles` of keys from `first` on.
 struct Task {
@@ -99,6 +108,7 @@ __device__ __forceinline__ void produce(const Args &a, const Task &task, const S
                     row[i] %= a.page;
                 }
             }
+        if (APPENDED && key + BLOCK_N > task.length - a.n_q) wait_for_new_data();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int barrier = at.barrier(j, half), panels = half ? 4 : 5;
@@ -290,6 +300,7 @@ __device__ __forceinline__ void load_q(const Args &a, const Task &task, u32 to) 
 }
 
 __device__ __forceinline__ void consume(const Args &a, const Task &task, const Shared &at, int consumer) {
+    if (APPENDED) wait_for_new_data();
     Work w;
     w.x.init();
 #pragma unroll
@@ -332,7 +343,8 @@ latent_forward_kernel(const __grid_constant__ Args a) {
         fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
+    if (APPENDED) let_next_kernel_start();
+    else wait_for_previous_kernel();
     const Task task(a);
     if (threadIdx.x < 128) {
         give_registers<OF_PRODUCER>();

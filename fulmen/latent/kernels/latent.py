@@ -59,6 +59,7 @@ def variant(spec: LatentSpec, choice: Choice) -> cuda.Variant:
         "BF16": int(spec.dtype == torch.bfloat16), "CAUSAL": int(spec.causal), "SPLIT": int(choice.splits > 1),
         "PAGED": int(spec.page is not None), "BOX": box(spec, tile),
         "ONCE": int(query_tiles(spec, CUDA_ROWS) == 1 and spec.B * spec.N_KV * spec.D * 2 <= sm90.MAX_ONCE),
+        "APPENDED": int(spec.appended),
     }  # fmt: skip
     return cuda.Variant("latent/kernels/latent.cu", "latent_forward_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 

@@ -13,7 +13,8 @@ the cache, normed if there is a weight; `place_of` in append.py says where.
 
 From Hopper on both start early, as in `linear.py`. They read weights, `begin`, RoPE's tables and the table of pages
 before they wait: no launch of a step writes those before them. The layer makes RoPE's before the step's first launch,
-and the weight of a parametrised module.
+and the weight of a parametrised module. The first lets the attention start only after its own wait: all launches before
+it have ended then, and the attention reads older keys while this one still runs.
 """
 
 from __future__ import annotations
@@ -56,10 +57,14 @@ def absorb(
         gdc_wait()
     if ROWS == 1:  # products in registers: a tensor core would multiply zeros
         q = tl.load(q_ptr + h * D + d, d < NOPE, 0.0).to(tl.float32)
+        if EARLY:
+            gdc_launch_dependents()
         acc = tl.sum(w.to(tl.float32) * q[:, None], axis=0)[None, :]
     else:
         rows = q_ptr + (t.to(tl.int64)[:, None] * H + h) * D
         q = tl.load(rows + d[None, :], (t < T)[:, None] & (d < NOPE)[None, :], 0.0)
+        if EARLY:
+            gdc_launch_dependents()
         acc = tl.dot(q, w, input_precision="ieee")
     at = out_ptr + h * so_h + t.to(tl.int64)[:, None] * so_t + r[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), (t < T)[:, None] & (r < R)[None, :])
@@ -98,6 +103,8 @@ def latent_step_kernel(
         at, there = pairs(HALF, HALF_P2, INTERLEAVED)
         mask = (h < H)[:, None] & there[None, :]
         x = tl.load(q_ptr + (token * H + h[:, None]) * D + NOPE + at[None, :], mask, 0.0).to(tl.float32)
+        if EARLY:
+            gdc_launch_dependents()
         y = turned(x, cos[None, :], sin[None, :], HEADS, HALF_P2, INTERLEAVED)
         out = out_ptr + h[:, None] * so_h + token * so_t + R + at[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask)

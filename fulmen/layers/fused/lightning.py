@@ -404,19 +404,23 @@ def gate_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token: GROUPS groups of SIZE features. EARLY: it and the kernel that follows may start, as in `linear.py`."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     g = tl.arange(0, width_of(GROUPS))[:, None]
     i = tl.arange(0, width_of(SIZE))[None, :]
     there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
     row = tl.program_id(0).to(tl.int64) * GROUPS * SIZE
-    y = tl.load(o_ptr + row + at, there, 0.0).to(tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
     if NORM:
         weight = tl.load(weight_ptr + at, there, 0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+    y = tl.load(o_ptr + row + at, there, 0.0).to(tl.float32)
+    if GATE:  # before the sum, whose barrier would hold it back
+        opened = tl.load(gate_ptr + row + at, there, 0.0).to(tl.float32)
+    if NORM:
         y *= tl.rsqrt(tl.sum(y * y, axis=1) / SIZE + eps)[:, None] * weight
     if GATE:
-        y *= tl.sigmoid(tl.load(gate_ptr + row + at, there, 0.0).to(tl.float32))
+        y *= tl.sigmoid(opened)
     tl.store(y_ptr + row + at, y.to(y_ptr.dtype.element_ty), there)
 
 
