@@ -43,6 +43,7 @@ class Workspace(NamedTuple):
     rows: int  # lse and delta of every query
     drawn: int  # what every query tile adds to a sink's gradient
     turns: int  # for each half of a query tile how many tiles of keys were added to it
+    counter: int  # of the tiles of keys that blocks have taken
     end: int
 
 
@@ -51,7 +52,8 @@ def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
     rows = blocks * tile.block_m * spec.D
     drawn = rows + blocks * 2 * tile.block_m
     turns = drawn + blocks * spec.has_sinks
-    return Workspace(rows, drawn, turns, turns + 2 * blocks)
+    counter = turns + 2 * blocks
+    return Workspace(rows, drawn, turns, counter, counter + 1)
 
 
 def affordable(spec: FlashSpec) -> bool:
@@ -76,6 +78,9 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     heads: a smaller last group would leave SMs idle under a causal mask. Speed over cuDNN's, causal, D 128, as many as
     fit (few tiles: all heads) and a divisor: B2 H16 N8192 1.077, 1.119; B4 H32 N2048 1.066, 1.093; B1 H32 N4096 1.147,
     1.169; B1 H40/8 N4096 1.128, 1.181.
+
+    In deterministic mode twice as many: the tiles of a head add to a query tile one after the other, so that those of
+    more heads wait less. Not measured; a model of the schedule halves the time that waiting takes.
     """
     heads = max(1, spec.B * spec.H_KV)
     queries = spec.N_Q
@@ -83,14 +88,15 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
         queries = min(queries, spec.left + spec.right + BACKWARD_KEYS)  # that see a tile of keys
     size = max(1, queries * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
     at_once = hw.sm_count // max(1, tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
-    most = min(heads, max(1, at_once, hw.l2_bytes // 2 // size))
+    most = min(heads, max(1, at_once, hw.l2_bytes // 2 // size) * (2 if spec.deterministic else 1))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
 def lag(spec: FlashSpec, heads: int, hw: Hardware) -> int:
-    """How many blocks after a tile of keys its share of dq is converted: two waves, when it is surely there.
+    """How many tiles after a tile of keys its share of dq is converted: two waves, when it is surely there.
 
-    Without a limit on the right a share needs all tiles of its head, of `heads` at a time.
+    Without a limit on the right a share needs all tiles of its head, of `heads` at a time, and a wave after them.
     """
-    group = 0 if spec.right is not None else heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS)
-    return max(2 * hw.sm_count, group)
+    if spec.right is not None:
+        return 2 * hw.sm_count
+    return hw.sm_count + max(hw.sm_count, heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
