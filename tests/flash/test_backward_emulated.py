@@ -246,7 +246,7 @@ MISTAKES = {
     "q never released": ("64 two stages", RELEASE_Q, "", EARLY, "all wait"),
     "dq overwritten while it is added": (
         "128 GQA", "named_barrier_sync<160>(EMPTY + consumer);",
-        "named_barrier_arrive<160>(EMPTY + consumer);", LATE, f"{WRONG}|all wait",
+        "named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
     ),
     "k and v of the next tile too early": ("128 GQA", "mbarrier_wait(empty, ~before & 1);", "", PRESSED, WRONG),
     "k released before the last dq": (

@@ -187,13 +187,6 @@ __device__ __forceinline__ u64 descriptor(u32 address, int panel) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)(panel >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// The same, of which only the low half is kept: a sum of 32 bits moves it.
-struct Operand {
-    u32 low;
-    __device__ __forceinline__ Operand(u32 address, int panel) : low((u32)descriptor(address, panel)) {}
-    __device__ __forceinline__ u64 operator+(int bytes) const { return (u64)(low + bytes / 16) | descriptor(0, 0); }
-};
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -206,14 +199,6 @@ constexpr int PANEL = 64 * 128;         // bytes of 64 rows of a panel
 
 // Starts y = x z^T over D columns, of 64 of the X_ROWS rows of x and ROWS of the Z_ROWS rows of z.
 template <int D, int ROWS, int X_ROWS = 64, int Z_ROWS = ROWS, int COUNT>
-__device__ __forceinline__ void start_over_columns(float (&y)[COUNT], Operand x, Operand z) {
-#pragma unroll
-    for (int d = 0; d < D / 16; d++)
-        wgmma(y, x + (d / 4 * X_ROWS * 128 + d % 4 * 32), z + (d / 4 * Z_ROWS * 128 + d % 4 * 32), d > 0);
-    wgmma_commit();
-}
-
-template <int D, int ROWS, int X_ROWS = 64, int Z_ROWS = ROWS, int COUNT>
 __device__ __forceinline__ void start_over_columns(float (&y)[COUNT], u32 x, u32 z) {
     const u64 a = descriptor(x, 16), b = descriptor(z, 16);
 #pragma unroll
@@ -223,13 +208,6 @@ __device__ __forceinline__ void start_over_columns(float (&y)[COUNT], u32 x, u32
 }
 
 // Starts y = x z, or y += x z, over ROWS of the Z_ROWS rows of z, with x in registers.
-template <int ROWS, int COUNT>
-__device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[ROWS / 4], Operand z, bool add) {
-#pragma unroll
-    for (int j = 0; j < ROWS / 16; j++) wgmma(y, x + 4 * j, z + j * 16 * 128, add || j > 0);
-    wgmma_commit();
-}
-
 template <int ROWS, int Z_ROWS = ROWS, int COUNT>
 __device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[ROWS / 4], u32 z, bool add) {
     const u64 b = descriptor(z, Z_ROWS * 128);

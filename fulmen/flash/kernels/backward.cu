@@ -61,25 +61,10 @@ enum { OWN = 1, FULL = 3, EMPTY = 5, STORED = 7 };         // named barriers, fo
 // A ring of stages of M rows; full, empty: a barrier for each stage.
 template <int SIZE, int COUNT>
 struct Ring {
+    using State = PipelineState<COUNT>;
     static constexpr int BYTES = M * SIZE * 2;
     u32 stages, full, empty;
-    struct State {
-        int stage = 0, parity = 0;
-        Operand at;
-        __device__ __forceinline__ State(u32 stages) : at(stages, 16) {}
-        __device__ __forceinline__ void next() {
-            stage++, at.low += BYTES / 16;
-            if (stage == COUNT) stage = 0, parity ^= 1, at.low -= COUNT * (BYTES / 16);
-        }
-    };
     __device__ __forceinline__ u32 operator[](const State &x) const { return stages + x.stage * BYTES; }
-    // As an operand of a product that sums over its columns, or over its rows.
-    __device__ __forceinline__ Operand columns(const State &x) const { return x.at; }
-    __device__ __forceinline__ Operand rows(const State &x) const {
-        Operand y = x.at;
-        y.low += (u32)(M * 128 - 16) << 12;
-        return y;
-    }
     __device__ __forceinline__ void wait(const State &x) const { mbarrier_wait(full + 8 * x.stage, x.parity); }
     __device__ __forceinline__ void release(const State &x) const { mbarrier_arrive(empty + 8 * x.stage); }
 
@@ -182,8 +167,8 @@ __device__ __forceinline__ void fetch_keys(u32 to, const TensorMap &map, u32 ful
 // Loads of a tile are issued while the tile before it ends, in the order in which the consumers release what they replace:
 // k, which the last dq reads, after the first q, do and v. Only the block's first tile begins with k.
 __device__ __forceinline__ void produce(const Args &a, const Shared &at, char *shared) {
-    typename Ring<D, Q_STAGES>::State q(at.q.stages);
-    typename Ring<E, O_STAGES>::State o(at.o.stages);
+    typename Ring<D, Q_STAGES>::State q;
+    typename Ring<E, O_STAGES>::State o;
     Schedule schedule;
     int before = 0;                     // tiles whose k and v were loaded
 #pragma unroll 1
@@ -411,9 +396,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
                                              const Tile &tile, const char *shared, int consumer) {
     const bool reports = threadIdx.x % 32 == 0;
     const int keys = tile.n0 + 64 * consumer;   // the first of the consumer's
-    Operand k(at.k + consumer * 64 * 128, 16), v = k;
-    k.low = __shfl_sync(~0u, k.low, 0);
-    v.low = k.low + N * D * 2 / 16;
+    const u32 k = at.k + consumer * 64 * 128, v = at.v + consumer * 64 * 128;
     auto &q = stages.q;
     auto &o = stages.o;
     // queries from which on, and up to which, no mask is needed
@@ -439,7 +422,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         pin(w.dv);
         pin(w.ds);
         wgmma_fence();
-        start_over_columns<D, M, N>(w.s, k, at.q.columns(q));
+        start_over_columns<D, M, N>(w.s, k, at.q[q]);
         wgmma_wait<0>();
         pin(w.s);
     }
@@ -456,8 +439,8 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         if (!DP_LATE) fresh(dp);
         pin(w.dk);
         wgmma_fence();
-        if (!OVERLAP) start_over_columns<D, M, N>(w.s, k, at.q.columns(q));
-        if (!DP_LATE) start_over_columns<E, M, N>(dp, v, at.o.columns(o));
+        if (!OVERLAP) start_over_columns<D, M, N>(w.s, k, at.q[q]);
+        if (!DP_LATE) start_over_columns<E, M, N>(dp, v, at.o[o]);
         wgmma_wait<!DP_LATE>();
         if (OVERLAP) {
             pin(w.dk);
@@ -473,8 +456,8 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         pin(w.p);
         pin(w.dv);
         wgmma_fence();
-        if (DP_LATE) start_over_columns<E, M, N>(dp, v, at.o.columns(o));
-        start_over_rows<M>(w.dv, w.p, at.o.rows(o), true);
+        if (DP_LATE) start_over_columns<E, M, N>(dp, v, at.o[o]);
+        start_over_rows<M>(w.dv, w.p, at.o[o], true);
         wgmma_wait<1>();
         pin(dp);
         gradients(w.ds, w.s, dp, rows + M);                                 // dv
@@ -498,7 +481,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
             dv_is_made();
             fresh(w.s);
             wgmma_fence();
-            start_over_columns<D, M, N>(w.s, k, at.q.columns(q));                   // beyond the last tile: of no use
+            start_over_columns<D, M, N>(w.s, k, at.q[q]);                   // beyond the last tile: of no use
         }
         fresh(dq);
         pin(w.ds);
@@ -507,7 +490,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         start_dq(dq, made, at.k, consumer);                                 // before the first tile: of no use
         made = ds;
         ds = ds == at.ds + 2 * DS_BYTES ? at.ds : ds + DS_BYTES;
-        start_over_rows<M>(w.dk, w.ds, at.q.rows(before), true);
+        start_over_rows<M>(w.dk, w.ds, at.q[before], true);
         if (!first) named_barrier_sync<160>(EMPTY + consumer);
         wgmma_wait<1>();
         if (!OVERLAP) dv_is_made();
@@ -583,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward_kernel(c
     } else {
         take_registers<240>();
         const int consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-        Stages stages{at.q.stages, at.o.stages};
+        Stages stages;
 #pragma unroll 1
         for (Told told; (told = schedule.next(at, shared)).tile < a.end;) {
             if (told.tile >= a.lag) convert_dq(a, Tile(a, told.tile - a.lag), consumer);
