@@ -57,7 +57,7 @@ def test_fits_and_overlaps(call):
     check_products(call, backward_tile(call))
 
 
-@pytest.mark.parametrize("change", [{"overlap": False}, {"q_stages": 2}], ids=str)
+@pytest.mark.parametrize("change", [{"overlap": False}, {"q_stages": 2}, {"persistent": True}], ids=str)
 def test_other_tiles_fit(change):
     call = spec(2, 16, 8192, 128, True)
     check_products(call, backward_tile(call)._replace(**change))
@@ -127,18 +127,20 @@ def test_short_packed_sequences_do_not_fill_the_memory(monkeypatch):
 
 
 def test_a_block_for_each_sm(monkeypatch):
-    """Without queries no prologue clears the counter of tiles: each has its own block."""
+    """If blocks are persistent. Without queries no prologue clears the counter of tiles: each has its own block."""
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     monkeypatch.setattr(cuda, "Launch", lambda *args, early: args)
 
     def grid_and_tiles(call: FlashSpec) -> tuple[int, int, int]:
-        x = torch.empty(call.B, call.H, 1, call.D, dtype=call.dtype)
-        _, (_, _, grid, _, _, constants) = backward.launches(call, backward_tile(call), x, x, x, x, x, None)
+        x, tile = torch.empty(call.B, call.H, 1, call.D, dtype=call.dtype), backward_tile(call)
+        _, (_, _, grid, _, _, constants) = backward.launches(call, tile, x, x, x, x, x, None)
         return grid[0], constants["works"], constants["end"]
 
-    assert grid_and_tiles(spec(2, 16, 8192, 128)) == (132, 32 * 64, 32 * 64 + 264)
-    assert grid_and_tiles(spec(1, 2, 512, 128, True)) == (16, 8, 16)
-    assert grid_and_tiles(spec(2, 16, 8192, 128, N_Q=0)) == (2 * 32 * 64, 32 * 64, 2 * 32 * 64)
+    assert grid_and_tiles(spec(2, 16, 8192, 64)) == (132, 32 * 64, 32 * 64 + 132 + 256)
+    assert grid_and_tiles(spec(1, 2, 512, 64, True)) == (16, 8, 16)
+    assert grid_and_tiles(spec(2, 16, 8192, 64, N_Q=0)) == (2 * 32 * 64, 32 * 64, 2 * 32 * 64)
+    assert grid_and_tiles(spec(2, 16, 8192, 128)) == (32 * 64 + 264, 32 * 64, 32 * 64 + 264)
+    assert grid_and_tiles(spec(1, 16, 8192, 128, True, **WINDOW))[0] == 132
 
 
 def test_dq_is_converted_a_wave_after_its_last_sum():

@@ -32,6 +32,12 @@ CASES = {  # D, how the tile differs, the call
     "128": (128, {}, PLAIN),
     "128 causal": (128, {}, {"H": 1, "N_Q": 300, "causal": True}),
     "128 GQA": (128, {}, {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2}),
+    "128 persistent": (128, {"persistent": True}, {"H": 1, "N_Q": 300, "causal": True}),
+    "128 persistent GQA": (
+        128,
+        {"persistent": True},
+        {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2},
+    ),
     "128 fewer keys": (128, {}, {"N_Q": 270, "N_KV": 100, "causal": True}),
     "128 packed": (128, {}, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
     "128 packed full": (128, {}, {**PACKED, "causal": False}),
@@ -112,7 +118,7 @@ def test_deterministic_sums_are_right_and_the_same(case):
             assert torch.equal(mine, yours)
 
 
-SEVERAL = ["64 causal", "64 packed", "64 top left", "128", "128 GQA", "128 packed", "128 window", "128 all"]
+SEVERAL = ["64 causal", "64 packed", "64 top left", "128", "128 persistent GQA", "128 packed", "128 window", "128 all"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
@@ -124,7 +130,7 @@ def test_blocks_at_the_same_time(case, mode):
     gradients(case, mode, 1, sm_count=3, together=3)
 
 
-@pytest.mark.parametrize("case", ["64 causal", "128 GQA", "128 window"])
+@pytest.mark.parametrize("case", ["64 causal", "128 persistent GQA", "128 window"])
 def test_a_block_that_starts_last(case):
     """Two run to their end before the third starts: nobody waits for it, and nothing is left for it."""
     gradients(case, ANY, sm_count=3, together=2, deterministic=True)
@@ -248,20 +254,24 @@ MISTAKES = {
         "128 GQA", "named_barrier_sync<160>(EMPTY + consumer);",
         "named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
     ),
-    "k and v of the next tile too early": ("128 GQA", "mbarrier_wait(empty, ~before & 1);", "", PRESSED, WRONG),
+    "k and v of the next tile too early": (
+        "128 persistent GQA", "mbarrier_wait(empty, ~before & 1);", "", PRESSED, WRONG,
+    ),
     "k released before the last dq": (
-        "64 causal", "wgmma_wait<0>();\n    pin(dq);\n    if (reports) mbarrier_arrive(at.k_empty);",
+        "64 causal", "wgmma_wait<0>();\n    pin(dq);\n    if (PERSISTENT && reports) mbarrier_arrive(at.k_empty);",
         "if (reports) mbarrier_arrive(at.k_empty);\nwgmma_wait<0>();\npin(dq);", PRESSED, WRONG,
     ),
     "v released before the last dp": (
-        "128 GQA", "        at.o.wait(o);\n",
+        "128 persistent GQA", "        at.o.wait(o);\n",
         "at.o.wait(o); if (walk.left == 1 && reports) mbarrier_arrive(at.v_empty);\n", PRESSED,
         f"{WRONG}|more arrivals",
     ),
-    "v never released": ("128 causal", "else if (reports) mbarrier_arrive(at.v_empty);", "", ANY, "all wait"),
+    "v never released": (
+        "128 persistent", "else if (PERSISTENT && reports) mbarrier_arrive(at.v_empty);", "", ANY, "all wait",
+    ),
     "k and v of the tile before": ("64 causal", "told.loaded & 1", "0", LATE, f"{WRONG}|all wait|more arrivals"),
     "the last q of a tile never released": (
-        "128 causal", "        if (reports) at.q.release(before);\n    }\n    float dq", "    }\n    float dq", ANY,
+        "128 persistent", "        if (reports) at.q.release(before);\n    }\n    float dq", "    }\n    float dq", ANY,
         "all wait",
     ),
     "a tile told before all have heard": (
@@ -270,7 +280,7 @@ MISTAKES = {
     "a tile read after it is heard": (
         "64 causal", HEAR, HEARD_EARLY, ANY, f"{WRONG}|all wait|more arrivals|no tensor's|different products",
     ),
-    "the counter of tiles": ("128 causal", "*a.counter = 0;", "*a.counter = 1;", ANY, f"{WRONG}|all wait"),
+    "the counter of tiles": ("128 persistent", "*a.counter = 0;", "*a.counter = 1;", ANY, f"{WRONG}|all wait"),
     "a key too many": ("128 GQA", "if (g + 8 * r < rows)", "if (true)", EARLY, "outside a tensor"),
     "a query too many": ("64", "tile.n_q - row", "64", EARLY, "outside"),
     "the first to add does not store": ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", EARLY, WRONG),

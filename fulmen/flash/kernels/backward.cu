@@ -2,7 +2,7 @@
 //
 // A tile is 128 keys of one head of k and v. A block walks the query tiles, of BLOCK_M rows, that see them, from the last to
 // the first, each for all query heads of the group. Two consumer warpgroups own 64 keys each; dk and dv stay in their
-// registers and are written once. Blocks stay, one an SM, and take tile after tile.
+// registers and are written once. PERSISTENT: blocks stay, one an SM, and take tile after tile.
 //
 //     producer    one thread takes a tile and tells the others; it issues TMA loads: k and v once, q into a ring of Q_STAGES
 //                 stages, and do with lse and delta (backward_prologue.cu) into one of O_STAGES
@@ -37,8 +37,8 @@
 //
 // Rows beyond a sequence are zeroed in shared memory (PACKED; else TMA does it), and their lse is infinity: p is 0.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, DETERMINISTIC, BF16, LEFT and RIGHT
-// (whether there is such a limit), SOFTCAP and PACKED.
+// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, PERSISTENT, DETERMINISTIC, BF16, LEFT and
+// RIGHT (whether there is such a limit), SOFTCAP and PACKED.
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
@@ -110,13 +110,14 @@ struct Told {
     int tile, loaded;
 };
 
-// The scheduler: the producer takes tiles from a counter in memory, long before the others need them, and tells them.
+// The scheduler. PERSISTENT: the producer takes tiles from a counter in memory, long before the others need them, and tells
+// them. Else, and without a counter, every tile has a block of its own.
 struct Schedule {
     int parity = 0;
 
-    // Without queries no prologue clears the counter, and every tile has a block of its own.
     __device__ __forceinline__ int take(const Args &a, const Shared &at, char *shared, bool first, int loaded) {
-        const int t = a.n_q ? take_tile(a.counter) : first ? blockIdx.x : a.end;
+        if (!PERSISTENT) return first ? blockIdx.x : a.end;
+        const int t = a.counter ? take_tile(a.counter) : first ? blockIdx.x : a.end;
         mbarrier_wait(at.heard, parity ^ 1);
         *reinterpret_cast<Told *>(shared + (at.tile - at.k)) = {t, loaded};
         mbarrier_arrive(at.told);
@@ -132,6 +133,17 @@ struct Schedule {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(at.heard);
         parity ^= 1;
         return {__shfl_sync(~0u, told.tile, 0), __shfl_sync(~0u, told.loaded, 0)};
+    }
+
+    // Calls do_tile for every tile of this block.
+    template <typename Do>
+    __device__ __forceinline__ void each(const Args &a, const Shared &at, const char *shared, Do do_tile) {
+        if constexpr (PERSISTENT) {
+#pragma unroll 1
+            for (Told told; (told = next(at, shared)).tile < a.end;) do_tile(told);
+        } else {
+            do_tile(Told{(int)blockIdx.x, 0});
+        }
     }
 };
 
@@ -469,7 +481,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         walk.next(a);
         q.next();
         if (walk.left > 0) await_q(q, walk.m);
-        else if (reports) mbarrier_arrive(at.v_empty);
+        else if (PERSISTENT && reports) mbarrier_arrive(at.v_empty);
         auto dv_is_made = [&] {
             pin(w.p);
             pin(w.dv);
@@ -517,7 +529,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
     named_barrier_sync<160>(EMPTY + consumer);
     wgmma_wait<0>();
     pin(dq);
-    if (reports) mbarrier_arrive(at.k_empty);
+    if (PERSISTENT && reports) mbarrier_arrive(at.k_empty);
     stage_dq(dq, at.dq, consumer);
 }
 
@@ -559,18 +571,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward_kernel(c
         if (threadIdx.x == 0) {
             produce(a, at, shared);
         } else if (warp == 1 || warp == 2) {
-#pragma unroll 1
-            for (int t; (t = schedule.next(at, shared).tile) < a.end;)
-                if (t < a.works) add_dq(a, at, Tile(a, t), warp - 1);
+            schedule.each(a, at, shared, [&](const Told &told) {
+                if (told.tile < a.works) add_dq(a, at, Tile(a, told.tile), warp - 1);
+            });
         }
     } else {
         take_registers<240>();
         const int consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
         Stages stages;
-#pragma unroll 1
-        for (Told told; (told = schedule.next(at, shared)).tile < a.end;) {
+        schedule.each(a, at, shared, [&](const Told &told) {
             if (told.tile >= a.lag) convert_dq(a, Tile(a, told.tile - a.lag), consumer);
             if (told.tile < a.works) consume(stages, told.loaded & 1, a, at, Tile(a, told.tile), shared, consumer);
-        }
+        });
     }
 }

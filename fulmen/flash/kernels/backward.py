@@ -97,6 +97,7 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
     }  # fmt: skip
     main = macros | {
         "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": int(tile.overlap),
+        "PERSISTENT": int(tile.persistent),
         "DETERMINISTIC": int(spec.deterministic), "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
     found = [("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE), ("", main, MAIN)]
@@ -119,7 +120,7 @@ def launches(
     hw = hardware.of(spec.device)
     tiles, heads = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, swizzle(spec, hw)
     behind = min(tiles, lag(spec, heads, hw))
-    resident = min(tiles + behind, hw.sm_count) if spec.N_Q else tiles + behind
+    resident = min(tiles + behind, hw.sm_count) if tile.persistent and spec.N_Q else tiles + behind
     mask = {
         "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0, "right": spec.right or 0,
         "top_left": int(spec.top_left), "sequences": spec.sequences or 0, "slots": slots(spec, tile),
@@ -147,6 +148,7 @@ def launcher(
     dq, dk and dv."""
     before, main = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
     rows, drawn, turns, counter = (4 * part for part in workspace(spec, tile)[:4])
+    counted = tile.persistent and spec.N_Q > 0  # else no prologue clears the counter
     k_map, v_map = (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
     q_map, do_map = (cuda.tensor_maps(t, tile.block_m) for t in (x.q, do)) if spec.N_Q else (k_map, v_map)
 
@@ -158,7 +160,8 @@ def launcher(
         q, k, v, _, cu_q, cu_k, _, _, do, _, work, dq, dk, dv = at
         q, do = (q, do) if spec.N_Q else (k, v)  # without queries nothing is read through their maps
         maps = q_map(q), k_map(k), v_map(v), do_map(do)
-        return *maps, dq, dk, dv, cu_q, cu_k, work, work + rows, work + turns, work + counter
+        taken = work + counter if counted else 0
+        return *maps, dq, dk, dv, cu_q, cu_k, work, work + rows, work + turns, taken
 
     def run(at: tuple[int, ...]) -> None:
         before.at(at, of_prologue)
