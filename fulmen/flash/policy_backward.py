@@ -19,6 +19,7 @@ class BackwardTile(NamedTuple):
 
     block_m: int  # queries at a time
     overlap: bool  # s and dp of the next tile start before this one ends
+    persistent: bool = False  # blocks stay, and take tile after tile
     q_stages: int = 3  # tiles of q in flight
     o_stages: int = 2  # the same of do
 
@@ -28,13 +29,16 @@ class BackwardTile(NamedTuple):
 
 # By D = E. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.86 to 0.99 of it.
 BACKWARD_TILES = {
-    64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.28, 1.19
+    64: BackwardTile(128, overlap=False, persistent=True, q_stages=2),  # B4 H32 N4096: 1.31, 1.20
     128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.16, 1.18
 }
 
 
 def backward_tile(spec: FlashSpec) -> BackwardTile:
-    return BACKWARD_TILES[spec.D]
+    """Persistent blocks pay where walks are short, and with a softcap's registers; else at D 128 their loop costs more
+    than they save (B2 H16 N8192 causal: 1.13)."""
+    tile, options = BACKWARD_TILES[spec.D], (spec.left, spec.sequences, spec.softcap)
+    return tile._replace(persistent=tile.persistent or any(x is not None for x in options))
 
 
 class Workspace(NamedTuple):
@@ -43,6 +47,7 @@ class Workspace(NamedTuple):
     rows: int  # lse and delta of every query
     drawn: int  # what every query tile adds to a sink's gradient
     turns: int  # for each half of a query tile how many tiles of keys were added to it
+    counter: int  # of the tiles of keys that blocks have taken
     end: int
 
 
@@ -51,7 +56,8 @@ def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
     rows = blocks * tile.block_m * spec.D
     drawn = rows + blocks * 2 * tile.block_m
     turns = drawn + blocks * spec.has_sinks
-    return Workspace(rows, drawn, turns, turns + 2 * blocks)
+    counter = turns + 2 * blocks
+    return Workspace(rows, drawn, turns, counter, counter + 1)
 
 
 def affordable(spec: FlashSpec) -> bool:
@@ -76,6 +82,9 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     heads: a smaller last group would leave SMs idle under a causal mask. Speed over cuDNN's, causal, D 128, as many as
     fit (few tiles: all heads) and a divisor: B2 H16 N8192 1.077, 1.119; B4 H32 N2048 1.066, 1.093; B1 H32 N4096 1.147,
     1.169; B1 H40/8 N4096 1.128, 1.181.
+
+    In deterministic mode twice as many: the tiles of a head add to a query tile one after the other, so that those of
+    more heads wait less (B4 H32 N4096 D 64 causal: 1.49 ms, else 1.63). With a window they wait little anyway.
     """
     heads = max(1, spec.B * spec.H_KV)
     queries = spec.N_Q
@@ -83,14 +92,17 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
         queries = min(queries, spec.left + spec.right + BACKWARD_KEYS)  # that see a tile of keys
     size = max(1, queries * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
     at_once = hw.sm_count // max(1, tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
-    most = min(heads, max(1, at_once, hw.l2_bytes // 2 // size))
+    most = min(
+        heads, max(1, at_once, hw.l2_bytes // 2 // size) * (2 if spec.deterministic and spec.left is None else 1)
+    )
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
 def lag(spec: FlashSpec, heads: int, hw: Hardware) -> int:
-    """How many blocks after a tile of keys its share of dq is converted: two waves, when it is surely there.
+    """How many tiles after a tile of keys its share of dq is converted: two waves, when it is surely there.
 
-    Without a limit on the right a share needs all tiles of its head, of `heads` at a time.
+    Without a limit on the right a share needs all tiles of its head, of `heads` at a time, and a wave after them.
     """
-    group = 0 if spec.right is not None else heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS)
-    return max(2 * hw.sm_count, group)
+    if spec.right is not None:
+        return 2 * hw.sm_count
+    return hw.sm_count + max(hw.sm_count, heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS))

@@ -121,6 +121,7 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
      "emulator::wait_for_first({0})"),
     (r"ld\.acquire\.gpu\.global\.s32 %0, \[%1\]", "{0} = emulator::turns_passed({1})"),
     (r"red\.release\.gpu\.global\.add\.s32 \[%0\], 1", "emulator::pass_turn({0})"),
+    (r"atom\.relaxed\.gpu\.global\.add\.s32 %0, \[%1\], 1", "{0} = emulator::count({1})"),
     (r"ld\.shared\.v4\.b32 \{%0, %1, %2, %3\}, \[%4\]", "emulator::read4({all})"),
 ]  # fmt: skip
 PRODUCT = re.compile(
@@ -230,8 +231,8 @@ def library(variant: cuda.Variant, edit: Edit = None) -> Any:
 class Emulator:
     """Launches instead of `cuda.Launch`'s: in which mode and order, and on which tensors."""
 
-    def __init__(self, mode: int, seed: int, edit: Edit) -> None:
-        self.mode, self.seed, self.edit = mode, seed, edit
+    def __init__(self, mode: int, seed: int, edit: Edit, together: int = 1) -> None:
+        self.mode, self.seed, self.edit, self.together = mode, seed, edit, together
         self.guarded: list[tuple[torch.Tensor, torch.Tensor]] = []  # whole, and the part that may be used
         self.launches = 0
         self.edited = edit is None
@@ -289,7 +290,7 @@ class Emulator:
             ctypes.memmove(start, arguments, len(arguments))
             allowed = [n for _, x in self.guarded for n in (x.data_ptr(), x.numel() * x.element_size())]
             macros = dict(variant.macros)
-            cluster = macros["HEAD_DIM"] // 64 if macros.get("SHARE") else 1
+            cluster = macros["HEAD_DIM"] // 64 if macros.get("SHARE") else self.together
             self.launches += 1
             edit = self.edit if self.edit and self.edit[0] in cuda.source_text(variant) else None
             self.edited |= edit is not None
@@ -316,9 +317,14 @@ def encode(
 
 
 @contextlib.contextmanager
-def serve(op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 132) -> Iterator[Emulator]:
-    """Lets backend "cuda" of an operation serve calls on CPU tensors, as on an H200."""
-    emulator = Emulator(mode, seed, edit)
+def serve(
+    op: str, mode: int, seed: int = 0, edit: Edit = None, sm_count: int = 132, together: int = 1
+) -> Iterator[Emulator]:
+    """Lets backend "cuda" of an operation serve calls on CPU tensors, as on an H200.
+
+    `together`: how many blocks run at the same time. The next start when all of them have ended.
+    """
+    emulator = Emulator(mode, seed, edit, together)
     with contextlib.ExitStack() as stack:
         stack.callback(forget)
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())

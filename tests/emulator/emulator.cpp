@@ -37,7 +37,7 @@ void store4(unsigned address, float x, float y, float z, float w) {
     write(address, all, 16);
 }
 
-static std::vector<Fiber *> waiting_for_turns;  // blocks run one after the other: for turns of their own block
+static std::vector<Fiber *> waiting_for_turns;
 
 void wait_for_turn(const int *turns, int turn) {
     check_global(turns, 4);
@@ -59,6 +59,11 @@ void pass_turn(int *turns) {
     check_global(turns, 4);
     ++*turns;
     wake(waiting_for_turns);
+}
+
+int count(int *counter) {
+    check_global(counter, 4);
+    return (*counter)++;
 }
 
 void fence_async() {
@@ -181,7 +186,7 @@ const char *launch(void (*kernel)(const void *), const void *arguments, Index gr
         for (unsigned j = 0; j < grid.y; j++)
             for (unsigned i = 0; i < grid.x; i += cluster) {
                 std::vector<Index> blocks;
-                for (int r = 0; r < cluster; r++) blocks.push_back({i + r, j, k});
+                for (unsigned r = 0; r < (unsigned)cluster && i + r < grid.x; r++) blocks.push_back({i + r, j, k});
                 run_cluster(blocks);
             }
     while (!state.engine.empty()) run_copy(0);

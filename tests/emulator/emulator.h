@@ -66,7 +66,7 @@ void write4(unsigned address, unsigned x);
 void read4(unsigned &, unsigned &, unsigned &, unsigned &, unsigned address);
 void store4(unsigned address, float, float, float, float);
 void wait_for_turn(const int *turns, int turn), wait_for_first(const int *turns), pass_turn(int *turns);
-int turns_passed(const int *turns);
+int turns_passed(const int *turns), count(int *counter);
 void fence_async();
 const char *launch(void (*kernel)(const void *), const void *arguments, Index grid, int threads, int shared, int cluster,
                    int mode, unsigned seed, int ranges, const unsigned long long *allowed);

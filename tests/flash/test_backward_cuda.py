@@ -10,7 +10,7 @@ import torch
 from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
 from fulmen.flash.kernels import backward
-from fulmen.flash.policy_backward import BackwardTile, backward_tile, swizzle, workspace
+from fulmen.flash.policy_backward import BackwardTile, backward_tile, lag, swizzle, workspace
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
 from tests import sass
@@ -57,7 +57,7 @@ def test_fits_and_overlaps(call):
     check_products(call, backward_tile(call))
 
 
-@pytest.mark.parametrize("change", [{"overlap": False}, {"q_stages": 2}], ids=str)
+@pytest.mark.parametrize("change", [{"overlap": False}, {"q_stages": 2}, {"persistent": True}], ids=str)
 def test_other_tiles_fit(change):
     call = spec(2, 16, 8192, 128, True)
     check_products(call, backward_tile(call)._replace(**change))
@@ -80,7 +80,7 @@ def test_served_and_explained(monkeypatch):
     call = spec(2, 16, 4096, 128, True, needs_grad=True)
     choice = dispatch.choose("flash", call, "cuda")
     assert choice.backward == "cuda"
-    assert choice.workspace == 4 * 2 * 16 * (4096 * (128 + 2) + 2 * 64)
+    assert choice.workspace == 4 * 2 * 16 * (4096 * (128 + 2) + 2 * 64) + 4
     assert str(choice).endswith("backward 64 queries x 128 keys, 65.0 MiB workspace")
     assert flash.supports(call) is None
     assert not str(dispatch.choose("flash", call._replace(needs_grad=False), "cuda")).count("workspace")
@@ -112,7 +112,8 @@ def test_the_workspace_holds_all_tiles():
         assert parts.rows == blocks * 64 * 128
         assert parts.drawn - parts.rows == blocks * 128
         assert parts.turns - parts.drawn == blocks * call.has_sinks
-        assert parts.end - parts.turns == 2 * blocks
+        assert parts.counter - parts.turns == 2 * blocks
+        assert parts.end - parts.counter == 1
 
 
 def test_short_packed_sequences_do_not_fill_the_memory(monkeypatch):
@@ -125,10 +126,36 @@ def test_short_packed_sequences_do_not_fill_the_memory(monkeypatch):
         assert ("backward triton" in str(choice)) == (whose == "triton")
 
 
+def test_a_block_for_each_sm(monkeypatch):
+    """If blocks are persistent. Without queries no prologue clears the counter of tiles: each has its own block."""
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    monkeypatch.setattr(cuda, "Launch", lambda *args, early: args)
+
+    def grid_and_tiles(call: FlashSpec) -> tuple[int, int, int]:
+        x, tile = torch.empty(call.B, call.H, 1, call.D, dtype=call.dtype), backward_tile(call)
+        _, (_, _, grid, _, _, constants) = backward.launches(call, tile, x, x, x, x, x, None)
+        return grid[0], constants["works"], constants["end"]
+
+    assert grid_and_tiles(spec(2, 16, 8192, 64)) == (132, 32 * 64, 32 * 64 + 132 + 256)
+    assert grid_and_tiles(spec(1, 2, 512, 64, True)) == (16, 8, 16)
+    assert grid_and_tiles(spec(2, 16, 8192, 64, N_Q=0)) == (2 * 32 * 64, 32 * 64, 2 * 32 * 64)
+    assert grid_and_tiles(spec(2, 16, 8192, 128)) == (32 * 64 + 264, 32 * 64, 32 * 64 + 264)
+    assert grid_and_tiles(spec(1, 16, 8192, 128, True, **WINDOW))[0] == 132
+
+
+def test_dq_is_converted_a_wave_after_its_last_sum():
+    hw = TARGETS[90]
+    assert lag(spec(2, 16, 8192, 128, True), 2, hw) == 264
+    assert lag(spec(2, 16, 8192, 128), 2, hw) == 264  # 128 tiles of two heads
+    assert lag(spec(4, 32, 4096, 64), 8, hw) == 132 + 256
+
+
 def test_heads_at_a_time_fit_the_cache():
     hw = TARGETS[90]
     assert swizzle(spec(2, 16, 8192, 128), hw) == 2  # of 32; three would fit
     assert swizzle(spec(2, 16, 8192, 128, True), hw) == 2
+    assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 4  # which wait for each other less
+    assert swizzle(spec(1, 1, 8192, 128, deterministic=True), hw) == 1
     assert swizzle(spec(1, 7, 8192, 128), hw) == 1
     assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 1
     assert swizzle(spec(1, 40, 4096, 128, H_KV=8), hw) == 4  # one would fit, and four run at once

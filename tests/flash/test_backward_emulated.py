@@ -32,6 +32,12 @@ CASES = {  # D, how the tile differs, the call
     "128": (128, {}, PLAIN),
     "128 causal": (128, {}, {"H": 1, "N_Q": 300, "causal": True}),
     "128 GQA": (128, {}, {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2}),
+    "128 persistent": (128, {"persistent": True}, {"H": 1, "N_Q": 300, "causal": True}),
+    "128 persistent GQA": (
+        128,
+        {"persistent": True},
+        {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2},
+    ),
     "128 fewer keys": (128, {}, {"N_Q": 270, "N_KV": 100, "causal": True}),
     "128 packed": (128, {}, {**PACKED, "H": 4, "H_KV": 2, "sinks": True}),
     "128 packed full": (128, {}, {**PACKED, "causal": False}),
@@ -51,12 +57,14 @@ def inputs(D: int, options: dict, dtype: torch.dtype = torch.bfloat16, **more: o
 def launched(
     x: testing.Inputs, o: torch.Tensor, lse: torch.Tensor, tile: BackwardTile, mode: int, seed: int = 0,
     edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"), deterministic: bool = False, sm_count: int = 132,
+    together: int = 1,
 ) -> testing.Outputs:  # fmt: skip
     spec = x.spec(needs_grad=True, with_lse="lse" in use)._replace(deterministic=deterministic)
     choice = Choice("cuda", "sm90", None, 1, "cuda", tile)
     cu_k = x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
     tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
-    with emulator.serve("flash", mode, seed, edit, sm_count) as emulated, pytest.MonkeyPatch.context() as monkeypatch:
+    emulation = emulator.serve("flash", mode, seed, edit, sm_count, together)
+    with emulation as emulated, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dispatch, "choose", lambda op, spec, backend: choice)
         found = dispatch.kernels("flash")["cuda"].backward(
             spec, tensors, o, lse, x.do, x.dlse if "lse" in use else None
@@ -68,6 +76,7 @@ def launched(
 def gradients(
     case: str, mode: int, seed: int = 0, edit: emulator.Edit = None, use: tuple[str, ...] = ("o", "lse"),
     dtype: torch.dtype = torch.bfloat16, deterministic: bool = False, sm_count: int = 132,
+    together: int = 1,
 ) -> testing.Outputs:  # fmt: skip
     """Compared with fp64."""
     D, tile, options = CASES[case]
@@ -75,7 +84,7 @@ def gradients(
     exact = testing.reference(x, use)
     o, lse = exact.o.to(dtype), exact.lse.float()
     chosen = backward_tile(x.spec()._replace(deterministic=deterministic))._replace(**tile)
-    outputs = launched(x, o, lse, chosen, mode, seed, edit, use, deterministic, sm_count)
+    outputs = launched(x, o, lse, chosen, mode, seed, edit, use, deterministic, sm_count, together)
     testing.compare(x, outputs, use)
     return outputs
 
@@ -107,6 +116,24 @@ def test_deterministic_sums_are_right_and_the_same(case):
     for other in others:
         for mine, yours in zip(first[2:5], other[2:5], strict=True):
             assert torch.equal(mine, yours)
+
+
+SEVERAL = ["64 causal", "64 packed", "64 top left", "128", "128 persistent GQA", "128 packed", "128 window", "128 all"]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["early", "late", "any", "pressed"])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_blocks_at_the_same_time(case, mode):
+    """Each takes several tiles, while others add to the same sums, and converts dq of others."""
+    for deterministic in (False, True):
+        gradients(case, mode, len(case), deterministic=deterministic, sm_count=2, together=2)
+    gradients(case, mode, 1, sm_count=3, together=3)
+
+
+@pytest.mark.parametrize("case", ["64 causal", "128 persistent GQA", "128 window"])
+def test_a_block_that_starts_last(case):
+    """Two run to their end before the third starts: nobody waits for it, and nothing is left for it."""
+    gradients(case, ANY, sm_count=3, together=2, deterministic=True)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -196,11 +223,17 @@ DK_IS_MADE = """        wgmma_wait<0>();
         pin(w.ds);
 """
 RELEASE_Q = "        if (reports) at.q.release(before);\n"
+READ = "const Told told = *reinterpret_cast<const Told *>(shared + (at.tile - at.k));\n"
+TELL = "        __syncwarp();\n        if (threadIdx.x % 32 == 0) mbarrier_arrive(at.heard);\n"
+HEAR, HEARD_EARLY = f"{READ}{TELL}", f"{TELL}__syncwarp();\n{READ}"
 # What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
 MISTAKES = {
     "do not waited for": ("64 causal", "at.o.wait(o);", ";", LATE, f"{WRONG}|all wait|has ended|more arrivals"),
     "q not waited for": ("128 causal", "at.q.wait(q);", ";", LATE, f"{WRONG}|all wait|has ended"),
-    "v not waited for": ("128", "mbarrier_wait(at.v_full, 0);", "", LATE, WRONG),
+    "k not waited for": (
+        "64 causal", "mbarrier_wait(at.k_full, parity);", "", LATE, f"{WRONG}|all wait|more arrivals",
+    ),
+    "v not waited for": ("128", "mbarrier_wait(at.v_full, parity);", "", LATE, f"{WRONG}|more arrivals"),
     "ds not for wgmma to see": (
         "128", "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }\n    fence_async();",
         "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }", EARLY, WRONG,
@@ -221,6 +254,33 @@ MISTAKES = {
         "128 GQA", "named_barrier_sync<160>(EMPTY + consumer);",
         "named_barrier_arrive<160>(EMPTY + consumer);", LATE, WRONG,
     ),
+    "k and v of the next tile too early": (
+        "128 persistent GQA", "mbarrier_wait(empty, ~before & 1);", "", PRESSED, WRONG,
+    ),
+    "k released before the last dq": (
+        "64 causal", "wgmma_wait<0>();\n    pin(dq);\n    if (PERSISTENT && reports) mbarrier_arrive(at.k_empty);",
+        "if (reports) mbarrier_arrive(at.k_empty);\nwgmma_wait<0>();\npin(dq);", PRESSED, WRONG,
+    ),
+    "v released before the last dp": (
+        "128 persistent GQA", "        at.o.wait(o);\n",
+        "at.o.wait(o); if (walk.left == 1 && reports) mbarrier_arrive(at.v_empty);\n", PRESSED,
+        f"{WRONG}|more arrivals",
+    ),
+    "v never released": (
+        "128 persistent", "else if (PERSISTENT && reports) mbarrier_arrive(at.v_empty);", "", ANY, "all wait",
+    ),
+    "k and v of the tile before": ("64 causal", "told.loaded & 1", "0", LATE, f"{WRONG}|all wait|more arrivals"),
+    "the last q of a tile never released": (
+        "128 persistent", "        if (reports) at.q.release(before);\n    }\n    float dq", "    }\n    float dq", ANY,
+        "all wait",
+    ),
+    "a tile told before all have heard": (
+        "64 causal", "mbarrier_wait(at.heard, parity ^ 1);", "", ANY, f"{WRONG}|all wait|more arrivals|no tensor's",
+    ),
+    "a tile read after it is heard": (
+        "64 causal", HEAR, HEARD_EARLY, ANY, f"{WRONG}|all wait|more arrivals|no tensor's|different products",
+    ),
+    "the counter of tiles": ("128 persistent", "*a.counter = 0;", "*a.counter = 1;", ANY, f"{WRONG}|all wait"),
     "a key too many": ("128 GQA", "if (g + 8 * r < rows)", "if (true)", EARLY, "outside a tensor"),
     "a query too many": ("64", "tile.n_q - row", "64", EARLY, "outside"),
     "the first to add does not store": ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", EARLY, WRONG),

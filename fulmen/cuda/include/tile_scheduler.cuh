@@ -15,3 +15,10 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 // A plain load: one through the read-only cache (__ldg) may be moved ahead of the wait. The emulator checks its address.
 template <typename T>
 __device__ __forceinline__ T load_coherent(const T *p) { return *p; }
+
+// The next of the tiles that blocks share out: they count them in memory.
+__device__ __forceinline__ int take_tile(int *counter) {
+    int tile;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(tile) : "l"(counter) : "memory");
+    return tile;
+}

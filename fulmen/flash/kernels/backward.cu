@@ -1,17 +1,22 @@
 // Softmax attention, backward, for Hopper (sm_90a): dk and dv of a tile of keys, and what its keys add to dq.
 //
-// A block owns 128 keys of one head of k and v and walks the query tiles, of BLOCK_M rows, that see them, from the last to
+// A tile is 128 keys of one head of k and v. A block walks the query tiles, of BLOCK_M rows, that see them, from the last to
 // the first, each for all query heads of the group. Two consumer warpgroups own 64 keys each; dk and dv stay in their
-// registers and are written once.
+// registers and are written once. PERSISTENT: blocks stay, one an SM, and take tile after tile.
 //
-//     producer    one thread issues TMA loads: k and v once, then q into a ring of Q_STAGES stages, and do with lse and
-//                 delta (backward_prologue.cu) into one of O_STAGES
+//     producer    one thread takes a tile and tells the others; it issues TMA loads: k and v once, q into a ring of Q_STAGES
+//                 stages, and do with lse and delta (backward_prologue.cu) into one of O_STAGES
 //     consumer    for each query tile: start s^T = k q^T and dp^T = v do^T; wait for s; p = exp2(s - lse);
 //                 start dv += p^T do; wait for dp; ds = p (dp - delta), to shared memory; start dk += ds^T q and, of
 //                 the tile before, dq = ds k; wait for dv and dq; dq to shared memory; wait for dk
 //     adders      two warps, one for each consumer, add that dq to the workspace with bulk reductions
 //
 // OVERLAP: s of the next tile is started after dv, and dp of the next tile before dk is waited for.
+//
+// From tile to tile nobody waits for all others. The rings of q and do run on: the next tile's first q and do are loaded
+// while this one's last are in use, v from the last dp on, and k from the last dq on, while the consumers write dk and dv.
+// Until that k is there, no consumer begins the next tile; so ds and the barriers around it need no care between tiles.
+// The adders make the last sums meanwhile.
 //
 // Keys are the rows of every product but dq, so p^T and ds^T are A operands as they come out of the tensor cores. Only dq
 // needs ds from shared memory, from both consumers: each makes one half of it, of the columns (BLOCK_M = 64) or of the
@@ -21,15 +26,19 @@
 // The workspace of dq is fp32 and lies as the accumulators do: (B * H, slots, consumer, chunk of 4, thread, 4). A slot is a
 // query tile; a packed sequence has slots of its own, as in packed.cuh, so no sum needs a bound. `turns` counts for each
 // slot and consumer how many tiles of keys have been added. The first tile of keys that a query tile sees stores and the
-// others add, so the workspace need not be zeroed. Sums become dq while they are in L2: before its own work, while k and
-// v are loaded, a block converts those of the tile of keys `lag` blocks before it. Blocks after the last tile do no more.
-// DETERMINISTIC: tiles of keys add in ascending order. Blocks start in the same order, so nobody waits for a block that has
-// not started; and since all walk from the last queries to the first, those of fewer queries do not wait for others.
+// others add, so the workspace need not be zeroed. Sums become dq while they are in L2: before a tile, while its k is
+// loaded, the consumers convert those of the tile `lag` before it. Tiles from `works` to `end` are no more than that.
+//
+// Nobody waits for ever, however few blocks run. A tile waits for sums of tiles with lower numbers only: DETERMINISTIC, tiles
+// of keys add in ascending order; else for the first that stores; and what is converted ends with them. Blocks take tiles in
+// ascending order from a counter (the prologue clears it), and work on theirs in that order. So of all tiles that are not
+// done the lowest is in a running block, which has done all it took before, and waits for nobody. Since all tiles walk from
+// the last queries to the first, those of fewer queries do not wait for others.
 //
 // Rows beyond a sequence are zeroed in shared memory (PACKED; else TMA does it), and their lse is infinity: p is 0.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, DETERMINISTIC, BF16, LEFT and RIGHT
-// (whether there is such a limit), SOFTCAP and PACKED.
+// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, PERSISTENT, DETERMINISTIC, BF16, LEFT and
+// RIGHT (whether there is such a limit), SOFTCAP and PACKED.
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
@@ -38,12 +47,14 @@
 #include "cuda/include/tile_scheduler.cuh"
 
 constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, N = 128;
-constexpr int THREADS = 384, WARPS = 8;                     // WARPS: of the consumers
+constexpr int THREADS = 384, WARPS = 8, ADDERS = 2;         // WARPS: of the consumers
 constexpr int S = M / 2, P = M / 4, DQ = 32;                // registers
 constexpr int AT_ONCE = 3;                                  // query tiles that are converted
 constexpr int DS_BYTES = N * M * 2, ROW_BYTES = 8 * M;      // ROW_BYTES: lse and delta
 constexpr bool DP_LATE = SOFTCAP && (M == 128 || LEFT || PACKED);  // after p is made: the cap takes registers
 static_assert(M * D == 8192, "a half of dq is 64 x 64: some columns (M = 64) or some rows");
+
+#include "flash/kernels/backward_tiles.cuh"
 
 enum { OWN = 1, FULL = 3, EMPTY = 5, STORED = 7 };         // named barriers, for each consumer; STORED: of odd tiles, too
 
@@ -67,7 +78,8 @@ struct Ring {
 };
 
 struct Shared {
-    u32 k, v, ds, dq, rows, k_full, v_full;
+    u32 k, v, ds, dq, rows, k_full, v_full, k_empty, v_empty;
+    u32 tile, told, heard;              // of the scheduler: the next tile, and the barriers around it
     Ring<D, Q_STAGES> q;
     Ring<E, O_STAGES> o;                // do, with lse and delta in `rows`
     __device__ __forceinline__ explicit Shared(u32 base) : k(base) {
@@ -79,76 +91,59 @@ struct Shared {
         rows = dq + M * D * 4;
         k_full = rows + O_STAGES * ROW_BYTES;
         v_full = k_full + 8;
-        q.full = v_full + 8;
+        k_empty = v_full + 8;
+        v_empty = k_empty + 8;
+        tile = v_empty + 8;
+        told = tile + 8;
+        heard = told + 8;
+        q.full = heard + 8;
         q.empty = q.full + 8 * Q_STAGES;
         o.full = q.empty + 8 * Q_STAGES;
         o.empty = o.full + 8 * O_STAGES;
     }
 };
 
-// ----------------------------------------------------------------------------------------------------- tiles
+// ------------------------------------------------------------------------------------------------- scheduler
 
-// A tile of keys. L2 swizzle: all tiles of `swizzle` heads come before those of the next heads, so that their q, do and dq
-// stay in L2. Of these heads, under a causal mask, the longest tiles come first (LPT).
-struct Tile {
-    int b, h, n0;                           // its batch, head of k and v, first key
-    int begin_q, begin_k, n_q, n_kv, slot;  // of its sequence; slot: the first
-    int own, last;                          // the sequence's first tile of keys, and last key in a tile
-    int shift;                              // query i stands at position i + shift
-    int first, count;                       // queries, from which on, and how many times M
-
-    __device__ __forceinline__ Tile(const Args &a, int t) {
-        const int from = t / (a.swizzle * a.tiles) * a.swizzle, size = min(a.swizzle, a.heads - from);
-        t -= from * a.tiles;
-        const int head = from + t % size, tile = t / size;
-        b = head / a.h, h = head % a.h;
-        begin_q = begin_k = slot = own = 0, n_q = a.n_q, n_kv = a.n_kv, n0 = tile * N, last = n_kv - 1;
-        if (PACKED) {
-            const int i = sequence_of_tile(a.cu_k, a.sequences, a.n_kv, N, tile);
-            begin_q = offset(a.cu_q, i, a.n_q);
-            begin_k = offset(a.cu_k, i, a.n_kv);
-            n_q = max(0, offset(a.cu_q, i + 1, a.n_q) - begin_q);
-            n_kv = max(0, offset(a.cu_k, i + 1, a.n_kv) - begin_k);
-            n0 = first_row(a.cu_k, i, a.n_kv, N, tile);
-            slot = begin_q / M + i;
-            last = n_kv - 1;
-            auto is_own = [&](int key) {            // offsets that decrease give tiles to another sequence
-                return sequence_of_tile(a.cu_k, a.sequences, a.n_kv, N, tile + (key - n0) / N) == i;
-            };
-            while (n0 < n_kv && !is_own(own * N)) own++;
-            while (n0 < n_kv && !is_own(last / N * N)) last -= N;
-        }
-        shift = a.top_left ? 0 : n_kv - n_q;
-        first = RIGHT ? first_query(a, n0) : 0;
-        const int end = LEFT ? min(n_q, min(n0 + N, n_kv) - shift + a.left) : n_q;
-        count = n0 < n_kv ? max(0, end - first + M - 1) / M : 0;
-    }
-
-    // The first queries that see the keys from `key` on.
-    __device__ __forceinline__ int first_query(const Args &a, int key) const {
-        return max(0, key - shift - a.right) / M * M;
-    }
-
-    // The tiles of keys that the queries from m on see.
-    __device__ __forceinline__ int first_tile(const Args &a, int m) const {
-        return LEFT ? max(own, (m + shift - a.left) / N) : own;
-    }
-    __device__ __forceinline__ int last_tile(const Args &a, int m) const {
-        return (RIGHT ? min(last, m + M - 1 + shift + a.right) : last) / N;
-    }
+// What the producer tells the others: the next tile, and of how many tiles k and v were loaded before it.
+struct Told {
+    int tile, loaded;
 };
 
-// The query tiles of a block: from the last to the first, of all heads of the group.
-struct Walk {
-    int left, m, i, slot;               // tiles, with this one; first query; head of the group; place in the workspace
+// The scheduler. PERSISTENT: the producer takes tiles from a counter in memory, long before the others need them, and tells
+// them. Else, and without a counter, every tile has a block of its own.
+struct Schedule {
+    int parity = 0;
 
-    __device__ __forceinline__ Walk(const Args &a, const Tile &tile)
-        : left(tile.count * a.group), m(tile.first + (tile.count - 1) * M), i(0),
-          slot((tile.b * a.h + tile.h) * a.group * a.slots + tile.slot + m / M) {}
+    __device__ __forceinline__ int take(const Args &a, const Shared &at, char *shared, bool first, int loaded) {
+        if (!PERSISTENT) return first ? blockIdx.x : a.end;
+        const int t = a.counter ? take_tile(a.counter) : first ? blockIdx.x : a.end;
+        mbarrier_wait(at.heard, parity ^ 1);
+        *reinterpret_cast<Told *>(shared + (at.tile - at.k)) = {t, loaded};
+        mbarrier_arrive(at.told);
+        parity ^= 1;
+        return t;
+    }
 
-    __device__ __forceinline__ void next(const Args &a) {
-        left--, slot += a.slots;
-        if (++i == a.group) i = 0, m -= M, slot -= a.group * a.slots + 1;
+    // Every warp asks once for every tile.
+    __device__ __forceinline__ Told next(const Shared &at, const char *shared) {
+        mbarrier_wait(at.told, parity);
+        const Told told = *reinterpret_cast<const Told *>(shared + (at.tile - at.k));
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(at.heard);
+        parity ^= 1;
+        return {__shfl_sync(~0u, told.tile, 0), __shfl_sync(~0u, told.loaded, 0)};
+    }
+
+    // Calls do_tile for every tile of this block.
+    template <typename Do>
+    __device__ __forceinline__ void each(const Args &a, const Shared &at, const char *shared, Do do_tile) {
+        if constexpr (PERSISTENT) {
+#pragma unroll 1
+            for (Told told; (told = next(at, shared)).tile < a.end;) do_tile(told);
+        } else {
+            do_tile(Told{(int)blockIdx.x, 0});
+        }
     }
 };
 
@@ -171,28 +166,45 @@ __device__ __forceinline__ void zero_rows(u32 x, int from, int consumer) {
 
 // ------------------------------------------------------------------------------------------------- the loads
 
-__device__ __forceinline__ void produce(const Args &a, const Shared &at, const Tile &tile) {
+// 128 rows of k or v, when both consumers have released those of the tile before.
+template <int SIZE>
+__device__ __forceinline__ void fetch_keys(u32 to, const TensorMap &map, u32 full, u32 empty, int before, int row, int h,
+                                           int b) {
+    mbarrier_wait(empty, ~before & 1);
+    mbarrier_expect(full, N * SIZE * 2);
+#pragma unroll
+    for (int i = 0; i < SIZE / 64; i++) tma_load(to + i * N * 128, map, full, 64 * i, row, h, b);
+}
+
+// Loads of a tile are issued while the tile before it ends, in the order in which the consumers release what they replace:
+// k, which the last dq reads, after the first q, do and v. Only the block's first tile begins with k.
+__device__ __forceinline__ void produce(const Args &a, const Shared &at, char *shared) {
     typename Ring<D, Q_STAGES>::State q;
     typename Ring<E, O_STAGES>::State o;
-    const int row = tile.begin_k + tile.n0;
-    if (tile.count == 0) return;
-    mbarrier_expect(at.k_full, N * D * 2);
-#pragma unroll
-    for (int i = 0; i < D / 64; i++) tma_load(at.k + i * N * 128, a.k, at.k_full, 64 * i, row, tile.h, tile.b);
-    bool once = true;
+    Schedule schedule;
+    int before = 0;                     // tiles whose k and v were loaded
 #pragma unroll 1
-    for (Walk walk(a, tile); walk.left > 0; walk.next(a)) {
-        at.q.fetch(a.q, q, 0, tile.begin_q + walk.m, tile.h * a.group + walk.i, tile.b);
-        if (once) {
-            mbarrier_expect(at.v_full, N * E * 2);
-#pragma unroll
-            for (int i = 0; i < E / 64; i++) tma_load(at.v + i * N * 128, a.v, at.v_full, 64 * i, row, tile.h, tile.b);
+    for (int t = schedule.take(a, at, shared, true, 0); t < a.end; t = schedule.take(a, at, shared, false, before)) {
+        if (t >= a.works) continue;
+        const Tile tile(a, t);
+        if (tile.count == 0) continue;
+        const int b = tile.head / a.h, h = tile.head % a.h, row = tile.begin_k + tile.n0;
+        if (before == 0) fetch_keys<D>(at.k, a.k, at.k_full, at.k_empty, before, row, h, b);
+        Walk walk(a, tile);
+        walk.m += tile.begin_q;
+        bool once = true;
+#pragma unroll 1
+        for (; walk.left > 0; walk.next(a)) {
+            at.q.fetch(a.q, q, 0, walk.m, h * a.group + walk.i, b);
+            at.o.fetch(a.dout, o, ROW_BYTES, walk.m, h * a.group + walk.i, b);
+            bulk_load(at.rows + o.stage * ROW_BYTES, a.rows + walk.slot * (2LL * M), ROW_BYTES, at.o.full + 8 * o.stage);
+            q.next();
+            o.next();
+            if (once) fetch_keys<E>(at.v, a.v, at.v_full, at.v_empty, before, row, h, b);
+            if (once && before) fetch_keys<D>(at.k, a.k, at.k_full, at.k_empty, before, row, h, b);
             once = false;
         }
-        at.o.fetch(a.dout, o, ROW_BYTES, tile.begin_q + walk.m, tile.h * a.group + walk.i, tile.b);
-        bulk_load(at.rows + o.stage * ROW_BYTES, a.rows + walk.slot * (2LL * M), ROW_BYTES, at.o.full + 8 * o.stage);
-        q.next();
-        o.next();
+        before++;
     }
 }
 
@@ -290,13 +302,13 @@ __device__ __forceinline__ void gradients(u32 (&ds)[P], const float (&s)[S], con
 
 // ds^T of one consumer to shared memory: row by row, panels of 64 queries.
 __device__ __forceinline__ void store_ds(const u32 (&ds)[P], u32 to, int consumer) {
-    const int lane = threadIdx.x % 32, matrix = lane / 8;
-    const int row = 64 * consumer + threadIdx.x % 128 / 32 * 16 + matrix % 2 * 8 + lane % 8;
+    const u32 lane = threadIdx.x % 32, matrix = lane / 8;
+    const u32 row = 64 * consumer + threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
     for (int j = 0; j < M / 8; j += 2) {
-        const int unit = j + matrix / 2;
+        const u32 unit = j + matrix / 2;
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                     :: "r"(to + unit / 8 * N * 128 + row * 128 + ((unit % 8 ^ row % 8) << 4)), "r"(ds[2 * j]),
+                     :: "r"(to + unit / 8 * N * 128 + row * 128 + ((unit % 8 ^ lane % 8) << 4)), "r"(ds[2 * j]),
                         "r"(ds[2 * j + 1]), "r"(ds[2 * j + 2]), "r"(ds[2 * j + 3]) : "memory");
     }
     fence_async();
@@ -350,7 +362,7 @@ __device__ __forceinline__ void convert_dq(const Args &a, const Tile &tile, int 
     int to = n + 1 == tiles ? tile.n_q : RIGHT ? tile.first_query(a, tile.n0 + N) : share(n + 1, queries, tiles) * M;
     if (LEFT) to = min(to, tile.n_kv - tile.shift + a.left);
     if (from >= min(to, tile.n_q)) return;
-    const int head = (tile.b * a.h + tile.h) * a.group, slot = tile.slot + from / M;
+    const int b = tile.head / a.h, h = tile.head % a.h, head = tile.head * a.group, slot = tile.slot + from / M;
     // all walk from the last queries to the first: when the last head's first are done, all are
     wait_for_turn(a.turns + 2 * ((head + a.group - 1) * a.slots + slot) + consumer,
                   tile.last_tile(a, from) - tile.first_tile(a, from) + 1);
@@ -361,8 +373,7 @@ __device__ __forceinline__ void convert_dq(const Args &a, const Tile &tile, int 
         float x[AT_ONCE][DQ];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            const int item = first + i;
-            if (item >= items) break;
+            const int item = min(first + i, items - 1);     // else x would live on, from tile to tile
             const long long part = 2LL * ((head + item % a.group) * a.slots + slot + item / a.group) + consumer;
 #pragma unroll
             for (int c = 0; c < DQ / 4; c++)
@@ -373,27 +384,33 @@ __device__ __forceinline__ void convert_dq(const Args &a, const Tile &tile, int 
         for (int i = 0; i < AT_ONCE; i++) {
             const int item = first + i, row = from + item / a.group * M + warp;
             if (item >= items) break;
-            store(x[i], a.dq + tile.b * a.dq_strides.b + (tile.h * a.group + item % a.group) * a.dq_strides.h +
+            store(x[i], a.dq + b * a.dq_strides.b + (h * a.group + item % a.group) * a.dq_strides.h +
                             (tile.begin_q + row) * a.dq_strides.n + (M == 64 ? consumer * D : 0),
                   a.dq_strides.n, a.scale, tile.n_q - row);
         }
     }
 }
 
-// What a consumer keeps.
+// What a consumer keeps of a tile of keys.
 struct Work {
     float s[S], dk[D / 2], dv[E / 2];
     u32 p[P], ds[P];
 };
 
+// Where it is in the rings, from tile to tile.
+struct Stages {
+    typename Ring<D, Q_STAGES>::State q;
+    typename Ring<E, O_STAGES>::State o;
+};
+
 // All query tiles. Products that run at the same time as the code after them are named behind it.
-__device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Shared &at, const Tile &tile, const char *shared,
-                                     int consumer) {
+__device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity, const Args &a, const Shared &at,
+                                             const Tile &tile, const char *shared, int consumer) {
     const bool reports = threadIdx.x % 32 == 0;
     const int keys = tile.n0 + 64 * consumer;   // the first of the consumer's
     const u32 k = at.k + consumer * 64 * 128, v = at.v + consumer * 64 * 128;
-    typename Ring<D, Q_STAGES>::State q;
-    typename Ring<E, O_STAGES>::State o;
+    auto &q = stages.q;
+    auto &o = stages.o;
     // queries from which on, and up to which, no mask is needed
     const int all_from = keys + 64 > tile.n_kv ? 0x7fffffff : RIGHT ? keys + 63 - tile.shift - a.right : 0;
     const int all_to = keys - tile.shift + a.left - M + 1;
@@ -404,8 +421,8 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         at.q.wait(q);
         if (PACKED && m + M > tile.n_q) zero_rows<M, D>(at.q[q], tile.n_q - m, consumer);
     };
-    mbarrier_wait(at.k_full, 0);
-    mbarrier_wait(at.v_full, 0);
+    mbarrier_wait(at.k_full, parity);
+    mbarrier_wait(at.v_full, parity);
     if (PACKED && tile.n0 + N > tile.n_kv) {
         zero_rows<N, D>(at.k, tile.n_kv - tile.n0, consumer);
         zero_rows<N, E>(at.v, tile.n_kv - tile.n0, consumer);
@@ -464,6 +481,7 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         walk.next(a);
         q.next();
         if (walk.left > 0) await_q(q, walk.m);
+        else if (PERSISTENT && reports) mbarrier_arrive(at.v_empty);
         auto dv_is_made = [&] {
             pin(w.p);
             pin(w.dv);
@@ -501,6 +519,7 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
         wgmma_wait<0>();
         pin(w.dk);
         pin(w.ds);
+        if (reports) at.q.release(before);
     }
     float dq[DQ];                       // of the last tile
     named_barrier_sync<256>(STORED + 2 + 1 - consumer);
@@ -510,23 +529,25 @@ __device__ __forceinline__ void walk_queries(Work &w, const Args &a, const Share
     named_barrier_sync<160>(EMPTY + consumer);
     wgmma_wait<0>();
     pin(dq);
+    if (PERSISTENT && reports) mbarrier_arrive(at.k_empty);
     stage_dq(dq, at.dq, consumer);
 }
 
-__device__ __forceinline__ void consume(const Args &a, const Shared &at, const Tile &tile, const char *shared,
-                                        int consumer) {
+__device__ __forceinline__ void consume(Stages &stages, int parity, const Args &a, const Shared &at, const Tile &tile,
+                                        const char *shared, int consumer) {
     if (tile.n0 >= tile.n_kv) return;
     Work w;
 #pragma unroll
     for (int i = 0; i < D / 2; i++) w.dk[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < E / 2; i++) w.dv[i] = 0.0f;
-    if (tile.count > 0) walk_queries(w, a, at, tile, shared, consumer);
+    if (tile.count > 0) walk_queries(w, stages, parity, a, at, tile, shared, consumer);
     const int key = tile.n0 + 64 * consumer + threadIdx.x % 128 / 32 * 16;
     const long long row = tile.begin_k + key;
-    store(w.dk, a.dk + tile.b * a.dk_strides.b + tile.h * a.dk_strides.h + row * a.dk_strides.n, a.dk_strides.n, a.scale,
+    const int b = tile.head / a.h, h = tile.head % a.h;
+    store(w.dk, a.dk + b * a.dk_strides.b + h * a.dk_strides.h + row * a.dk_strides.n, a.dk_strides.n, a.scale,
           tile.n_kv - key);
-    store(w.dv, a.dv + tile.b * a.dv_strides.b + tile.h * a.dv_strides.h + row * a.dv_strides.n, a.dv_strides.n, 1.0f,
+    store(w.dv, a.dv + b * a.dv_strides.b + h * a.dv_strides.h + row * a.dv_strides.n, a.dv_strides.n, 1.0f,
           tile.n_kv - key);
 }
 
@@ -534,24 +555,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward_kernel(c
     extern __shared__ __align__(1024) char shared[];
     const Shared at((u32)__cvta_generic_to_shared(shared));
     if (threadIdx.x == 0) {
-        mbarrier_init(at.k_full, 1);
-        mbarrier_init(at.v_full, 1);
+        mbarrier_init(at.k_full, 1), mbarrier_init(at.k_empty, WARPS);
+        mbarrier_init(at.v_full, 1), mbarrier_init(at.v_empty, WARPS);
+        mbarrier_init(at.told, 1), mbarrier_init(at.heard, WARPS + ADDERS);
         for (int i = 0; i < Q_STAGES; i++) mbarrier_init(at.q.full + 8 * i, 1), mbarrier_init(at.q.empty + 8 * i, WARPS);
         for (int i = 0; i < O_STAGES; i++) mbarrier_init(at.o.full + 8 * i, 1), mbarrier_init(at.o.empty + 8 * i, WARPS);
         fence_barrier_init();
     }
     __syncthreads();
     wait_for_previous_kernel();
-    const bool works = blockIdx.x < a.heads * a.tiles;
+    Schedule schedule;
     if (threadIdx.x < 128) {
         give_registers<24>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (works && threadIdx.x == 0) produce(a, at, Tile(a, blockIdx.x));
-        if (works && (warp == 1 || warp == 2)) add_dq(a, at, Tile(a, blockIdx.x), warp - 1);
+        if (threadIdx.x == 0) {
+            produce(a, at, shared);
+        } else if (warp == 1 || warp == 2) {
+            schedule.each(a, at, shared, [&](const Told &told) {
+                if (told.tile < a.works) add_dq(a, at, Tile(a, told.tile), warp - 1);
+            });
+        }
     } else {
         take_registers<240>();
         const int consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-        if (blockIdx.x >= a.lag) convert_dq(a, Tile(a, blockIdx.x - a.lag), consumer);
-        if (works) consume(a, at, Tile(a, blockIdx.x), shared, consumer);
+        Stages stages;
+        schedule.each(a, at, shared, [&](const Told &told) {
+            if (told.tile >= a.lag) convert_dq(a, Tile(a, told.tile - a.lag), consumer);
+            if (told.tile < a.works) consume(stages, told.loaded & 1, a, at, Tile(a, told.tile), shared, consumer);
+        });
     }
 }

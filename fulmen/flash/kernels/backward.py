@@ -13,8 +13,8 @@ Shared memory of a block (bytes) and registers of a consumer thread, by head dim
     s (D128: of the next tile), dq, p, ds      64 + 32 + 32 + 32        32 + 32 + 16 + 16
     sum, of 240                                          224                      224
 
-The workspace is fp32 dq, and lse and delta of every query. torch's caching allocator owns it, so that calls on several
-streams, or in CUDA graphs, do not share it.
+The workspace is fp32 dq, lse and delta of every query, and what blocks count. torch's caching allocator owns it, so
+that calls on several streams, or in CUDA graphs, do not share it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROLOGUE = cuda.Struct(
     "Args",
     ("o", "const char *"), ("dout", "const char *"), ("lse", "const float *"), ("dlse", "const float *"),  # or null
     ("sinks", "const char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
-    ("dq", "char *"), ("rows", "float *"), ("drawn", "float *"), ("turns", "int *"),
+    ("dq", "char *"), ("rows", "float *"), ("drawn", "float *"), ("turns", "int *"), ("counter", "int *"),
     ("o_strides", cuda.STRIDES), ("dout_strides", cuda.STRIDES), ("dq_strides", cuda.STRIDES),
     ("h", "int"), *MASK,  # H
 )  # fmt: skip
@@ -50,10 +50,11 @@ MAIN = cuda.Struct(
     "Args",
     ("q", "TensorMap"), ("k", "TensorMap"), ("v", "TensorMap"), ("dout", "TensorMap"),  # boxes of 64 columns
     ("dq", "char *"), ("dk", "char *"), ("dv", "char *"), ("cu_q", "const int *"), ("cu_k", "const int *"),
-    ("sums", "float *"), ("rows", "const float *"), ("turns", "int *"),
+    ("sums", "float *"), ("rows", "const float *"), ("turns", "int *"), ("counter", "int *"),
     ("dq_strides", cuda.STRIDES), ("dk_strides", cuda.STRIDES), ("dv_strides", cuda.STRIDES),
     ("heads", "int"), ("h", "int"), ("group", "int"), *MASK,  # B * H_KV, H_KV, H / H_KV
-    ("tiles", "int"), ("swizzle", "int"), ("lag", "int"),  # of keys; heads of one L2 swizzle group; blocks
+    ("tiles", "int"), ("swizzle", "int"),  # of keys, of a head; heads of one L2 swizzle group
+    ("works", "int"), ("lag", "int"), ("end", "int"),  # tiles of keys; how many later dq is converted; their sum
     ("factor", "float"), ("inner", "float"), ("scale", "float"),  # scale * log2(e); softcap: as in sm90.py
 )  # fmt: skip
 
@@ -81,7 +82,7 @@ def key_tiles(spec: FlashSpec) -> int:
 def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
     M, N = tile.block_m, BACKWARD_KEYS
     tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E + 3 * N * M
-    return 2 * tensors + 4 * M * spec.D + tile.o_stages * 8 * M + 16 + 16 * (tile.q_stages + tile.o_stages)
+    return 2 * tensors + 4 * M * spec.D + tile.o_stages * 8 * M + 56 + 16 * (tile.q_stages + tile.o_stages)
 
 
 # --------------------------------------------------------------------------------------------------- launches
@@ -96,6 +97,7 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
     }  # fmt: skip
     main = macros | {
         "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": int(tile.overlap),
+        "PERSISTENT": int(tile.persistent),
         "DETERMINISTIC": int(spec.deterministic), "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
     found = [("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE), ("", main, MAIN)]
@@ -115,8 +117,10 @@ def launches(
     factor, inner = spec.scale * math.log2(math.e), 0.0
     if spec.softcap is not None:
         factor, inner = spec.softcap * math.log2(math.e), spec.scale / spec.softcap
-    tiles, heads = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, swizzle(spec, hardware.of(spec.device))
-    behind = min(tiles, lag(spec, heads, hardware.of(spec.device)))
+    hw = hardware.of(spec.device)
+    tiles, heads = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, swizzle(spec, hw)
+    behind = min(tiles, lag(spec, heads, hw))
+    resident = min(tiles + behind, hw.sm_count) if tile.persistent and spec.N_Q else tiles + behind
     mask = {
         "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0, "right": spec.right or 0,
         "top_left": int(spec.top_left), "sequences": spec.sequences or 0, "slots": slots(spec, tile),
@@ -127,12 +131,13 @@ def launches(
     of_main = {
         "dq_strides": strides(dq), "dk_strides": strides(dk), "dv_strides": strides(dv), "heads": spec.B * spec.H_KV,
         "h": spec.H_KV, "group": max(spec.group, 1), **mask, "tiles": key_tiles(spec),
-        "swizzle": heads, "lag": behind, "factor": factor, "inner": inner, "scale": spec.scale,
+        "swizzle": heads, "works": tiles, "lag": behind, "end": tiles + behind, "factor": factor, "inner": inner,
+        "scale": spec.scale,
     }  # fmt: skip
     blocks = slots(spec, tile) * spec.B * spec.H, 1, 1
     return [
         cuda.Launch(prologue, spec.device, blocks, PROLOGUE_THREADS, PROLOGUE_SHARED, of_prologue, early=True),
-        cuda.Launch(main, spec.device, (tiles + behind, 1, 1), THREADS, shared_bytes(spec, tile), of_main, early=True),
+        cuda.Launch(main, spec.device, (resident, 1, 1), THREADS, shared_bytes(spec, tile), of_main, early=True),
     ]
 
 
@@ -142,19 +147,21 @@ def launcher(
     """Launches calls with these shapes and strides: a function of the addresses of x, o, lse, do, dlse, the workspace,
     dq, dk and dv."""
     before, main = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
-    rows, drawn, turns = (4 * part for part in workspace(spec, tile)[:3])
+    rows, drawn, turns, counter = (4 * part for part in workspace(spec, tile)[:4])
+    counted = tile.persistent and spec.N_Q > 0  # else no prologue clears the counter
     k_map, v_map = (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
     q_map, do_map = (cuda.tensor_maps(t, tile.block_m) for t in (x.q, do)) if spec.N_Q else (k_map, v_map)
 
     def of_prologue(at: tuple[int, ...]) -> tuple[int, ...]:
         _, _, _, sinks, cu_q, cu_k, o, lse, do, dlse, work, dq, _, _ = at
-        return o, do, lse, dlse, sinks, cu_q, cu_k, dq, work + rows, work + drawn, work + turns
+        return o, do, lse, dlse, sinks, cu_q, cu_k, dq, work + rows, work + drawn, work + turns, work + counter
 
     def of_main(at: tuple[int, ...]) -> tuple[int | bytes, ...]:
         q, k, v, _, cu_q, cu_k, _, _, do, _, work, dq, dk, dv = at
         q, do = (q, do) if spec.N_Q else (k, v)  # without queries nothing is read through their maps
         maps = q_map(q), k_map(k), v_map(v), do_map(do)
-        return *maps, dq, dk, dv, cu_q, cu_k, work, work + rows, work + turns
+        taken = work + counter if counted else 0
+        return *maps, dq, dk, dv, cu_q, cu_k, work, work + rows, work + turns, taken
 
     def run(at: tuple[int, ...]) -> None:
         before.at(at, of_prologue)

@@ -2,7 +2,7 @@
 //
 //     rows    lse in base 2, and delta = rowsum(do * o) - dlse, side by side; a row that sees nothing, or is beyond its
 //             sequence, has an lse of infinity, so that its weights are 0
-//     turns   zeros
+//     turns   zeros, and a counter of tiles
 //     dq      zeros of queries that see no key; backward.cu writes the others
 //     drawn   what this block adds to the gradient of the head's sink (SINKS)
 //
@@ -63,6 +63,7 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
         }
     }
     if (threadIdx.x < 2) a.turns[2 * block + threadIdx.x] = 0;
+    if (block == 0 && threadIdx.x == 0) *a.counter = 0;
     const int position = m0 + (a.top_left ? 0 : n_kv - n);
     if (n_kv == 0 || (RIGHT && position + M - 1 + a.right < 0) || (LEFT && position - a.left >= n_kv))
         for (int i = threadIdx.x; i < min(M, n - m0) * (D / 8); i += THREADS)
