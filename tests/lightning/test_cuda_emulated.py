@@ -181,6 +181,9 @@ MISTAKES = {
     "rows into an output that is yet to be stored": (
         "D=128 token, long", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
     ),
+    "a factor of another block of rows": (
+        "D=64 token", "__shfl_sync(~0u, sum, 8 * block - 1)", "__shfl_sync(~0u, sum, 8 * block)", ANY, WRONG,
+    ),
     "a row below 0 stored": (
         "D=64", "if (left >= C || !(PACKED || w.reverse)) {", "if (true) {", LATE, "below 0",
     ),

@@ -329,24 +329,6 @@ struct Outputs {
         return DECAY ? p[i] * mask[DECAY && !TOKENS ? which(i) : 0] : seen >> i & 1 ? p[i] : 0.0f;
     }
 
-    // p of a chunk whose rows have a decay each; the later row of a pair has the larger sum.
-    __device__ __forceinline__ void mask_tokens(const Args &x, const Decays &d, bool reverse) {
-        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
-        const float sign = reverse ? -1.0f : 1.0f, own[2] = {sign * d.since[row], sign * d.since[row + 8]};
-        asm volatile("" : "+r"(seen));
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float2 other = *reinterpret_cast<const float2 *>(&d.since[8 * j + 2 * (lane % 4)]);
-            float y[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float weight = exp2_(fminf(sign * (i % 2 ? other.y : other.x) - own[i / 2], 0.0f)) * x.scale;
-                y[i] = seen >> (4 * j + i) & 1 ? p[4 * j + i] * weight : 0.0f;
-            }
-            q[2 * j] = pack(y[0], y[1]), q[2 * j + 1] = pack(y[2], y[3]);
-        }
-    }
-
     __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
 
     // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
@@ -456,7 +438,8 @@ struct Outputs {
         wgmma_fence();
         if constexpr (APART) start_over_columns<D, C>(inter, at.a(n), at.state(n));
         else start_over_columns<D, C>(out, at.a(n), at.state(n));
-        if (TOKENS) mask_tokens(x, at.decay(n), w.reverse);
+        if (TOKENS && w.reverse) mask_blocks<true>(q, p, at.decay(n), x.scale, warp);
+        else if (TOKENS) mask_blocks<false>(q, p, at.decay(n), x.scale, warp);
         else if (DECAY) mask_p();
         if (DECAY && !APART) {
             wgmma_wait<0>();

@@ -14,7 +14,7 @@ from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
 
 CHUNK = 64
-DECAYS = 3 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
+DECAYS = 7 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
 Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
 
 

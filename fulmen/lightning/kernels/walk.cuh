@@ -17,6 +17,8 @@ struct Decays {
     float since[C];                 // bits that have decayed from the chunk's first row to this one, both included
     float into[C];                  // of the state, where a row reads it; times scale
     uint2 left[C / 2];              // of pairs of rows, where they enter the state: in twice the digits of bf16
+    float inner[C];                 // what is left at this row, times scale, of what was there before its block of 16
+    float outer[3][C];              // what is left of this row before block 1, 2 or 3, if it comes before that
     float keep, unused[3];          // of the state
 };
 
