@@ -102,7 +102,7 @@ def test_summed_over_tokens(options):
 @pytest.mark.parametrize(
     "edit",
     [
-        ("w.saved_slot(x, 0) * EVERY + place", "w.saved_slot(x, 0) * EVERY + place / EVERY * EVERY"),
+        ("w.slot) * EVERY + place;", "w.slot) * EVERY + place / EVERY * EVERY;"),
         ("if (begins && x.product[w.which].entered) {", "if (false) {"),
         ("if (at.decay(n).keep < BEGINS) {", "if (false) {"),
         ("part[0] * since[0]", "part[0]"),

@@ -399,11 +399,11 @@ struct Outputs {
         const Product &y = x.product[w.which];
         const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
         if (lane % 4) return;
-        float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.first + place * C;
-        if (row < left) to[row] = sum[0];
-        if (row + 8 < left) to[row + 8] = sum[1];
-        const long long chunk = w.saved_slot(x, 0) * EVERY + place;
-        if (y.entered) y.entered[((chunk * TILES + w.tile) * 4 + warp) * 8 + lane / 4] = of_state;
+        const int part = (w.b * x.h + w.h) * TILES + w.tile, chunk = (w.head * x.slots + w.slot) * EVERY + place;
+        float *to = y.out + (long long)part * x.n + (w.first + place * C + row);
+        if (row < left) to[0] = sum[0];
+        if (row + 8 < left) to[8] = sum[1];
+        if (y.entered) y.entered[(long long)chunk * (TILES * 32) + (32 * w.tile + 8 * warp + lane / 4)] = of_state;
     }
 
     // Starts p = a b^T.
