@@ -83,8 +83,8 @@ def supports(spec: LightningSpec) -> str | None:
     todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, spec.D == 64)]
     todo += [(tiles.state, ("state",))] if tiles.forward_split.number > 1 else []
     for tile, names in todo:
-        made = variant(spec, tile, names)
-        if (why := cuda.problem(made, spec.device, shared_bytes(spec, tile, names))) is not None:
+        made, products = variant(spec, tile, names), spec.per_token and names[0] != "o"
+        if (why := cuda.problem(made, spec.device, shared_bytes(spec, tile, names, products))) is not None:
             return why
     return None
 
@@ -257,7 +257,7 @@ def backward(
     if ddecay is not None and slots is not None:
         heads, number = slots.shape[:2]
         anchors = x.q.new_empty(heads, number, spec.E // 64 * 4, dtype=torch.float32)
-        entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64 * 4, dtype=torch.float32)
+        entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64 * 32, dtype=torch.float32)
         grads = grads._replace(anchors=anchors, entered=entered)
     for names in backward_sweeps(spec, slots is not None and spec.D == 64):
         tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered)

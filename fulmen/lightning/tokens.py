@@ -159,12 +159,15 @@ def lightning_token_gradient_kernel(
         x -= tl.load(anchor + offs * 0, mask=mask & (offs == 0), other=0.0)
         after += tl.load(anchor + PARTS + one, mask=follows & (one == 0), other=0.0)
     after += tl.sum(x, axis=0)
-    opens = mask & (offs % CHUNK == 0)
+    part = offs % CHUNK
+    chunk = (unit * slots + slot) * (SPAN // CHUNK) + offs // CHUNK
     entered = tl.zeros([SPAN], SUM)
-    for part in tl.static_range(PARTS_ENTERED):
-        chunk = (unit * slots + slot) * (SPAN // CHUNK) + offs // CHUNK
-        entered += tl.load(entered_ptr + chunk * PARTS_ENTERED + part, mask=opens, other=0.0)
-    anew = opens & (tl.abs(entered) < float("inf"))
+    for i in tl.static_range(0, PARTS_ENTERED, CHUNK):  # a row loads a part of its chunk's sum
+        parts = (i + part < PARTS_ENTERED) & (begin + offs - part < end)
+        entered += tl.load(entered_ptr + chunk * PARTS_ENTERED + i + part, mask=parts, other=0.0)
+    entered = tl.sum(tl.reshape(entered, [SPAN // CHUNK, CHUNK]), axis=1, keep_dims=True)
+    entered = tl.reshape(tl.broadcast_to(entered, [SPAN // CHUNK, CHUNK]), [SPAN])
+    anew = mask & (part == 0) & (tl.abs(entered) < float("inf"))
     x = tl.where(anew, -entered, x)
     s = tl.load(at_head(decay_ptr, from_strides, b, h, begin) + offs * from_strides[2], mask=mask, other=0.0)
     forgets = s * LOG2E > 0.5 * FORGOTTEN

@@ -32,6 +32,7 @@ CASES = {
     "D=64 token, packed": {"D": 64, "lengths": [0, 1, 70, 0, 129], "decay": "token"},
     "D=64 token, groups": {"H": 1, "N": 1000, "D": 64, "decay": "token"},
     "D=128 token": {"N": 200, "D": 128, "decay": "token", "initial_state": True},
+    "D=128 token, long": {"H": 1, "N": 600, "D": 128, "decay": "token"},
     "D=128 E=64 token": {"H": 4, "groups": 2, "N": 150, "D": 128, "E": 64, "decay": "token", "layout": "fused"},
     "D=128 E=64 packed": {"H": 2, "groups": 1, "D": 128, "E": 64, "lengths": [65, 0, 70], "decay": "extreme"},
 }
@@ -101,15 +102,17 @@ def test_summed_over_tokens(options):
 @pytest.mark.parametrize(
     "edit",
     [
-        ("w.saved_slot(x, n) * EVERY + w.place(n) % EVERY", "w.saved_slot(x, n) * EVERY"),
-        ("if (begins) {", "if (false) {"),
-        ("of[0] * since[0]", "of[0]"),
+        ("w.slot) * EVERY + place;", "w.slot) * EVERY + place / EVERY * EVERY;"),
+        ("if (begins && x.product[w.which].entered) {", "if (false) {"),
+        ("if (at.decay(n).keep < BEGINS) {", "if (false) {"),
+        ("part[0] * since[0]", "part[0]"),
         ("row + 8 < left ?", "false ?"),
+        ("of_state += __shfl_xor_sync(~0u, of_state, bit);", ""),
     ],
-    ids=["stored as another chunk's", "left out", "not decayed", "half of the rows"],
+    ids=["stored as another chunk's", "left out", "left out at D=64", "not decayed", "half of the rows", "not summed"],
 )
 def test_a_mistake_about_what_enters_a_chunk_is_noticed(edit):
-    x = fast_tokens(D=64, N=300, rate=0.3)
+    x = fast_tokens(D=128 if "begins" in edit[0] else 64, N=300, rate=0.3)
     with emulator.serve("lightning", ANY, edit=edit), pytest.raises(AssertionError, match="sums over tokens"):
         testing.check_summed(x, testing.evaluate(testing.backend("cuda"), x).ddecay)
 
@@ -161,11 +164,25 @@ MISTAKES = {
         "D=64 decay", "fetch(n + 1, next);", "fetch(n + 1, c);", LATE, WRONG,
     ),
     "products with rows that did not come yet": (
-        "D=64 token", "mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);", "", LATE,
-        f"{WRONG}|has ended",
+        "D=128 token", "mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);", "", LATE,
+        f"{WRONG}|more arrivals",
+    ),
+    "a stage released before its rows are read": (
+        "D=64 token, groups",
+        "if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);\n"
+        "        if (RING_ROWS) release(at.empty + n % STAGES * 8);",
+        "if (RING_ROWS) release(at.empty + n % STAGES * 8);\n"
+        "        if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);",
+        PRESSED, WRONG,
+    ),
+    "a place counted wrong between groups": (
+        "D=64 token, groups", "at += group - end;", "at += group - end + 1;", ANY, "below 0",
     ),
     "rows into an output that is yet to be stored": (
-        "D=64 token, groups", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
+        "D=128 token, long", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
+    ),
+    "a factor of another block of rows": (
+        "D=64 token", "__shfl_sync(~0u, sum, 8 * block - 1)", "__shfl_sync(~0u, sum, 8 * block)", ANY, WRONG,
     ),
     "a row below 0 stored": (
         "D=64", "if (left >= C || !(PACKED || w.reverse)) {", "if (true) {", LATE, "below 0",

@@ -39,7 +39,7 @@ def test_fits_and_does_not_spill(every):
         for call, tile, names, products in launches(*shape, packed):
             variant = sweep.variant(call, tile, names, products)
             found[variant] = tile
-            assert sweep.shared_bytes(call, tile, names) <= TARGETS[90].smem_bytes
+            assert sweep.shared_bytes(call, tile, names, products) <= TARGETS[90].smem_bytes
             assert dict(variant.macros)["TOKENS"] == 1
     if not every:
         found = {variant: found[variant] for variant in covering_variants(list(found))}

@@ -28,7 +28,8 @@
 // A decay for each token (TOKENS): warps beside the producer sum s over the rows of a chunk and leave the factors in the
 // chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
 // has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, with
-// rows of q or k that TMA loads into the buffer of the chunk's output. That sum begins anew every EVERY chunks, at the product
+// rows of q or k: a fourth tile of the stage, or, where that does not fit (D = 128), loaded into the buffer of the chunk's
+// output. That sum begins anew every EVERY chunks, at the product
 // of the state's gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that
 // enters it, at this state's part of q . dq.
 //
@@ -45,6 +46,8 @@
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
     const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
+    const Product &product = x.product[w.which];
+    const bool rows = RING_ROWS && product.out;
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
             mbarrier_wait(at.saved_empty, group % 2 ^ 1);
@@ -57,7 +60,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
         }
         const u32 full = at.full + n % STAGES * 8, row = w.row(n);
         at.await_empty(n);
-        mbarrier_expect(full, STAGE);
+        mbarrier_expect(full, RING_ROWS && !rows ? STAGE - PANEL : STAGE);
         if (CLUSTER > 1) {          // a panel from each block, to all of them
             const int i = w.tile;
             if (OUTS) tma_load_multicast(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, head_a, w.b);
@@ -70,6 +73,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
             }
         }
         tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, head_c, w.b);
+        if (rows) tma_load(at.rows(n), x.map[product.rows], full, 64 * w.tile, row, w.head_of(x, product.rows), w.b);
     }
     if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
@@ -161,16 +165,16 @@ struct State {
         }
     }
 
-    // What the forward saved before a chunk, in the order of `state`; and its product with that, summed.
-    __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int n) {
+    // What the forward saved before the chunk at a place, in the order of `state`; and its product with that, summed.
+    __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int place) {
         const int lane = threadIdx.x % 32;
-        const char *from = x.saved + ((w.saved_slot(x, n) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
+        const char *from = x.saved + ((w.saved_slot(x, place) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
 #pragma unroll
         for (int i = 0; i < D / 4; i++)
             saved[DOTS ? i : 0] = load_coherent(reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2));
     }
 
-    __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int n, float times) {
+    __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int place, float times) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < D / 4; i++) {
@@ -179,7 +183,7 @@ struct State {
         }
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(w.saved_slot(x, n) * TILES + w.tile) * 4 + warp] = sum * times;
+        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(w.saved_slot(x, place) * TILES + w.tile) * 4 + warp] = sum * times;
     }
 
     // Without decay c goes into the product as it lies in shared memory.
@@ -209,6 +213,8 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     int opens = 0, group = 0;       // the chunk that opens the next group, and which group that is
     int stage = 0, parity = 0;      // of the ring, counted
     float passed = 1.0f;            // what is left of the state that entered
+    const bool anchors = DOTS && x.product[w.which].anchors;  // of a sweep right to left
+    auto meets = [&](int n) { return anchors && (w.chunks - 1 - n) % EVERY == 0; };
     auto fetch = [&](int n, u32 (&c)[16]) {
         mbarrier_wait(at.full + 8 * stage, parity);
         zero_rows(at, w, n, 0);
@@ -224,8 +230,6 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
             if (reports) mbarrier_arrive(at.saved_empty);
             opens = n ? n + EVERY : (w.chunks - 1) % EVERY + 1;
         }
-        const bool meets = DOTS && x.product[w.which].anchors && w.place(n) % EVERY == 0;
-        if (meets) y.load_saved(x, w, n);
         if (OUTS) {
             if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the store of what this buffer held must have read it
                 if (leads) tma_store_wait_read<0>();
@@ -246,6 +250,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
                 }
             }
         }
+        if (DOTS && meets(n + 1)) y.load_saved(x, w, w.chunks - 2 - n);  // behind the fence, which would wait for it
         if constexpr (DECAY) {
             const float keep = TOKENS ? at.decays[stage].keep : n == partial ? exp2_(w.rate * rest) : whole;
             passed *= keep;
@@ -263,8 +268,9 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         wgmma_wait<0>();
         pin(y.state);
         release(free);
-        if (meets) y.write_anchor(x, w, n, sweep.leaves_times);
+        if (DOTS && meets(n)) y.write_anchor(x, w, w.chunks - 1 - n, sweep.leaves_times);
     };
+    if (DOTS && w.chunks && meets(0)) y.load_saved(x, w, w.chunks - 1);
     if (w.chunks) fetch(0, c[0]);
     for (int n = 0; n < w.chunks; n += 2) {
         step(n, 0, c[0], c[1]);
@@ -289,8 +295,9 @@ struct Outputs {
     float since[2];                 // scale * lambda^(rows since the state)
     float p[32], out[32], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
+    float sum[2], of_state = 0.0f;  // of this thread: products of two rows, of which so much comes from the state
     int who, warp, buffer, parity;  // parity: of the rows that come into the buffer
-    bool leads, reports, begins;    // begins: the chunk keeps next to nothing of the state
+    bool leads, reports;
 
     // Rows 16 warp + g + 8 r and columns 8 j + 2 t + e: 8 (2 warp + r - j) + g - 2 t - e apart.
     static __device__ __forceinline__ int which(int i) { return 2 * (i / 4 + 1 - i / 2 % 2) + i % 2; }
@@ -322,82 +329,81 @@ struct Outputs {
         return DECAY ? p[i] * mask[DECAY && !TOKENS ? which(i) : 0] : seen >> i & 1 ? p[i] : 0.0f;
     }
 
-    // p of a chunk whose rows have a decay each; the later row of a pair has the larger sum.
-    __device__ __forceinline__ void mask_tokens(const Args &x, const Decays &d, bool reverse) {
-        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
-        const float sign = reverse ? -1.0f : 1.0f, own[2] = {sign * d.since[row], sign * d.since[row + 8]};
-        asm volatile("" : "+r"(seen));
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float2 other = *reinterpret_cast<const float2 *>(&d.since[8 * j + 2 * (lane % 4)]);
-            float y[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float weight = exp2_(fminf(sign * (i % 2 ? other.y : other.x) - own[i / 2], 0.0f)) * x.scale;
-                y[i] = seen >> (4 * j + i) & 1 ? p[4 * j + i] * weight : 0.0f;
-            }
-            q[2 * j] = pack(y[0], y[1]), q[2 * j + 1] = pack(y[2], y[3]);
-        }
-    }
-
     __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
 
     // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
-    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int n, int into) {
+    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int row, int into) {
         const Product &y = x.product[w.which];
-        if (!leads || !y.out) return;
+        if (RING_ROWS || !leads || !y.out) return;
         const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
         tma_store_wait_read<0>();   // of the output that was there
         mbarrier_expect(full, PANEL);
-        tma_load(to, x.map[y.rows], full, 64 * w.tile, w.row(n), w.head_of(x, y.rows), w.b);
+        tma_load(to, x.map[y.rows], full, 64 * w.tile, row, w.head_of(x, y.rows), w.b);
     }
 
-    // This thread's share of the products of two rows of `part` with those rows.
-    __device__ __forceinline__ void multiply_rows(const Shared &at, const float *part, float (&sum)[2]) const {
-        float each[4] = {};         // four chains, as one sum waits for the other
-        mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
+    // This thread's share of the products of two rows of `part` with the rows that lie at `from`; where BOTH, of `more`, too.
+    template <bool BOTH>
+    __device__ __forceinline__ void multiply_rows(
+        u32 from, const float *part, float (&sum)[2], const float *more, float (&also)[2]
+    ) const {
+        float each[4] = {}, other[4] = {};  // four chains, as one sum waits for the other
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
             u32 two[4];
-            load_rows_of(two, output(at), j, warp);
+            load_rows_of(two, from, j, warp);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float *o = &part[4 * (j + i / 2) + 2 * (i % 2)];
-                each[i] = fmaf(o[1], high(two[i]), fmaf(o[0], low(two[i]), each[i]));
+                const int at = 4 * (j + i / 2) + 2 * (i % 2);
+                each[i] = fmaf(part[at + 1], high(two[i]), fmaf(part[at], low(two[i]), each[i]));
+                if (BOTH) other[i] = fmaf(more[at + 1], high(two[i]), fmaf(more[at], low(two[i]), other[i]));
             }
         }
         sum[0] = each[0] + each[2], sum[1] = each[1] + each[3];
+        also[0] = other[0] + other[2], also[1] = other[1] + other[3];
     }
 
-    __device__ __forceinline__ void write_products(const Args &x, const Shared &at, const Walk &w, int n) {
+    // The part of q . dq that comes from the state, of a chunk that keeps next to nothing of it; else infinity.
+    // part: this thread's, before its rows decay.
+    __device__ __forceinline__ void keep_part(const float (&part)[2], int left) {
+        const int row = 16 * warp + threadIdx.x % 32 / 4;
+        of_state = (row < left ? part[0] * since[0] : 0.0f) + (row + 8 < left ? part[1] * since[1] : 0.0f);
+    }
+
+    // Its products with q or k, summed over the columns.
+    __device__ __forceinline__ void multiply_output(
+        const Args &x, const Shared &at, const Walk &w, int n, int left, bool begins
+    ) {
+        float part[2];
+        if (RING_ROWS) {
+            multiply_rows<false>(at.rows(n), out, sum, out, part);
+        } else {
+            mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
+            if (begins && x.product[w.which].entered) {
+                multiply_rows<true>(output(at), out, sum, inter, part);
+                keep_part(part, left);
+            } else {
+                multiply_rows<false>(output(at), out, sum, out, part);
+                of_state = INFINITY_;
+            }
+        }
+#pragma unroll
+        for (int bit = 1; bit <= 2; bit++) {
+            sum[0] += __shfl_xor_sync(~0u, sum[0], bit);
+            sum[1] += __shfl_xor_sync(~0u, sum[1], bit);
+            of_state += __shfl_xor_sync(~0u, of_state, bit);
+        }
+    }
+
+    // Behind the output's fence, which would wait for these stores.
+    __device__ __forceinline__ void write_products(const Args &x, const Walk &w, int place, int left) {
         const Product &y = x.product[w.which];
-        if (!y.out) return;
-        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4, left = w.left(n);
-        float *to = y.out + ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + w.row(n) + row;
-        float sum[2];
-        multiply_rows(at, out, sum);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            for (int bit = 1; bit <= 2; bit++) sum[r] += __shfl_xor_sync(~0u, sum[r], bit);
-            if (lane % 4 == 0 && row + 8 * r < left) to[8 * r] = sum[r];
-        }
-    }
-
-    // The part of q . dq that comes from the state, summed over a chunk that keeps next to nothing of it; or infinity.
-    // `part`: that of dq, times 1 / since.
-    __device__ __forceinline__ void write_entered(const Args &x, const Shared &at, const Walk &w, int n, const float *part) {
-        float *to = x.product[w.which].entered;
-        if (!to) return;
-        const int row = 16 * warp + threadIdx.x % 32 / 4, left = w.left(n);
-        float sum = INFINITY_, of[2];
-        if (begins) {
-            multiply_rows(at, part, of);
-            sum = (row < left ? of[0] * since[0] : 0.0f) + (row + 8 < left ? of[1] * since[1] : 0.0f);
-#pragma unroll
-            for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        }
-        const long long chunk = w.saved_slot(x, n) * EVERY + w.place(n) % EVERY;
-        if (reports) to[(chunk * TILES + w.tile) * 4 + warp] = sum;
+        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
+        if (lane % 4) return;
+        const int part = (w.b * x.h + w.h) * TILES + w.tile, chunk = (w.head * x.slots + w.slot) * EVERY + place;
+        float *to = y.out + (long long)part * x.n + (w.first + place * C + row);
+        if (row < left) to[0] = sum[0];
+        if (row + 8 < left) to[8] = sum[1];
+        if (y.entered) y.entered[(long long)chunk * (TILES * 32) + (32 * w.tile + 8 * warp + lane / 4)] = of_state;
     }
 
     // Starts p = a b^T.
@@ -416,10 +422,9 @@ struct Outputs {
     }
 
     // Waits for p, and starts the other products of the chunk.
-    __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n) {
+    __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n, const Place &place) {
 #pragma unroll
         for (int r = 0; TOKENS && r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
-        if (DOTS) begins = at.decay(n).keep < BEGINS;
         if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
@@ -433,12 +438,20 @@ struct Outputs {
         wgmma_fence();
         if constexpr (APART) start_over_columns<D, C>(inter, at.a(n), at.state(n));
         else start_over_columns<D, C>(out, at.a(n), at.state(n));
-        if (TOKENS) mask_tokens(x, at.decay(n), w.reverse);
+        if (TOKENS && w.reverse) mask_blocks<true>(q, p, at.decay(n), x.scale, warp);
+        else if (TOKENS) mask_blocks<false>(q, p, at.decay(n), x.scale, warp);
         else if (DECAY) mask_p();
         if (DECAY && !APART) {
             wgmma_wait<0>();
             pin(out);
-            if (DOTS) write_entered(x, at, w, n, out);
+            if (DOTS && x.product[w.which].entered) {
+                of_state = INFINITY_;
+                if (at.decay(n).keep < BEGINS) {
+                    float part[2], none[2];
+                    multiply_rows<false>(at.rows(n), out, part, out, none);
+                    keep_part(part, w.length - place.at * C);
+                }
+            }
 #pragma unroll
             for (int i = 0; i < 32; i++) out[i] *= since[i / 2 % 2];
             pin(out);
@@ -448,18 +461,21 @@ struct Outputs {
         start_over_rows<C>(out, q, at.c(n), !APART);
     }
 
-    __device__ __forceinline__ void deliver(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n) {
+    __device__ __forceinline__ void deliver(
+        const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n, const Place &place
+    ) {
+        const bool begins = DOTS && APART && at.decay(n).keep < BEGINS, products = DOTS && x.product[w.which].out;
         pin(out);
         pin(inter);
         keep_alive(q, x.zero);
         if (reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
-        release(at.empty + n % STAGES * 8);
-        if (DOTS && APART) write_entered(x, at, w, n, inter);
+        if (!RING_ROWS) release(at.empty + n % STAGES * 8);
 #pragma unroll
         for (int i = 0; i < 32; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
             else if (!DECAY) out[i] *= since[0];
-        if (DOTS) write_products(x, at, w, n);
+        if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);
+        if (RING_ROWS) release(at.empty + n % STAGES * 8);
         const u32 from = output(at);
         buffer ^= 1, parity ^= DOTS && !buffer;
         if (leads) tma_store_wait_read<1>();
@@ -467,11 +483,13 @@ struct Outputs {
         store_rows(out, from, warp);
         fence_async();
         named_barrier_sync<128>(2 + who);
-        const int row = w.row(n), left = w.left(n);
+        const int row = TOKENS ? w.first + place.at * C : w.row(n), left = TOKENS ? w.length - place.at * C : w.left(n);
         if (left >= C || !(PACKED || w.reverse)) {  // the copy engine drops rows beyond the end, but takes none below 0
             if (leads) tma_store(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b), tma_store_commit();
+            if (products) write_products(x, w, place.at, left);
             return;
         }
+        if (products) write_products(x, w, place.at, left);
         if (leads) tma_store_commit();  // an empty group: groups are counted to know when a buffer is free again
         const int skip = w.ends_first() ? C - left : 0;
         for (int unit = threadIdx.x % 128; unit < left * 8; unit += 128) {
@@ -482,7 +500,7 @@ struct Outputs {
             char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
             *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
         }
-        if (DOTS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
+        if (DOTS && !RING_ROWS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
     }
 };
 
@@ -492,19 +510,22 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     y.prepare(x, w, role);
     int n = y.who;
     if (n >= w.chunks) return;
-    if (DOTS) y.load_rows(x, at, w, n, 0);
+    Place place(w, n);
+    if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + OUTS < w.chunks; n += OUTS) {
-        y.start_out(x, at, w, n);
-        if (DOTS) y.load_rows(x, at, w, n + OUTS, y.buffer ^ 1);
+        y.start_out(x, at, w, n, place);
+        const Place here = place;
+        place.next(w, OUTS);
+        if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, y.buffer ^ 1);
         y.start_p(at, w, n + OUTS);
         wgmma_wait<1>();
-        y.deliver(x, at, w, sweep, n);
+        y.deliver(x, at, w, sweep, n, here);
     }
-    y.start_out(x, at, w, n);
+    y.start_out(x, at, w, n, place);
     wgmma_wait<0>();
-    y.deliver(x, at, w, sweep, n);
+    y.deliver(x, at, w, sweep, n, place);
     if (y.leads) tma_store_wait_read<0>();
 }
 
@@ -532,7 +553,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         for (int i = 0; i < 4; i++) mbarrier_init(at.state_full + 8 * i, 4);  // and state_empty
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
-        for (int i = 0; DOTS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
+        for (int i = 0; DOTS && !RING_ROWS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
         fence_barrier_init();
     }
     if (CLUSTER > 1) cluster_sync();

@@ -14,7 +14,7 @@ from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
 
 CHUNK = 64
-DECAYS = 3 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
+DECAYS = 7 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
 Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
 
 
@@ -54,7 +54,7 @@ PRODUCT = cuda.Struct(
     "Product",  # of a sweep: q . dq or k . dk of every row
     ("out", "float *"),  # (heads, tiles, rows), or null
     ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
-    ("entered", "float *"),  # (heads, chunks, tiles, 4): of dq the part of q . dq that comes from the state, or null
+    ("entered", "float *"),  # (heads, chunks, tiles, 32): of dq the part of q . dq that comes from the state, or null
     ("rows", "int"),  # the map of q or k
     align=16,
 )  # fmt: skip
@@ -85,14 +85,14 @@ def sizes(spec: LightningSpec, names: tuple[str, ...]) -> tuple[int, int]:
     return (spec.E, spec.D) if names[0] in ("dq", "dk") else (spec.D, spec.E)
 
 
-def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = ("o",)) -> int:
+def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = ("o",), products: bool = False) -> int:
     """The ring, states on their way, outputs on theirs, barriers, decays of tokens."""
     panel, panels = 64 * 128, sizes(spec, names)[0] // 64
     decays = tile.stages * DECAYS + 16 * (1 + tile.outs) if spec.per_token else 0
     if not tile.outs:
         return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
-    states = (3 if tile.save == 2 else 2) * panels
-    return tile.stages * ((2 * panels + 1) * panel + 16) + (states + 2 * tile.outs) * panel + 64 + decays
+    states, rows = (3 if tile.save == 2 else 2) * panels, int(products and panels == 1)
+    return tile.stages * ((2 * panels + 1 + rows) * panel + 16) + (states + 2 * tile.outs) * panel + 64 + decays
 
 
 def variant(
@@ -203,7 +203,7 @@ class SweepLaunch:
         self.values = values + self.of_tokens(spec, names, tensors, decay, products, len(values))
         blocks = (segment_count(spec, cut) - skipped) * len(names) * (sizes(spec, names)[1] // 64)
         var = variant(spec, tile, names, products)
-        self.launch = launch_of(var, spec.device, blocks, threads(tile), shared_bytes(spec, tile, names))
+        self.launch = launch_of(var, spec.device, blocks, threads(tile), shared_bytes(spec, tile, names, products))
 
     def of_tokens(
         self, spec: LightningSpec, names: tuple[str, ...], tensors: dict[int, Tensor], decay: Tensor | None,

@@ -29,6 +29,10 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         }
         const float before = __shfl_sync(~0u, sum, max(lane - 1, 0)), total = __shfl_sync(~0u, sum, 31);
         const float a[2] = {(lane ? before : 0.0f) + s[0], sum};
+        float start[4] = {};        // the sum before each block of 16 rows, which 8 lanes have
+#pragma unroll
+        for (int block = 1; block < 4; block++) start[block] = __shfl_sync(~0u, sum, 8 * block - 1);
+        const float own = lane < 8 ? start[0] : lane < 16 ? start[1] : lane < 24 ? start[2] : start[3];
         at.await_empty(n);
         Decays &y = at.decays[stage];
         float left[2];
@@ -37,6 +41,10 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
             const float since = exp2_(-a[i]), until = exp2_(fminf(a[i] - total, 0.0f));
             y.since[2 * lane + i] = a[i];
             y.into[2 * lane + i] = x.scale * (w.reverse ? until : since);
+            y.inner[2 * lane + i] = x.scale * exp2_(fminf(own - a[i], 0.0f));
+#pragma unroll
+            for (int block = 1; block < 4; block++)
+                y.outer[block - 1][2 * lane + i] = exp2_(fminf(a[i] - start[block], 0.0f));
             left[i] = w.reverse ? since : until;
         }
         const u32 hi = pack(left[0], left[1]);
@@ -44,5 +52,51 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         if (lane == 0) y.keep = exp2_(-total);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(at.full + stage * 8);
+    }
+}
+
+// p times its decay, in bf16, of the 16 rows of a chunk that warp WARP has: exp2(a_j - a_i) for j before i. Rows and columns
+// of one block of 16 take exponentials; those of two blocks the product of two factors, with the same bits in both directions.
+template <int WARP, bool REVERSE>
+__device__ __forceinline__ void mask_block(u32 (&q)[16], const float (&p)[32], const Decays &d, float scale) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = 2 * (lane % 4), row = 16 * WARP + g;
+    auto two = [&](const float *from, int column) { return *reinterpret_cast<const float2 *>(from + column + t); };
+    const float a[2] = {d.since[row], d.since[row + 8]}, inner[2] = {d.inner[row], d.inner[row + 8]};
+#pragma unroll
+    for (int j = 0; j < 8; j++) {   // columns 8 j + t and 8 j + t + 1
+        const int block = j / 2;
+        float y[4] = {};
+        if (block == WARP) {
+            const float2 other = two(d.since, 8 * j);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int r = i / 2, e = i % 2;
+                if (REVERSE ? r > j % 2 : r < j % 2) continue;
+                const float apart = REVERSE ? a[r] - (e ? other.y : other.x) : (e ? other.y : other.x) - a[r];
+                const float one = p[4 * j + i] * (exp2_(fminf(apart, 0.0f)) * scale);
+                y[i] = r != j % 2 || (REVERSE ? g <= t + e : g >= t + e) ? one : 0.0f;
+            }
+        } else if (!REVERSE && block < WARP) {
+            const float2 outer = two(d.outer[WARP ? WARP - 1 : 0], 8 * j);
+#pragma unroll
+            for (int i = 0; i < 4; i++) y[i] = p[4 * j + i] * ((i % 2 ? outer.y : outer.x) * inner[i / 2]);
+        } else if (REVERSE && block > WARP) {
+            const float2 later = two(d.inner, 8 * j);
+            const float *outer = &d.outer[block ? block - 1 : 0][row];
+#pragma unroll
+            for (int i = 0; i < 4; i++) y[i] = p[4 * j + i] * ((i % 2 ? later.y : later.x) * outer[8 * (i / 2)]);
+        }
+        q[2 * j] = pack(y[0], y[1]), q[2 * j + 1] = pack(y[2], y[3]);
+    }
+}
+
+template <bool REVERSE>
+__device__ __forceinline__ void mask_blocks(u32 (&q)[16], const float (&p)[32], const Decays &d, float scale, int warp) {
+    if (warp & 2) {                 // not a switch, which would load where to jump to
+        if (warp & 1) mask_block<3, REVERSE>(q, p, d, scale);
+        else mask_block<2, REVERSE>(q, p, d, scale);
+    } else {
+        if (warp & 1) mask_block<1, REVERSE>(q, p, d, scale);
+        else mask_block<0, REVERSE>(q, p, d, scale);
     }
 }

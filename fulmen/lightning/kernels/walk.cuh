@@ -3,7 +3,8 @@
 
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
-constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1) * PANEL;         // a, b, c
+constexpr bool RING_ROWS = DOTS && PANELS == 1;                      // rows of q or k are a fourth tile of a stage
+constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
 constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
@@ -16,6 +17,8 @@ struct Decays {
     float since[C];                 // bits that have decayed from the chunk's first row to this one, both included
     float into[C];                  // of the state, where a row reads it; times scale
     uint2 left[C / 2];              // of pairs of rows, where they enter the state: in twice the digits of bf16
+    float inner[C];                 // what is left at this row, times scale, of what was there before its block of 16
+    float outer[3][C];              // what is left of this row before block 1, 2 or 3, if it comes before that
     float keep, unused[3];          // of the state
 };
 
@@ -34,13 +37,14 @@ struct Shared {
         saved_full = state_empty + 16;
         saved_empty = saved_full + 8;
         rows_full = saved_empty + 8;
-        decays = reinterpret_cast<Decays *>(shared + ((rows_full + (DOTS ? 16 * OUTS : 0) - base + 15) & ~15u));
+        decays = reinterpret_cast<Decays *>(shared + ((rows_full + (DOTS && !RING_ROWS ? 16 * OUTS : 0) - base + 15) & ~15u));
     }
     __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
     __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
     __device__ __forceinline__ u32 a(int n) const { return stage(n) + (PANELS + 1) * PANEL; }
     __device__ __forceinline__ u32 b(int n) const { return stage(n); }
     __device__ __forceinline__ u32 c(int n) const { return stage(n) + PANELS * PANEL; }
+    __device__ __forceinline__ u32 rows(int n) const { return stage(n) + (2 * PANELS + 1) * PANEL; }
     __device__ __forceinline__ void await_full(int n) const { mbarrier_wait(full + n % STAGES * 8, n / STAGES % 2); }
     __device__ __forceinline__ void await_empty(int n) const { mbarrier_wait(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
     __device__ __forceinline__ u32 state(int n) const { return states + n % 2 * STATE; }
@@ -128,9 +132,9 @@ struct Walk {
     __device__ __forceinline__ bool ends_first() const { return reverse && !TOKENS; }  // rows missing are the first ones
     __device__ __forceinline__ bool opens_group(int n) const { return chunk(n) % EVERY == 0; }
 
-    // The number of the state that is saved before the n-th chunk.
-    __device__ __forceinline__ long long saved_slot(const Args &x, int n) const {
-        return (long long)head * x.slots + slot + place(n) / EVERY;
+    // The number of the state that is saved before the chunk at a place.
+    __device__ __forceinline__ long long saved_slot(const Args &x, int place) const {
+        return (long long)head * x.slots + slot + place / EVERY;
     }
 
     // The head of a tensor that has this block's rows.
@@ -140,5 +144,22 @@ struct Walk {
     __device__ __forceinline__ int partial() const {
         if (length % C == 0) return -1;
         return (!OUTS && !DECAY) || (TOKENS && reverse) ? 0 : grouped ? (chunks - 1) % EVERY : chunks - 1;
+    }
+};
+
+// The place of a warpgroup's chunk, counted from one chunk to its next: `Walk::place` divides and branches.
+struct Place {
+    int at, group;                  // group: the first of its group of EVERY chunks
+
+    __device__ __forceinline__ Place(const Walk &w, int n) : at(TOKENS ? w.place(n) : 0), group(at / EVERY * EVERY) {}
+
+    __device__ __forceinline__ void next(const Walk &w, int chunks) {
+        if (!TOKENS) return;
+        at += w.reverse ? -chunks : chunks;
+        if (!w.grouped) return;
+        const int end = min(group + EVERY, w.chunks);
+        if (at < end) return;
+        group -= EVERY;
+        at += group - end;
     }
 };
