@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """What a test draws does not depend on the tests before it; fixtures come after this."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws does not depend on the tests before it; fixtures come after this.
+
+    Workers share a GPU: a test begins when a sixth of its memory is free, or after a minute.
+    """
     torch.manual_seed(0)
     random.seed(0)
+    if item.get_closest_marker("gpu") and torch.cuda.is_available():
+        until = time.monotonic() + 60
+        while 6 * torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1] and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 @pytest.fixture(autouse=True)
