@@ -154,7 +154,7 @@ def test_heads_at_a_time_fit_the_cache():
     hw = TARGETS[90]
     assert swizzle(spec(2, 16, 8192, 128), hw) == 2  # of 32; three would fit
     assert swizzle(spec(2, 16, 8192, 128, True), hw) == 2
-    assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 4  # which wait for each other less
+    assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 8  # which wait for each other less
     assert swizzle(spec(1, 1, 8192, 128, deterministic=True), hw) == 1
     assert swizzle(spec(1, 7, 8192, 128), hw) == 1
     assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 1

@@ -373,7 +373,8 @@ __device__ __forceinline__ void convert_dq(const Args &a, const Tile &tile, int 
         float x[AT_ONCE][DQ];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            const int item = min(first + i, items - 1);     // else x would live on, from tile to tile
+            const int item = PERSISTENT ? min(first + i, items - 1) : first + i;    // else x lives on from tile to tile
+            if (!PERSISTENT && item >= items) break;
             const long long part = 2LL * ((head + item % a.group) * a.slots + slot + item / a.group) + consumer;
 #pragma unroll
             for (int c = 0; c < DQ / 4; c++)
