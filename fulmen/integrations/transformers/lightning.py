@@ -38,7 +38,7 @@ from fulmen.layers.inputs import Padding, many_rows, one_row
 from fulmen.layers.lightning import MAX_GATE_WIDTH
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM
-from fulmen.step.op import lightning_step
+from fulmen.step.op import stepped
 
 PARTS = ("qkv_proj", "out_proj", "output_gate", "norm", "slope_rate", "act_fn", "num_attention_heads", "head_dim")
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu"}  # what the fused kernel knows, by class
@@ -170,11 +170,15 @@ class Lightning:
 
     def _with_state(self, q: Tensor, k: Tensor, v: Tensor, padding: Padding | None, cache: Any) -> Tensor:
         """o (B, H, N, D); the cache's state takes in the tokens."""
-        options, index = self._options(q), self.module.layer_idx
+        decay, options, index = self.decay, self._options(q), self.module.layer_idx
         B, N = q.shape[0], q.shape[2]
         state = _state_of(cache, index, q)
         if state is not None and N <= MAX_STEP and padding is None and not needs_gradient((q, k, v, state)):
-            o = lightning_step(q, k, v, options["decay"], state)  # in place
+            early = options["decay"] is decay and state is cache.linear_cache[index]  # only q, k and v are just made
+            o = stepped(  # in place
+                q, k, v, options["decay"], state, slots=None, draft=None, accepted=None, scale=1.0, backend="auto",
+                early=early,
+            )  # fmt: skip
         elif padding is None:
             o, state = lightning_attention_with_state(q, k, v, initial_state=state, **options)
         else:  # each row is two packed sequences, its tokens and its padding
