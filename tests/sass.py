@@ -124,3 +124,19 @@ def read_early(sass: str) -> list[str]:
     before, wait, after = sass.partition("ACQBULK")
     assert wait, "the kernel waits for nobody"
     return re.findall(r"\bLDG.*", before) + re.findall(r"\bLDG\S*CONSTANT.*", after)
+
+
+def product_loop(sass: str) -> list[str]:
+    """The instructions of the first loop with products in it."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if found := re.match(r"\s*(\.L_\w+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
+            code.append(found[1])
+            back = BRANCH.match(found[1])
+            begin = labels.get(back[2]) if back else None
+            if begin is not None and any("HGMMA" in text for text in code[begin:]):
+                return code[begin:]
+    raise AssertionError("no loop has a product")

@@ -46,6 +46,8 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     ahead = call.D // 16 if tile.overlap else 0  # s of the first tile
     assert text.count("HGMMA.") == sum(each.values()) // 16 + ahead
     assert text.count("tnspA") == 16
+    if tile == backward_tile(spec(2, 16, 8192, 128)):  # values moved back to uniform registers would cost 5 %
+        assert not any("R2UR" in line for line in sass.product_loop(text))
     assert text.count("UBLKRED") == 1
     assert text.count("UBLKCP.G.S") == 1  # the first to add stores
 
