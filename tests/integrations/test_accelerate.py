@@ -166,27 +166,6 @@ def test_slopes_loaded_later_are_read():
     assert lightning._slopes(layer).dtype == torch.float32
 
 
-def test_a_step_starts_early_unless_its_slopes_or_state_were_just_made(monkeypatch):
-    model, result = accelerated("minimax")
-    said, stepped = [], lightning.stepped
-
-    def seen(*args, early, **kwargs):
-        said.append(early)
-        return stepped(*args, early=early, **kwargs)
-
-    monkeypatch.setattr(lightning, "stepped", seen)
-    cache = result.new_cache()
-    with torch.no_grad():
-        model(ids_of(2), past_key_values=cache)
-        for _ in range(2):
-            model(ids_of(2)[:, :1], past_key_values=cache)
-        assert said == [True] * 4  # layers 0 and 2
-        model.model.layers[0].self_attn.slope_rate.mul_(2)
-        cache.linear_cache[2] = cache.linear_cache[2].bfloat16()
-        model(ids_of(2)[:, :1], past_key_values=cache)
-    assert said[4:] == [False, False]
-
-
 def test_a_model_moved_in_inference_mode_still_trains():
     model, _ = accelerated("minimax", torch.float32)
     with torch.inference_mode():

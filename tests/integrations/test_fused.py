@@ -1,4 +1,4 @@
-"""Projections and RoPE around softmax attention: fused kernels where they serve, else the module's own parts.
+"""Projections and RoPE around attention: fused kernels where they serve, else the module's own parts.
 
 Kernels run in Triton's interpreter, in fp32. Results are compared with the model's own eager code in fp64.
 """
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fulmen.integrations import transformers as ours
-from fulmen.integrations.transformers import attention, fused
+from fulmen.integrations.transformers import attention, fused, lightning
 from fulmen.integrations.transformers.fused import Projections, Style
 from tests.integrations.families import FAMILIES, HYBRID, TINY
 from tests.integrations.test_accelerate import LoRA, Twice
@@ -352,3 +352,25 @@ def test_code_over_a_forward_stays():
     assert calls
     result.undo()
     assert layer.forward is over
+
+
+def test_a_step_starts_early_unless_its_slopes_or_state_were_just_made(monkeypatch):
+    model = copy.deepcopy(own("minimax"))
+    result = ours.accelerate(model, verbose=False)
+    said, stepped = [], lightning.stepped
+
+    def seen(*args, early, **kwargs):
+        said.append(early)
+        return stepped(*args, early=early, **kwargs)
+
+    monkeypatch.setattr(lightning, "stepped", seen)
+    cache = result.new_cache()
+    with torch.no_grad():
+        model(ids_of(2), past_key_values=cache)
+        for _ in range(2):
+            model(ids_of(2)[:, :1], past_key_values=cache)
+        assert said == [True] * 4  # layers 0 and 2
+        model.model.layers[0].self_attn.slope_rate.mul_(2)
+        cache.linear_cache[2] = cache.linear_cache[2].bfloat16()
+        model(ids_of(2)[:, :1], past_key_values=cache)
+    assert said[4:] == [False, False]
