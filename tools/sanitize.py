@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fulmen.flash.policy import OWN_BACKWARD
+from fulmen.flash.policy_backward import OWN_BACKWARD
 from fulmen.testing import flash as softmax
 from fulmen.testing import latent as latents
 from fulmen.testing import step as steps

@@ -5,7 +5,7 @@ backends. Where to look:
 
     what "auto" takes      ROWS, `fastest` and, for few queries, `decode`
     a tile                 `sm90_base_tile`, SINGLE_TILES, `small_tile`, HOPPER_TILES and OTHER_TILES for triton
-    cuda's own backward    OWN_BACKWARD, and policy_backward.py
+    cuda's own backward    policy_backward.py: OWN_BACKWARD
     when keys are split    `splits`
     the answer             `order` (backends, fastest first) and `choose` (one `Choice`)
 
@@ -23,7 +23,7 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.flash import policy_cache, sdpa
-from fulmen.flash.policy_backward import affordable, backward_tile, uneven, workspace
+from fulmen.flash.policy_backward import backward_tile, is_own, workspace
 from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec, heads_as_queries, tiles_of
 from fulmen.hardware import Hardware
 
@@ -123,7 +123,6 @@ class TritonTiles(NamedTuple):
 
 PASSES = ("forward", "dq", "dkdv")
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.40, over triton 1.3 to 1.9 (options)
 SMALL_MAX_TOKENS = 512
 
 # -------------------------------------------------------------------------------------------- what "auto" takes
@@ -583,12 +582,11 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    Our own where it was measured (OWN_BACKWARD), `affordable` and not `uneven`. cuDNN's is faster than triton's. It has
-    no option except causal, no gradient of lse, no fixed order of sums, and builds a plan for every new shape.
+    Our own where `is_own` says so. cuDNN's is faster than triton's. It has no option except causal, no gradient of lse,
+    no fixed order of sums, and builds a plan for every new shape.
     """
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
-    waits = cudnn and flops(spec) >= SMALL_FLOPS and uneven(spec, hw)
-    own = hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD and affordable(spec) and not waits
+    own = is_own(spec, hw, cudnn, flops(spec) < SMALL_FLOPS)
     return "cuda" if own else "cudnn" if cudnn else "triton"
 
 

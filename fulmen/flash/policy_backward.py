@@ -1,4 +1,4 @@
-"""The tile, the workspace and the order of heads of the backward of backend `cuda` (kernels/backward.cu).
+"""Where the backward of backend `cuda` is our own, its tile, workspace and order of heads (kernels/backward.py).
 
 Pure functions of (spec, hw), as in policy.py.
 """
@@ -10,31 +10,56 @@ from typing import NamedTuple
 from fulmen.flash.spec import FlashSpec, tiles_of
 from fulmen.hardware import Hardware
 
-BACKWARD_KEYS = 128  # that a block owns
 MAX_PADDING = 1 << 28
+
+# D/E on Hopper whose backward is our own. Over cuDNN 1.03 to 1.40, over triton 1.3 to 1.9 (options).
+OWN_BACKWARD: tuple[tuple[int, int], ...] = ((64, 64), (128, 128))
+
+# The same, but only where cuDNN has no kernel: window, softcap, sinks, packed sequences, fixed order, gradient of lse.
+# backward_wide.cu serves (192, 128) and (256, 256). It is not measured, so neither is here.
+OWN_WITHOUT_CUDNN: tuple[tuple[int, int], ...] = ()
 
 
 class BackwardTile(NamedTuple):
-    """The backward of backend `cuda`: for Hopper, every option; 128 keys a block."""
+    """The backward of backend `cuda`: for Hopper, every option."""
 
     block_m: int  # queries at a time
-    overlap: bool  # s and dp of the next tile start before this one ends
+    overlap: bool  # s of the next tile starts before this one ends; with 128 keys dp does, too
     q_stages: int = 3  # tiles of q in flight
     o_stages: int = 2  # the same of do
+    block_n: int = 128  # keys that a block owns; 64: backward_wide.cu
+
+    @property
+    def wide(self) -> bool:
+        return self.block_n == 64
 
     def __str__(self) -> str:
-        return f"{self.block_m} queries x {BACKWARD_KEYS} keys"
+        return f"{self.block_m} queries x {self.block_n} keys"
 
 
-# By D = E. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.86 to 0.99 of it.
+# By D. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.86 to 0.99 of it.
 BACKWARD_TILES = {
     64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.28, 1.19
     128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.16, 1.18
+    192: BackwardTile(64, overlap=True, q_stages=2, block_n=64),  # E 128; not measured
+    256: BackwardTile(64, overlap=True, q_stages=2, o_stages=1, block_n=64),  # not measured
 }
 
 
 def backward_tile(spec: FlashSpec) -> BackwardTile:
     return BACKWARD_TILES[spec.D]
+
+
+def is_own(spec: FlashSpec, hw: Hardware, cudnn: bool, small: bool) -> bool:
+    """Whether the backward is our own; `cudnn`: cuDNN has one, too; `small`: too few operations for any to wait."""
+    sizes = OWN_BACKWARD if cudnn else OWN_BACKWARD + OWN_WITHOUT_CUDNN
+    if hw.arch != 90 or (spec.D, spec.E) not in sizes or not affordable(spec):
+        return False
+    return not cudnn or small or not uneven(spec, hw)
+
+
+def key_tiles(spec: FlashSpec) -> int:
+    return tiles_of(spec, spec.N_KV, backward_tile(spec).block_n)
 
 
 class Workspace(NamedTuple):
@@ -67,7 +92,7 @@ def uneven(spec: FlashSpec, hw: Hardware) -> bool:
 
     Over cuDNN's, which gives every query head its blocks: B1 H40/8 N2048 causal 0.90, N4096 (two waves) 1.18.
     """
-    blocks = spec.B * spec.H_KV * tiles_of(spec, spec.N_KV, BACKWARD_KEYS)
+    blocks = spec.B * spec.H_KV * key_tiles(spec)
     return spec.group > 1 and spec.right is not None and blocks <= hw.sm_count
 
 
@@ -85,9 +110,9 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     heads = max(1, spec.B * spec.H_KV)
     queries = spec.N_Q
     if spec.left is not None and spec.right is not None:
-        queries = min(queries, spec.left + spec.right + BACKWARD_KEYS)  # that see a tile of keys
+        queries = min(queries, spec.left + spec.right + backward_tile(spec).block_n)  # that see a tile of keys
     size = max(1, queries * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
-    at_once = hw.sm_count // max(1, tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
+    at_once = hw.sm_count // max(1, key_tiles(spec))
     most = min(heads, max(1, at_once, hw.l2_bytes // 2 // size) * (2 if spec.deterministic else 1))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
@@ -99,4 +124,4 @@ def lag(spec: FlashSpec, heads: int, hw: Hardware) -> int:
     """
     if spec.right is not None:
         return 2 * hw.sm_count
-    return hw.sm_count + max(hw.sm_count, heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
+    return hw.sm_count + max(hw.sm_count, heads * key_tiles(spec))

@@ -1,4 +1,4 @@
-"""The launches of the backward for Hopper: backward_prologue.cu and backward.cu.
+"""The launches of the backward for Hopper: backward_prologue.cu, then backward.cu or, of D 192 and 256, backward_wide.cu.
 
 Shared memory of a block (bytes) and registers of a consumer thread, by head dim; tiles are queries x keys:
 
@@ -28,11 +28,12 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.flash.kernels import combine
 from fulmen.flash.kernels.sm90 import MAX_TILES, MAX_TOKENS, strides
-from fulmen.flash.policy_backward import BACKWARD_KEYS, BackwardTile, lag, swizzle, workspace
+from fulmen.flash.policy_backward import BackwardTile, backward_tile, key_tiles, lag, swizzle, workspace
 from fulmen.flash.spec import FlashSpec, Residuals, tiles_of
 
 THREADS = 384
 PROLOGUE_THREADS, PROLOGUE_SHARED = 256, 32
+PIECE_BYTES = 64 * 64 * 4  # of dq on its way to the workspace
 
 MASK = (
     ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
@@ -67,7 +68,7 @@ def unsupported_reason(spec: FlashSpec) -> str | None:
     if max(spec.N_Q, spec.N_KV) > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} queries and keys, here N_Q={spec.N_Q}, N_KV={spec.N_KV}"
     if key_tiles(spec) * spec.B * spec.H_KV > MAX_TILES:
-        return f"takes up to {MAX_TILES} tiles of {BACKWARD_KEYS} keys, here B={spec.B}, H_KV={spec.H_KV}"
+        return f"takes up to {MAX_TILES} tiles of {backward_tile(spec).block_n} keys, here B={spec.B}, H_KV={spec.H_KV}"
     return None
 
 
@@ -75,14 +76,12 @@ def slots(spec: FlashSpec, tile: BackwardTile) -> int:
     return tiles_of(spec, spec.N_Q, tile.block_m)
 
 
-def key_tiles(spec: FlashSpec) -> int:
-    return tiles_of(spec, spec.N_KV, BACKWARD_KEYS)
-
-
 def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
-    M, N = tile.block_m, BACKWARD_KEYS
-    tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E + 3 * N * M
-    return 2 * tensors + 4 * M * spec.D + tile.o_stages * 8 * M + 56 + 16 * (tile.q_stages + tile.o_stages)
+    M, N = tile.block_m, tile.block_n
+    tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E
+    tensors += (2 if tile.wide else 3) * N * M  # p and ds, or three times ds
+    rows = 8 * M * (tile.q_stages if tile.wide else tile.o_stages)
+    return 2 * tensors + 2 * PIECE_BYTES + rows + 56 + 16 * (tile.q_stages + tile.o_stages)
 
 
 # --------------------------------------------------------------------------------------------------- launches
@@ -99,7 +98,10 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
         "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": int(tile.overlap),
         "DETERMINISTIC": int(spec.deterministic), "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
-    found = [("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE), ("", main, MAIN)]
+    found = [
+        ("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE),
+        ("_wide" if tile.wide else "", main, MAIN),
+    ]
     return [
         cuda.Variant(
             f"flash/kernels/backward{name}.cu", f"flash_backward{name}_kernel", "90a", tuple(m.items()), fields
@@ -147,7 +149,7 @@ def launcher(
     dq, dk and dv."""
     before, main = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
     rows, drawn, turns, counter = (4 * part for part in workspace(spec, tile)[:4])
-    k_map, v_map = (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
+    k_map, v_map = (cuda.tensor_maps(t, tile.block_n) for t in (x.k, x.v))
     q_map, do_map = (cuda.tensor_maps(t, tile.block_m) for t in (x.q, do)) if spec.N_Q else (k_map, v_map)
 
     def of_prologue(at: tuple[int, ...]) -> tuple[int, ...]:
