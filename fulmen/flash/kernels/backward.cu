@@ -49,7 +49,7 @@
 constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, N = 128;
 constexpr int S = M / 2, P = M / 4;                         // registers
 constexpr int AT_ONCE = 3;                                  // query tiles that are converted
-constexpr int DS_BUFFERS = 3, P_BYTES = 0, V_WARPS = 8;
+constexpr int DS_BUFFERS = 3, P_BYTES = 0, V_WARPS = 8, BUFFERS = 2;
 constexpr bool ROWS_WITH_Q = false;
 constexpr bool DP_LATE = SOFTCAP && (M == 128 || LEFT || PACKED);  // after p is made: the cap takes registers
 static_assert(M * D == 8192, "a half of dq is 64 x 64: some columns (M = 64) or some rows");
@@ -57,7 +57,7 @@ static_assert(M * D == 8192, "a half of dq is 64 x 64: some columns (M = 64) or 
 #include "flash/kernels/backward_tiles.cuh"
 #include "flash/kernels/backward_parts.cuh"
 
-enum { STORED = 7 };                                        // named barriers, for each consumer, of even and odd tiles
+enum { STORED = NEXT };                                     // named barriers, for each consumer, of even and odd tiles
 
 // ------------------------------------------------------------------------------------------------- consumers
 

@@ -81,7 +81,7 @@ def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
     tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E
     tensors += (2 if tile.wide else 3) * N * M  # p and ds, or three times ds
     rows = 8 * M * (tile.q_stages if tile.wide else tile.o_stages)
-    return 2 * tensors + 2 * PIECE_BYTES + rows + 56 + 16 * (tile.q_stages + tile.o_stages)
+    return 2 * tensors + (3 if tile.wide else 2) * PIECE_BYTES + rows + 56 + 16 * (tile.q_stages + tile.o_stages)
 
 
 # --------------------------------------------------------------------------------------------------- launches

@@ -1,10 +1,11 @@
 // What the kernels of the backward share beside their products: shared memory, the tile scheduler, the loads, the sums of dq.
 //
 // The kernel's source defines D, E, M, N, S, P, AT_ONCE, DS_BUFFERS (of ds) and P_BYTES, ROWS_WITH_Q (lse and delta come with
-// q, not with do), and V_WARPS, the warps that read v.
+// q, not with do), V_WARPS, the warps that read v, and BUFFERS of dq.
 //
 // dq travels in pieces of 64 x 64 fp32 numbers, as the accumulators of a warpgroup lie: (chunk of 4, thread, 4). The first
-// consumer makes the first half of the pieces of a query tile, or one more; a consumer stages one at a time.
+// consumer makes the first half of the pieces of a query tile, or one more, and stages them in all buffers but the last, which
+// is the second's.
 
 constexpr int THREADS = 384, WARPS = 8, ADDERS = 2;         // WARPS: of the consumers
 constexpr int DQ = 32;                                      // registers of a piece
@@ -12,11 +13,15 @@ constexpr int PIECE_BYTES = 64 * 64 * 4, PIECES = M * D / 4096;
 constexpr int DS_BYTES = N * M * 2, ROW_BYTES = 8 * M;      // ROW_BYTES: lse and delta
 static_assert(M == 64 || M * D == 8192, "pieces are columns (M = 64), or there are two, of some rows");
 
-enum { OWN = 1, FULL = 3, EMPTY = 5 };                      // named barriers, for each consumer
+enum { OWN = 1, FULL = 3, EMPTY = FULL + BUFFERS, NEXT = EMPTY + BUFFERS };  // named barriers: of consumers, of buffers
 
 __device__ __forceinline__ constexpr int first_piece(int consumer) { return consumer * ((PIECES + 1) / 2); }
 __device__ __forceinline__ constexpr int pieces(int consumer) {
     return PIECES % 2 ? (PIECES + 1) / 2 - consumer : PIECES / 2;
+}
+// Where a consumer stages its piece i.
+__device__ __forceinline__ constexpr int buffer(int consumer, int i) {
+    return BUFFERS == 2 ? consumer : consumer ? BUFFERS - 1 : i % (BUFFERS - 1);
 }
 
 // A ring of stages of M rows; full, empty: a barrier for each stage.
@@ -65,7 +70,7 @@ struct Shared {
         ds = o.stages + O_STAGES * o.BYTES;
         p = ds + DS_BUFFERS * DS_BYTES;
         dq = p + P_BYTES;
-        rows = dq + 2 * PIECE_BYTES;
+        rows = dq + BUFFERS * PIECE_BYTES;
         k_full = rows + (ROWS_WITH_Q ? Q_STAGES : O_STAGES) * ROW_BYTES;
         v_full = k_full + 8;
         k_empty = v_full + 8;
@@ -191,7 +196,8 @@ __device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Ti
     const bool leads = threadIdx.x % 32 == 0;
     int before = -1;                    // the part that is not passed on yet: its sum may be on its way
     bool ready = false;                 // its turn has come
-    if (tile.count > 0) named_barrier_arrive<160>(EMPTY + consumer);
+    if (tile.count > 0)
+        for (int i = 0; i < (consumer ? 1 : BUFFERS - 1); i++) named_barrier_arrive<160>(EMPTY + buffer(consumer, i));
     Walk walk(a, tile);
 #pragma unroll 1
     while (walk.left > 0) {
@@ -202,21 +208,24 @@ __device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Ti
         }
         __syncwarp();
         walk.next(a);
-        for (int left = pieces(consumer); left > 0; left--) {
-            named_barrier_sync<160>(FULL + consumer);
+        for (int i = 0; i < pieces(consumer); i++) {
+            const bool last = i + 1 == pieces(consumer);
+            const u32 from = at.dq + buffer(consumer, i) * PIECE_BYTES;
+            named_barrier_sync<160>(FULL + buffer(consumer, i));
             if (leads) {
-                const long long piece = part / 2 * (long long)PIECES + first_piece(consumer) + pieces(consumer) - left;
-                float *to = a.sums + (PIECES == 2 ? part : piece) * (PIECE_BYTES / 4LL);
-                if (turn) bulk_add(to, at.dq + consumer * PIECE_BYTES, PIECE_BYTES);
-                else bulk_store(to, at.dq + consumer * PIECE_BYTES, PIECE_BYTES);
+                const long long piece = PIECES == 2 ? part : part / 2 * (long long)PIECES + first_piece(consumer) + i;
+                float *to = a.sums + piece * (PIECE_BYTES / 4LL);
+                if (turn) bulk_add(to, from, PIECE_BYTES);
+                else bulk_store(to, from, PIECE_BYTES);
                 tma_store_commit();
-                if (left == 1 && walk.left > 0)                 // the next one, while shared memory is read
+                if (last && walk.left > 0)                      // the next one, while shared memory is read
                     ready = turns_passed(a.turns + 2 * walk.slot + consumer) >=
                             (DETERMINISTIC ? tile.n0 / N - tile.first_tile(a, walk.m) : 1);
                 tma_store_wait_read<0>();
             }
             __syncwarp();
-            if (left > 1 || walk.left > 0) named_barrier_arrive<160>(EMPTY + consumer);
+            const bool again = !last && buffer(consumer, i + 1) == buffer(consumer, i);
+            if (walk.left > 0 || again) named_barrier_arrive<160>(EMPTY + buffer(consumer, i));
         }
         const bool now = DETERMINISTIC || turn == 0 || walk.left == 0;      // others wait for it
         if (leads) {
@@ -229,6 +238,8 @@ __device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Ti
         before = now ? -1 : part;
     }
 }
+
+// ------------------------------------------------------------------------------------------------- consumers
 
 struct Queries {
     int first[2], last[2];              // that see the two keys of a lane
@@ -282,12 +293,12 @@ __device__ __forceinline__ void store_ds(const u32 (&ds)[P], u32 to, int consume
 }
 
 // A piece of dq to shared memory, for the consumer's adder.
-__device__ __forceinline__ void stage_dq(const float (&dq)[DQ], u32 to, int consumer) {
+__device__ __forceinline__ void stage_dq(const float (&dq)[DQ], u32 to, int buffer) {
 #pragma unroll
     for (int i = 0; i < DQ / 4; i++)
-        store4(to + consumer * PIECE_BYTES + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
+        store4(to + buffer * PIECE_BYTES + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
     fence_async();
-    named_barrier_arrive<160>(FULL + consumer);
+    named_barrier_arrive<160>(FULL + buffer);
 }
 
 // Writes the 16 rows of one warp that are there, in units of 16 bytes.

@@ -13,8 +13,8 @@
 // The second consumer takes p in 16 bits, as dv does; with a softcap, times the slope of the cap. Each lane takes what the
 // same lane of the first consumer made, so p has no other order than that of registers.
 //
-// A piece of dq is 64 columns, and a consumer stages one at a time: two of them need the room of one q. Of three pieces
-// (D 192) the first consumer has two: its products are s and dv, of 192 + 128 columns, beside dp and dk, of 128 + 192.
+// A piece of dq is 64 columns. The first consumer makes two, one after the other, and stages them in buffers of their own;
+// the second makes one (D 192) or two, with dk in between, and has one buffer.
 //
 // One buffer of p and one of ds are enough: the first consumer writes p after it has seen ds of the tile before, for which
 // the second has read p; the second writes ds after it has seen that p, ahead of which the first has made its dq.
@@ -31,7 +31,7 @@
 constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, N = 64;
 constexpr int S = M / 2, P = M / 4;                         // registers
 constexpr int AT_ONCE = 3;                                  // pieces of dq that are converted
-constexpr int DS_BUFFERS = 1, P_BYTES = N * M * 2, V_WARPS = 4;
+constexpr int DS_BUFFERS = 1, P_BYTES = N * M * 2, V_WARPS = 4, BUFFERS = 3;
 constexpr bool ROWS_WITH_Q = true;
 constexpr int CONSUMERS = D == 256 ? 240 : 232, OTHERS = 504 - 2 * CONSUMERS;  // registers; 504 = 3 * 168, as at the launch
 static_assert(M == 64, "a consumer's accumulators of s are 64 x 64");
@@ -40,7 +40,7 @@ static_assert(M == 64, "a consumer's accumulators of s are 64 x 64");
 #include "flash/kernels/backward_parts.cuh"
 
 enum { FIRST = 0, SECOND = 1 };                             // the consumers
-enum { WEIGHTS = 7, GRADIENTS = 8 };                        // named barriers: p is stored; ds is stored
+enum { WEIGHTS = NEXT, GRADIENTS };                         // named barriers: p is stored; ds is stored
 
 // Where a consumer is in the rings, from tile to tile.
 struct Stages {
@@ -169,11 +169,11 @@ __device__ __forceinline__ void walk_queries(float (&dv)[E / 2], Stages &x, int 
             fresh(dq);
             wgmma_fence();
             start_dq(dq, at, first_piece(FIRST) + i);
-            named_barrier_sync<160>(EMPTY + FIRST);
+            named_barrier_sync<160>(EMPTY + buffer(FIRST, i));
             wgmma_wait<0>();
             pin(dq);
             pin(s);
-            stage_dq(dq, at.dq, FIRST);
+            stage_dq(dq, at.dq, buffer(FIRST, i));
         }
     }
     if (reports) mbarrier_arrive(at.k_empty);
@@ -219,10 +219,10 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
         wgmma_fence();
         start_dq(dq, at, first_piece(SECOND));
         start_over_rows<M>(dk, ds, at.q.rows(x.q), true);
-        named_barrier_sync<160>(EMPTY + SECOND);
+        named_barrier_sync<160>(EMPTY + buffer(SECOND, 0));
         wgmma_wait<1>();
         pin(dq);
-        stage_dq(dq, at.dq, SECOND);                                        // dk
+        stage_dq(dq, at.dq, buffer(SECOND, 0));                                        // dk
         if (pieces(SECOND) == 2) {
             fresh(dq);
             wgmma_fence();
@@ -234,10 +234,10 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
         if (reports) at.q.release(x.q);
         x.q.next();
         if (pieces(SECOND) == 2) {
-            named_barrier_sync<160>(EMPTY + SECOND);
+            named_barrier_sync<160>(EMPTY + buffer(SECOND, 0));
             wgmma_wait<0>();
             pin(dq);
-            stage_dq(dq, at.dq, SECOND);
+            stage_dq(dq, at.dq, buffer(SECOND, 0));
         }
     }
     if (reports) mbarrier_arrive(at.k_empty);
