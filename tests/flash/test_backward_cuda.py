@@ -9,6 +9,7 @@ import torch
 
 from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
+from fulmen.flash import policy_backward
 from fulmen.flash.kernels import backward
 from fulmen.flash.policy_backward import BackwardTile, backward_tile, lag, swizzle, workspace
 from fulmen.flash.spec import FlashSpec
@@ -22,6 +23,15 @@ CALLS = [
     spec(2, 16, 8192, 64, True, torch.float16),
     *[spec(1, 16, 8192, D, True, **option) for D in (64, 128) for option in (WINDOW, PACKED, CAP, ALL)],
 ]
+WIDE = [
+    spec(1, 16, 8192, D, causal, dtype, E=E, **option)
+    for D, E in ((192, 128), (256, 256))
+    for causal, dtype, option in (
+        (False, torch.bfloat16, {}), (True, torch.bfloat16, {}), (True, torch.float16, {}),
+        *((True, torch.bfloat16, option) for option in (WINDOW, PACKED, CAP, ALL)),
+    )
+]  # fmt: skip
+CALLS += WIDE
 CALLS += [call._replace(deterministic=True) for call in CALLS]
 
 
@@ -33,7 +43,7 @@ def name_of(call: FlashSpec) -> str:
 def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     """All five of a tile, with dp or dv under way while exponentials are taken."""
     code, usage = cuda.compile_variant(backward.variants(call, tile)[1])
-    assert usage.spilled == 0 or call.sequences is not None
+    assert usage.spilled == 0 or (call.sequences is not None and call.D != 192)
     assert not usage.warnings, usage.warnings  # such as products made one after the other
     assert usage.registers == 168  # of 384 threads
     assert backward.shared_bytes(call, tile) <= TARGETS[90].smem_bytes
@@ -43,11 +53,30 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     loop = text[text.index("HGMMA.") : text.rindex("HGMMA.")]
     assert not re.search(r"\b(STL|LDL)\b", loop)  # packed, where a tile lies may wait outside
     each = {"s": call.D, "dp": call.E, "dv": tile.block_m, "dk": tile.block_m, "dq": 128, "last dq": 128}
+    if tile.wide:
+        each |= {"dq": call.D, "last dq": 0}  # 64 keys of each piece of 64 columns
     ahead = call.D // 16 if tile.overlap else 0  # s of the first tile
     assert text.count("HGMMA.") == sum(each.values()) // 16 + ahead
-    assert text.count("tnspA") == 16
-    assert text.count("UBLKRED") == 1
-    assert text.count("UBLKCP.G.S") == 1  # the first to add stores
+    assert text.count("tnspA") == (each["dq"] + each["last dq"]) // 16
+    sums = call.D // 64 if tile.wide else 1  # two adders, or one with two names
+    assert text.count("UBLKRED") == sums
+    assert text.count("UBLKCP.G.S") == sums  # the first to add stores
+    if tile.wide:
+        check_order(call, text)
+
+
+def check_order(call: FlashSpec, text: str) -> None:
+    """The products of both consumers of backward_wide.cu, by their columns, and how many run on after a wait."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if product := re.search(r"HGMMA\.64x(\d+)x.*gsb0", line):
+            found.append(product[1])
+        elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", line):
+            found.append(f"wait {wait[1]}")
+    first = f"64, wait 0, {call.E}, 64, wait 1, 64, wait 0, 64, wait 0"  # s; dv, s of the next tile; dq; dq
+    second = f"64, wait 0, 64, {call.D}, wait 1, "  # dp; dq, dk
+    second += "64, wait 1, wait 0" if call.D == 256 else "wait 0"  # dq
+    assert ", ".join(found) in (f"{first}, {second}", f"{second}, {first}")
 
 
 @pytest.mark.parametrize(
@@ -64,14 +93,18 @@ def test_other_tiles_fit(change):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("call", [spec(1, 16, 8192, 64), spec(1, 16, 8192, 128, True, **ALL)], ids=name_of)
+@pytest.mark.parametrize(
+    "call",
+    [spec(1, 16, 8192, 64), spec(1, 16, 8192, 128, True, **ALL), spec(1, 16, 8192, 192, E=128), spec(1, 16, 8192, 256)],
+    ids=name_of,
+)
 def test_the_prologue_does_not_spill(call, dtype):
     call = call._replace(dtype=dtype)
     for sinks in {torch.float32, dtype}:
         code, usage = cuda.compile_variant(backward.variants(call, backward_tile(call), sinks)[0])
         assert (usage.spilled, usage.warnings) == (0, ())
         assert sass.read_early(sass.disassemble(code)) == []
-        assert usage.registers <= 64
+        assert usage.registers <= (64 if call.E < 256 else 128)  # twice the loads of a thread, half the blocks of an SM
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
@@ -90,6 +123,30 @@ def test_served_and_explained(monkeypatch):
     for others in (few._replace(N_Q=4096, N_KV=4096), few._replace(H_KV=40), few._replace(right=None)):
         assert dispatch.choose("flash", others, "cuda").backward == "cuda"
     assert dispatch.choose("flash", few._replace(deterministic=True), "cuda").backward == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+def test_wide_heads_are_served_where_a_table_says_so(monkeypatch):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    plain = spec(1, 16, 4096, 256, True, needs_grad=True)
+    calls = {"plain": plain, "window": plain._replace(left=100), "fixed order": plain._replace(deterministic=True)}
+
+    def whose() -> dict[str, str]:
+        dispatch._choose.cache_clear()
+        return {name: dispatch.choose("flash", call, "cuda").backward for name, call in calls.items()}
+
+    assert whose() == {"plain": "cudnn", "window": "triton", "fixed order": "triton"}
+    monkeypatch.setattr(policy_backward, "OWN_WITHOUT_CUDNN", ((256, 256),))
+    assert whose() == {"plain": "cudnn", "window": "cuda", "fixed order": "cuda"}
+    choice = dispatch.choose("flash", calls["window"], "cuda")
+    assert choice.workspace == 4 * 16 * (4096 * (256 + 2) + 2 * 64) + 4
+    assert str(choice).endswith("backward 64 queries x 64 keys, 64.5 MiB workspace")
+    monkeypatch.setattr(policy_backward, "OWN_BACKWARD", ((256, 256),))
+    assert set(whose().values()) == {"cuda"}
+    calls = {"192": plain._replace(D=192, E=128), "64": plain._replace(D=64, E=64)}
+    assert whose() == {"192": "cudnn", "64": "cudnn"}
+    monkeypatch.undo()
+    dispatch._choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -160,3 +217,4 @@ def test_heads_at_a_time_fit_the_cache():
     assert swizzle(spec(1, 40, 4096, 128, True, H_KV=8, left=100), hw) == 8
     assert swizzle(spec(1, 2, 128, 128), hw) == 2
     assert swizzle(spec(1, 2, 0, 128), hw) == 2
+    assert swizzle(spec(1, 16, 4096, 256), hw) == 2  # 64 tiles a head; three would fit

@@ -316,8 +316,8 @@ MISTAKES = {
     "a query too many": ("64", "tile.n_q - row", "64", EARLY, "outside"),
     "the first to add does not store": ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", EARLY, WRONG),
     "a sum passed on before it is made": (
-        "128 causal", "if (now) bulk_wait<0>();\n            else if (pieces(consumer) == 1) bulk_wait<1>();\n            else bulk_wait<2>();",
-        "", LATE, WRONG,
+        "128 causal", "if (now) bulk_wait<0>();\n            else if (pieces(consumer) == 1) bulk_wait<1>();\n"
+        "            else bulk_wait<2>();", "", LATE, WRONG,
     ),
     "the last to add never heard of": (
         "64", "tile.last_tile(a, from) - tile.first_tile(a, from) + 1", "tile.n_kv", EARLY, "for a block that starts",
@@ -386,7 +386,7 @@ WIDE = {
         "\"r\"(ds[2 * j + 3]) : \"memory\");\n    }", EARLY, WRONG,
     ),
     "wide: the cap's slope": ("256 softcap", "SOFTCAP ? pack(", "false ? pack(", EARLY, WRONG),
-    "wide: lse for delta": ("192", "rows_of(shared, at, x.q.stage) + M", "rows_of(shared, at, x.q.stage)", EARLY, WRONG),
+    "wide: lse for delta": ("192", "x.q.stage) + M", "x.q.stage)", EARLY, WRONG),
     "wide: a mask too few": ("256 window", "LEFT && m > all_to", "LEFT && m > all_to + M", EARLY, WRONG),
 }  # fmt: skip
 MISTAKES |= WIDE

@@ -1,4 +1,4 @@
-"""The launches of the backward for Hopper: backward_prologue.cu, then backward.cu or, of D 192 and 256, backward_wide.cu.
+"""The launches of the backward for Hopper: the prologue, then backward.cu or backward_wide.cu.
 
 Shared memory of a block (bytes) and registers of a consumer thread, by head dim; tiles are queries x keys:
 
@@ -12,6 +12,16 @@ Shared memory of a block (bytes) and registers of a consumer thread, by head dim
     dk, dv                                           32 + 32                  64 + 64
     s (D128: of the next tile), dq, p, ds      64 + 32 + 32 + 32        32 + 32 + 16 + 16
     sum, of 240                                          224                      224
+
+                                  D 192, E 128, 64 x 64    D = E = 256, 64 x 64
+    k, v                                         40,960                  65,536
+    q, lse and delta, 3 and 2 stages             75,264                  66,560
+    do, 2 stages and 1                           32,768                  32,768
+    p, ds                                        16,384                  16,384
+    dq, 3 pieces of 64 columns                   49,152                  49,152
+    sum, of 232,448                             214,528                 230,400
+    first consumer: dv, s, p, dq      64 + 32 + 16 + 32      128 + 32 + 16 + 32
+    second consumer: dk, dp, ds, dq   96 + 32 + 16 + 32      128 + 32 + 16 + 32
 
 The workspace is fp32 dq, lse and delta of every query, and what blocks count. torch's caching allocator owns it, so
 that calls on several streams, or in CUDA graphs, do not share it.
