@@ -28,6 +28,7 @@ class BackwardTile(NamedTuple):
     q_stages: int = 3  # tiles of q in flight
     o_stages: int = 2  # the same of do
     block_n: int = 128  # keys that a block owns; 64: backward_wide.cu
+    keep: bool = False  # which keeps k and v in registers, too
 
     @property
     def wide(self) -> bool:
@@ -41,7 +42,7 @@ class BackwardTile(NamedTuple):
 BACKWARD_TILES = {
     64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.28, 1.19
     128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.16, 1.18
-    192: BackwardTile(64, overlap=True, block_n=64),  # E 128; not measured
+    192: BackwardTile(64, overlap=True, block_n=64, keep=True),  # E 128; not measured
     256: BackwardTile(64, overlap=True, q_stages=2, o_stages=1, block_n=64),  # not measured
 }
 

@@ -58,7 +58,7 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     ahead = call.D // 16 if tile.overlap else 0  # s of the first tile
     assert text.count("HGMMA.") == sum(each.values()) // 16 + ahead
     assert text.count("tnspA") == (each["dq"] + each["last dq"]) // 16
-    sums = call.D // 64 if tile.wide else 1  # two adders, or one with two names
+    sums = 1 if not tile.wide else 4 if call.D == 256 else 3  # pieces
     assert text.count("UBLKRED") == sums
     assert text.count("UBLKCP.G.S") == sums  # the first to add stores
     if tile.wide:
@@ -73,9 +73,9 @@ def check_order(call: FlashSpec, text: str) -> None:
             found.append(product[1])
         elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", line):
             found.append(f"wait {wait[1]}")
-    first = f"64, wait 0, {call.E}, 64, wait 1, 64, wait 0, 64, wait 0"  # s; dv, s of the next tile; dq; dq
-    second = f"64, wait 0, 64, {call.D}, wait 1, "  # dp; dq, dk
-    second += "64, wait 1, wait 0" if call.D == 256 else "wait 0"  # dq
+    dq = "64, wait 0"
+    first = ", ".join(["64, wait 0", f"{call.E}, 64, wait 1", *[dq] * (call.D // 128)])  # s; dv, s of the next tile; dq
+    second = f"64, wait 0, 64, {call.D}, wait 1, 64, wait 1, wait 0"  # dp; dq, dk; dq
     assert ", ".join(found) in (f"{first}, {second}", f"{second}, {first}")
 
 
@@ -90,6 +90,11 @@ def test_fits_and_overlaps(call):
 def test_other_tiles_fit(change):
     call = spec(2, 16, 8192, 128, True)
     check_products(call, backward_tile(call)._replace(**change))
+
+
+def test_k_and_v_need_not_be_kept():
+    call = spec(1, 16, 8192, 192, True, E=128)
+    check_products(call, backward_tile(call)._replace(keep=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -49,7 +49,7 @@ CASES = {  # D, how the tile differs, the call
     "192 packed, no keys": (192, {}, {"lengths_q": [70, 50], "lengths_k": [60, 0]}),
     "192 softcap": (192, {}, {**PLAIN, "softcap": 2.0}),
     "192 all": (192, {}, ALL),
-    "192 other stages": (192, {"q_stages": 2, "o_stages": 1}, PACKED),
+    "192 other stages": (192, {"q_stages": 2, "o_stages": 1, "keep": False}, PACKED),
     "256": (256, {}, PLAIN),
     "256 causal": (256, {}, {"H": 1, "N_Q": 300, "causal": True}),
     "256 GQA": (256, {}, {"H": 4, "H_KV": 2, "N_Q": 99, "N_KV": 140, "causal": True, "B": 2}),
@@ -335,8 +335,8 @@ MISTAKES = {
 }  # fmt: skip
 WAITED = f"{WRONG}|all wait|has ended|more arrivals"
 WIDE_DV_IS_MADE = "        wgmma_wait<1>();\n        pin(p);\n        pin(dv);\n"
-WIDE_DP_IS_MADE = "        wgmma_wait<0>();\n        pin(dp);\n"
-WIDE_DK_IS_MADE = "        wgmma_wait<pieces(SECOND) - 1>();\n        pin(ds);\n        pin(dk);\n"
+WIDE_DP_IS_MADE = "        wgmma_wait<0>();\n        pin(dp);\n        pin(kept);\n"
+WIDE_DK_IS_MADE = "        wgmma_wait<1>();\n        pin(ds);\n        pin(dk);\n"
 RELEASE_O, RELEASE_OTHER_Q = (f"        if (reports) at.{x}.release(x.{x});\n" for x in "oq")
 WIDE = {
     "wide: do not waited for": ("256 causal", "at.o.wait(x.o);", ";", LATE, WAITED),
@@ -362,7 +362,7 @@ WIDE = {
         "256", "named_barrier_sync<160>(EMPTY + buffer(", "named_barrier_arrive<160>(EMPTY + buffer(", LATE, WAITED,
     ),
     "wide: two pieces in one buffer": (
-        "192", "consumer ? BUFFERS - 1 : i % (BUFFERS - 1)", "consumer ? BUFFERS - 1 : 0", ANY, WAITED,
+        "256", "consumer ? BUFFERS - 1 : i % (BUFFERS - 1)", "consumer ? BUFFERS - 1 : 0", ANY, WAITED,
     ),
     "wide: columns of another piece": ("192", "at.k + piece * N * 128", "at.k + N * 128", EARLY, WRONG),
     "wide: sums of another piece": ("256", "first_piece(consumer) + i;", "first_piece(consumer);", EARLY, WRONG),

@@ -162,11 +162,11 @@ __device__ __forceinline__ void tma_store_wait_read() {
                      A ", " B ", add, 1, 1, " TRANSPOSED ";}" \
                      : D_##REGS : "l"(a), "l"(b), "r"(add)); \
     }
-#define WGMMA_REGISTERS(REGS, N, A, B, ADD) \
-    __device__ __forceinline__ void wgmma(float (&d)[REGS], u32 *a, u64 b, int add) { \
+#define WGMMA_REGISTERS(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
+    __device__ __forceinline__ void NAME(float (&d)[REGS], u32 *a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
-                     "{" A "}, " B ", add, 1, 1, 1;}" \
+                     "{" A "}, " B ", add, 1, 1, " TRANSPOSED ";}" \
                      : D_##REGS, "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : "l"(b), "r"(add)); \
     }
 
@@ -179,10 +179,11 @@ WGMMA_SHARED(wgmma, 88, 176, "%88", "%89", "%90", "0, 0")
 WGMMA_SHARED(wgmma_transposed, 32, 64, "%32", "%33", "%34", "1, 1")
 WGMMA_SHARED(wgmma_transposed, 64, 128, "%64", "%65", "%66", "1, 1")
 WGMMA_SHARED(wgmma_over_rows, 128, 256, "%128", "%129", "%130", "0, 1")
-WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
-WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
-WGMMA_REGISTERS(96, 192, "%96, %97, %98, %99", "%100", "%101")
-WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133")
+WGMMA_REGISTERS(wgmma_over_columns, 32, 64, "%32, %33, %34, %35", "%36", "%37", "0")
+WGMMA_REGISTERS(wgmma, 32, 64, "%32, %33, %34, %35", "%36", "%37", "1")
+WGMMA_REGISTERS(wgmma, 64, 128, "%64, %65, %66, %67", "%68", "%69", "1")
+WGMMA_REGISTERS(wgmma, 96, 192, "%96, %97, %98, %99", "%100", "%101", "1")
+WGMMA_REGISTERS(wgmma, 128, 256, "%128, %129, %130, %131", "%132", "%133", "1")
 
 // Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
 // over its rows, panels `panel` bytes apart. (Above an address's 18 bits is the block's rank in its cluster.)

@@ -18,10 +18,10 @@ Shared memory of a block (bytes) and registers of a consumer thread, by head dim
     q, lse and delta, 3 and 2 stages             75,264                  66,560
     do, 2 stages and 1                           32,768                  32,768
     p, ds                                        16,384                  16,384
-    dq, 3 pieces of 64 columns                   49,152                  49,152
-    sum, of 232,448                             214,528                 230,400
-    first consumer: dv, s, p, dq      64 + 32 + 16 + 32      128 + 32 + 16 + 32
-    second consumer: dk, dp, ds, dq   96 + 32 + 16 + 32      128 + 32 + 16 + 32
+    dq, 2 and 3 pieces of 64 columns             32,768                  49,152
+    sum, of 232,448                             198,144                 230,400
+    first: dv, s, p, dq, k          64 + 32 + 16 + 32 + 48      128 + 32 + 16 + 32
+    second: dk, dp, ds, dq, v       96 + 32 + 16 + 32 + 32      128 + 32 + 16 + 32
 
 The workspace is fp32 dq, lse and delta of every query, and what blocks count. torch's caching allocator owns it, so
 that calls on several streams, or in CUDA graphs, do not share it.
@@ -91,7 +91,8 @@ def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
     tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E
     tensors += (2 if tile.wide else 3) * N * M  # p and ds, or three times ds
     rows = 8 * M * (tile.q_stages if tile.wide else tile.o_stages)
-    return 2 * tensors + (3 if tile.wide else 2) * PIECE_BYTES + rows + 56 + 16 * (tile.q_stages + tile.o_stages)
+    staged = (3 if tile.wide and spec.D == 256 else 2) * PIECE_BYTES
+    return 2 * tensors + staged + rows + 56 + 16 * (tile.q_stages + tile.o_stages)
 
 
 # --------------------------------------------------------------------------------------------------- launches
@@ -104,9 +105,10 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
         "LEFT": int(spec.left is not None), "RIGHT": int(spec.right is not None),
         "PACKED": int(spec.sequences is not None),
     }  # fmt: skip
-    main = macros | {
-        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": int(tile.overlap),
-        "DETERMINISTIC": int(spec.deterministic), "SOFTCAP": int(spec.softcap is not None),
+    own = {"KEEP": int(tile.keep)} if tile.wide else {"OVERLAP": int(tile.overlap)}
+    main = macros | own | {
+        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "DETERMINISTIC": int(spec.deterministic),
+        "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
     found = [
         ("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE),

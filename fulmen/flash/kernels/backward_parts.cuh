@@ -4,7 +4,7 @@
 // q, not with do), V_WARPS, the warps that read v, and BUFFERS of dq.
 //
 // dq travels in pieces of 64 x 64 fp32 numbers, as the accumulators of a warpgroup lie: (chunk of 4, thread, 4). The first
-// consumer makes the first half of the pieces of a query tile, or one more, and stages them in all buffers but the last, which
+// consumer makes the first half of the pieces of a query tile, or one less, and stages them in all buffers but the last, which
 // is the second's.
 
 constexpr int THREADS = 384, WARPS = 8, ADDERS = 2;         // WARPS: of the consumers
@@ -15,10 +15,8 @@ static_assert(M == 64 || M * D == 8192, "pieces are columns (M = 64), or there a
 
 enum { OWN = 1, FULL = 3, EMPTY = FULL + BUFFERS, NEXT = EMPTY + BUFFERS };  // named barriers: of consumers, of buffers
 
-__device__ __forceinline__ constexpr int first_piece(int consumer) { return consumer * ((PIECES + 1) / 2); }
-__device__ __forceinline__ constexpr int pieces(int consumer) {
-    return PIECES % 2 ? (PIECES + 1) / 2 - consumer : PIECES / 2;
-}
+__device__ __forceinline__ constexpr int first_piece(int consumer) { return consumer * (PIECES / 2); }
+__device__ __forceinline__ constexpr int pieces(int consumer) { return PIECES / 2 + consumer * (PIECES % 2); }
 // Where a consumer stages its piece i.
 __device__ __forceinline__ constexpr int buffer(int consumer, int i) {
     return BUFFERS == 2 ? consumer : consumer ? BUFFERS - 1 : i % (BUFFERS - 1);

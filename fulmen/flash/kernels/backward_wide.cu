@@ -13,13 +13,15 @@
 // The second consumer takes p in 16 bits, as dv does; with a softcap, times the slope of the cap. Each lane takes what the
 // same lane of the first consumer made, so p has no other order than that of registers.
 //
-// A piece of dq is 64 columns. The first consumer makes two, one after the other, and stages them in buffers of their own;
-// the second makes one (D 192) or two, with dk in between, and has one buffer.
+// A piece of dq is 64 columns. The second consumer makes two, with dk in between, and stages them in one buffer. The first has
+// exponentials to take, too: it makes one (D 192), or two, one after the other, in buffers of their own.
+//
+// KEEP: k and v are A operands of s and dp in registers, which saves reading them from shared memory for every query tile.
 //
 // One buffer of p and one of ds are enough: the first consumer writes p after it has seen ds of the tile before, for which
 // the second has read p; the second writes ds after it has seen that p, ahead of which the first has made its dq.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, DETERMINISTIC, BF16, LEFT and RIGHT (whether there
+// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, KEEP, DETERMINISTIC, BF16, LEFT and RIGHT (whether there
 // is such a limit), SOFTCAP and PACKED.
 
 #include "cuda/include/sm90.cuh"
@@ -31,13 +33,15 @@
 constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, N = 64;
 constexpr int S = M / 2, P = M / 4;                         // registers
 constexpr int AT_ONCE = 3;                                  // pieces of dq that are converted
-constexpr int DS_BUFFERS = 1, P_BYTES = N * M * 2, V_WARPS = 4, BUFFERS = 3;
+constexpr int DS_BUFFERS = 1, P_BYTES = N * M * 2, V_WARPS = 4, BUFFERS = D == 256 ? 3 : 2;
 constexpr bool ROWS_WITH_Q = true;
+constexpr int KEEP_K = KEEP ? D : 0, KEEP_V = KEEP ? E : 0;  // columns
 constexpr int CONSUMERS = D == 256 ? 240 : 232, OTHERS = 504 - 2 * CONSUMERS;  // registers; 504 = 3 * 168, as at the launch
-static_assert(M == 64, "a consumer's accumulators of s are 64 x 64");
 
 #include "flash/kernels/backward_tiles.cuh"
 #include "flash/kernels/backward_parts.cuh"
+
+static_assert(M == 64 && pieces(1) == 2, "a consumer's accumulators of s are 64 x 64, and the second makes two pieces of dq");
 
 enum { FIRST = 0, SECOND = 1 };                             // the consumers
 enum { WEIGHTS = NEXT, GRADIENTS };                         // named barriers: p is stored; ds is stored
@@ -73,6 +77,25 @@ __device__ __forceinline__ Operand uniform(u32 address) {
     Operand x(address, 16);
     x.low = __shfl_sync(~0u, x.low, 0);
     return x;
+}
+
+// Starts y = x z^T over SIZE columns, of which the first KEPT of x are in registers, as `keep` has loaded them.
+template <int SIZE, int KEPT>
+__device__ __forceinline__ void start(float (&y)[S], u32 (&kept)[KEPT / 4 + 1], Operand x, Operand z) {
+#pragma unroll
+    for (int d = 0; d < SIZE / 16; d++) {
+        const int at = d / 4 * PANEL + d % 4 * 32;
+        if (16 * d < KEPT) wgmma_over_columns(y, kept + 4 * d, z + at, d > 0);
+        else wgmma(y, x + at, z + at, d > 0);
+    }
+    wgmma_commit();
+}
+
+template <int KEPT>
+__device__ __forceinline__ void keep(u32 (&kept)[KEPT / 4 + 1], u32 from) {
+#pragma unroll
+    for (int d = 0; d < KEPT / 16; d++)
+        load_rows_of(reinterpret_cast<u32 (&)[4]>(kept[4 * d]), from + d / 4 * PANEL, d % 4 * 2, threadIdx.x % 128 / 32);
 }
 
 // Starts a piece of dq = ds k.
@@ -121,15 +144,18 @@ __device__ __forceinline__ void walk_queries(float (&dv)[E / 2], Stages &x, int 
     const int all_to = tile.n0 - tile.shift + a.left - M + 1;
     Walk walk(a, tile);
     float s[S];
-    u32 p[P];
+    u32 p[P], kept[KEEP_K / 4 + 1];
     await_keys<D>(at.k, at.k_full, parity, tile, FIRST);
+    keep<KEEP_K>(kept, at.k);
     await_q(at, x, tile, walk.m, FIRST);
     fresh(s);
     pin(dv);
+    pin(kept);
     wgmma_fence();
-    start_over_columns<D, M, N>(s, k, at.q.columns(x.q));
+    start<D, KEEP_K>(s, kept, k, at.q.columns(x.q));
     wgmma_wait<0>();
     pin(s);
+    pin(kept);
     while (walk.left > 0) {
         const int m = walk.m;
         const float *rows = rows_of(shared, at, x.q.stage);
@@ -155,8 +181,9 @@ __device__ __forceinline__ void walk_queries(float (&dv)[E / 2], Stages &x, int 
         x.q.next();
         if (walk.left > 0) await_q(at, x, tile, walk.m, FIRST);             // dv
         fresh(s);
+        pin(kept);
         wgmma_fence();
-        start_over_columns<D, M, N>(s, k, at.q.columns(x.q));               // beyond the last tile: of no use
+        start<D, KEEP_K>(s, kept, k, at.q.columns(x.q));                    // beyond the last tile: of no use
         wgmma_wait<1>();
         pin(p);
         pin(dv);
@@ -173,6 +200,7 @@ __device__ __forceinline__ void walk_queries(float (&dv)[E / 2], Stages &x, int 
             wgmma_wait<0>();
             pin(dq);
             pin(s);
+            pin(kept);
             stage_dq(dq, at.dq, buffer(FIRST, i));
         }
     }
@@ -183,7 +211,9 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
                                                     const Shared &at, const Tile &tile, char *shared) {
     const bool reports = threadIdx.x % 32 == 0;
     const Operand v = uniform(at.v);
+    u32 kept[KEEP_V / 4 + 1];
     await_keys<E>(at.v, at.v_full, parity, tile, SECOND);
+    keep<KEEP_V>(kept, at.v);
     await_keys<D>(at.k, at.k_full, parity, tile, SECOND);
     Walk walk(a, tile);
     while (walk.left > 0) {
@@ -192,8 +222,9 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
         u32 ds[P];
         await_o(at, x, tile, m, SECOND);
         fresh(dp);
+        pin(kept);
         wgmma_fence();
-        start_over_columns<E, M, N>(dp, v, at.o.columns(x.o));
+        start<E, KEEP_V>(dp, kept, v, at.o.columns(x.o));
         await_q(at, x, tile, m, SECOND);
         named_barrier_sync<256>(WEIGHTS);                                   // dp
 #pragma unroll
@@ -203,6 +234,7 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
         }
         wgmma_wait<0>();
         pin(dp);
+        pin(kept);
         if (reports) at.o.release(x.o);
         x.o.next();
         gradients(ds, dp, rows_of(shared, at, x.q.stage) + M);
@@ -223,22 +255,18 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
         wgmma_wait<1>();
         pin(dq);
         stage_dq(dq, at.dq, buffer(SECOND, 0));                                        // dk
-        if (pieces(SECOND) == 2) {
-            fresh(dq);
-            wgmma_fence();
-            start_dq(dq, at, first_piece(SECOND) + 1);
-        }
-        wgmma_wait<pieces(SECOND) - 1>();
+        fresh(dq);
+        wgmma_fence();
+        start_dq(dq, at, first_piece(SECOND) + 1);
+        wgmma_wait<1>();
         pin(ds);
         pin(dk);
         if (reports) at.q.release(x.q);
         x.q.next();
-        if (pieces(SECOND) == 2) {
-            named_barrier_sync<160>(EMPTY + buffer(SECOND, 0));
-            wgmma_wait<0>();
-            pin(dq);
-            stage_dq(dq, at.dq, buffer(SECOND, 0));
-        }
+        named_barrier_sync<160>(EMPTY + buffer(SECOND, 1));
+        wgmma_wait<0>();
+        pin(dq);
+        stage_dq(dq, at.dq, buffer(SECOND, 1));
     }
     if (reports) mbarrier_arrive(at.k_empty);
 }
