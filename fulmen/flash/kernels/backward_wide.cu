@@ -81,7 +81,7 @@ __device__ __forceinline__ Operand uniform(u32 address) {
 
 // Starts y = x z^T over SIZE columns, of which the first KEPT of x are in registers, as `keep` has loaded them.
 template <int SIZE, int KEPT>
-__device__ __forceinline__ void start(float (&y)[S], u32 (&kept)[KEPT / 4 + 1], Operand x, Operand z) {
+__device__ __forceinline__ void start(float (&y)[S], u32 (&kept)[KEPT / 4 + !KEPT], Operand x, Operand z) {
 #pragma unroll
     for (int d = 0; d < SIZE / 16; d++) {
         const int at = d / 4 * PANEL + d % 4 * 32;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void start(float (&y)[S], u32 (&kept)[KEPT / 4 + 1], 
 }
 
 template <int KEPT>
-__device__ __forceinline__ void keep(u32 (&kept)[KEPT / 4 + 1], u32 from) {
+__device__ __forceinline__ void keep(u32 (&kept)[KEPT / 4 + !KEPT], u32 from) {
 #pragma unroll
     for (int d = 0; d < KEPT / 16; d++)
         load_rows_of(reinterpret_cast<u32 (&)[4]>(kept[4 * d]), from + d / 4 * PANEL, d % 4 * 2, threadIdx.x % 128 / 32);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void walk_queries(float (&dv)[E / 2], Stages &x, int 
     const int all_to = tile.n0 - tile.shift + a.left - M + 1;
     Walk walk(a, tile);
     float s[S];
-    u32 p[P], kept[KEEP_K / 4 + 1];
+    u32 p[P], kept[KEEP_K / 4 + !KEEP_K];
     await_keys<D>(at.k, at.k_full, parity, tile, FIRST);
     keep<KEEP_K>(kept, at.k);
     await_q(at, x, tile, walk.m, FIRST);
@@ -211,7 +211,7 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
                                                     const Shared &at, const Tile &tile, char *shared) {
     const bool reports = threadIdx.x % 32 == 0;
     const Operand v = uniform(at.v);
-    u32 kept[KEEP_V / 4 + 1];
+    u32 kept[KEEP_V / 4 + !KEEP_V];
     await_keys<E>(at.v, at.v_full, parity, tile, SECOND);
     keep<KEEP_V>(kept, at.v);
     await_keys<D>(at.k, at.k_full, parity, tile, SECOND);
