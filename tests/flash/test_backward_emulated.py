@@ -364,7 +364,7 @@ WIDE = {
     "wide: two pieces in one buffer": (
         "256", "consumer ? BUFFERS - 1 : i % (BUFFERS - 1)", "consumer ? BUFFERS - 1 : 0", ANY, WAITED,
     ),
-    "wide: other columns kept": ("192", "from + d / 4 * PANEL, d % 4 * 2,", "from + d / 4 * PANEL, d % 4,", EARLY, WRONG),
+    "wide: other columns kept": ("192", "PANEL, d % 4 * 2,", "PANEL, d % 4,", EARLY, WRONG),
     "wide: columns of another piece": ("192", "at.k + piece * N * 128", "at.k + N * 128", EARLY, WRONG),
     "wide: sums of another piece": ("256", "first_piece(consumer) + i;", "first_piece(consumer);", EARLY, WRONG),
     "wide: a sum passed on before it is made": (
