@@ -257,7 +257,7 @@ def backward(
     if ddecay is not None and slots is not None:
         heads, number = slots.shape[:2]
         anchors = x.q.new_empty(heads, number, spec.E // 64 * 4, dtype=torch.float32)
-        entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64 * 32, dtype=torch.float32)
+        entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64, dtype=torch.float32)
         grads = grads._replace(anchors=anchors, entered=entered)
     for names in backward_sweeps(spec, slots is not None and spec.D == 64):
         tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered)

@@ -169,11 +169,18 @@ MISTAKES = {
     ),
     "a stage released before its rows are read": (
         "D=64 token, groups",
-        "if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);\n"
-        "        if (RING_ROWS) release(at.empty + n % STAGES * 8);",
-        "if (RING_ROWS) release(at.empty + n % STAGES * 8);\n"
-        "        if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);",
+        "multiply_output(x, at, w, n, w.length - place.at * C, begins);\n"
+        "            release(at.empty + n % STAGES * 8);",
+        "release(at.empty + n % STAGES * 8);\n"
+        "            multiply_output(x, at, w, n, w.length - place.at * C, begins);",
         PRESSED, WRONG,
+    ),
+    "products written before they are there": (
+        "D=64 token", "        at.await_empty(n);\n        if (products && n >= STAGES)",
+        "        if (products && n >= STAGES)", LATE, f"{WRONG}|more arrivals",
+    ),
+    "products of the last chunks left out": (
+        "D=64 token", "n < w.chunks + (products ? STAGES : 0)", "n < w.chunks", ANY, WRONG,
     ),
     "a place counted wrong between groups": (
         "D=64 token, groups", "at += group - end;", "at += group - end + 1;", ANY, "below 0",

@@ -15,6 +15,7 @@ from fulmen.lightning.triton import Segments
 
 CHUNK = 64
 DECAYS = 7 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
+SUMS = 6 * CHUNK  # bytes of the products of its rows
 Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
 
 
@@ -54,7 +55,7 @@ PRODUCT = cuda.Struct(
     "Product",  # of a sweep: q . dq or k . dk of every row
     ("out", "float *"),  # (heads, tiles, rows), or null
     ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
-    ("entered", "float *"),  # (heads, chunks, tiles, 32): of dq the part of q . dq that comes from the state, or null
+    ("entered", "float *"),  # (heads, chunks, tiles): of dq the part of q . dq that comes from the state, or null
     ("rows", "int"),  # the map of q or k
     align=16,
 )  # fmt: skip
@@ -88,7 +89,7 @@ def sizes(spec: LightningSpec, names: tuple[str, ...]) -> tuple[int, int]:
 def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = ("o",), products: bool = False) -> int:
     """The ring, states on their way, outputs on theirs, barriers, decays of tokens."""
     panel, panels = 64 * 128, sizes(spec, names)[0] // 64
-    decays = tile.stages * DECAYS + 16 * (1 + tile.outs) if spec.per_token else 0
+    decays = tile.stages * (DECAYS + (SUMS if products else 0)) + 16 * (1 + tile.outs) if spec.per_token else 0
     if not tile.outs:
         return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
     states, rows = (3 if tile.save == 2 else 2) * panels, int(products and panels == 1)

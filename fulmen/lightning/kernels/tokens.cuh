@@ -2,9 +2,25 @@
 
 constexpr float BEGINS = 0x1p-8f;   // a chunk that keeps less of a state in bf16 keeps next to nothing; as in tokens.py
 
+// The products of a chunk's rows, of which a lane has two, and the sum of what comes of them from the state.
+__device__ __forceinline__ void write_sums(const Args &x, const Product &to, const Walk &w, const Sums &from, int place) {
+    const int lane = threadIdx.x % 32, left = w.length - place * C;
+    const long long row = ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + (w.first + place * C + 2 * lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (2 * lane + i < left) to.out[row + i] = from.rows[2 * lane + i];
+    if (!to.entered) return;
+    float sum = from.of_state[lane];
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+    const long long chunk = ((long long)w.head * x.slots + w.slot) * EVERY + place;
+    if (lane == 0) to.entered[chunk * TILES + w.tile] = sum;
+}
+
 // The decay of each row of a chunk, summed: three warps take chunks in turn, so that three loads are under way. A stage is
 // always one warp's: others could mistake its barrier's phase, as arrivals from other blocks come in any order. A lane has
-// two rows; no row takes more than 64 bits, which leaves differences of sums exact enough.
+// two rows; no row takes more than 64 bits, which leaves differences of sums exact enough. These warps also write the
+// products that the outputs left in a stage, so that no warpgroup's fence waits for stores to memory.
 __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, const Walk &w, int turn) {
     constexpr int WARPS = 3;
     const int lane = threadIdx.x % 32;
@@ -15,8 +31,9 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         const float found = 1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n);
         return found > 64.0f ? 64.0f : found;  // NaN stays
     };
+    const bool products = DOTS && x.product[w.which].out;
     float next[2] = {bits(turn, 0), bits(turn, 1)};
-    for (int n = turn, after; n < w.chunks; n = after) {
+    for (int n = turn, after; n < w.chunks + (products ? STAGES : 0); n = after) {
         const float s[2] = {next[0], next[1]};
         const int stage = n % STAGES;
         after = stage + WARPS < STAGES ? n + WARPS : n - stage + STAGES + turn;
@@ -34,6 +51,8 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         for (int block = 1; block < 4; block++) start[block] = __shfl_sync(~0u, sum, 8 * block - 1);
         const float own = lane < 8 ? start[0] : lane < 16 ? start[1] : lane < 24 ? start[2] : start[3];
         at.await_empty(n);
+        if (products && n >= STAGES) write_sums(x, x.product[w.which], w, at.sums[stage], w.place(n - STAGES));
+        if (products && n >= w.chunks) continue;
         Decays &y = at.decays[stage];
         float left[2];
 #pragma unroll

@@ -22,10 +22,16 @@ struct Decays {
     float keep, unused[3];          // of the state
 };
 
+// Of a chunk's rows: their products with q or k, and parts of what comes of them from the state.
+struct Sums {
+    float rows[C], of_state[C / 2];
+};
+
 struct Shared {
     u32 ring, states, staging, saved;
     u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
     Decays *decays;
+    Sums *sums;
     __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
         staging = states + (OUTS ? 2 * STATE : 0);
@@ -38,6 +44,7 @@ struct Shared {
         saved_empty = saved_full + 8;
         rows_full = saved_empty + 8;
         decays = reinterpret_cast<Decays *>(shared + ((rows_full + (DOTS && !RING_ROWS ? 16 * OUTS : 0) - base + 15) & ~15u));
+        sums = reinterpret_cast<Sums *>(decays + STAGES);
     }
     __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
     __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
