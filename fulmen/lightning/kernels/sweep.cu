@@ -323,7 +323,8 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
 }
 
 // Registers of a thread: what the producer gives away, the other warpgroups take.
-constexpr int OF_PRODUCER = 40, OF_STATE = OUTS == 1 ? 232 : 152, OF_OUTPUT = OUTS == 1 ? 232 : 160;
+constexpr int OF_PRODUCER = DOTS ? 56 : 40, OF_STATE = OUTS == 1 ? (DOTS ? 224 : 232) : (DOTS ? 136 : 152);
+constexpr int OF_OUTPUT = OUTS == 1 ? (DOTS ? 224 : 232) : 160;
 constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
               && OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
