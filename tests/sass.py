@@ -112,7 +112,7 @@ def overwritten(sass: str) -> list[str]:
                 if predicated or found[1]:
                     todo.append((at + 1, groups))
                 at = labels[found[2]]
-            elif text.startswith("EXIT") and not predicated:
+            elif text.startswith(("EXIT", "BPT.TRAP")) and not predicated:
                 break
             else:
                 at += 1

@@ -80,7 +80,8 @@ def supports(spec: LightningSpec) -> str | None:
         return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     tiles = tiles_of(spec)
     todo: list[tuple[SweepTile, tuple[str, ...]]] = [(tiles.forward, ("o",)), (tiles.training, ("o",))]
-    todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, spec.D == 64)]
+    for products in {False, spec.per_token}:
+        todo += [(backward_tile(tiles, names, products), names) for names in backward_sweeps(spec, spec.D == 64)]
     todo += [(tiles.state, ("state",))] if tiles.forward_split.number > 1 else []
     for tile, names in todo:
         made, products = variant(spec, tile, names), spec.per_token and names[0] != "o"
@@ -223,7 +224,10 @@ def backward_sweeps(spec: LightningSpec, saved: bool) -> list[tuple[str, ...]]:
     return [("dv", "dk", "dq")] if saved else [("dv", "dk"), ("dq",)]
 
 
-def backward_tile(tiles: SweepTiles, names: tuple[str, ...]) -> SweepTile:
+def backward_tile(tiles: SweepTiles, names: tuple[str, ...], products: bool = False) -> SweepTile:
+    """products: with the gradient of a decay for each token."""
+    if products and tiles.backward_of_decay is not None:
+        return tiles.backward_of_decay
     return tiles.backward if "dv" in names or tiles.backward_of_e is None else tiles.backward_of_e
 
 
@@ -261,7 +265,8 @@ def backward(
         grads = grads._replace(anchors=anchors, entered=entered)
     for names in backward_sweeps(spec, slots is not None and spec.D == 64):
         tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered)
-        run(spec, backward_tile(tiles, names), names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
+        tile = backward_tile(tiles, names, ddecay is not None)
+        run(spec, tile, names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
     if ddecay is not None:
         fused.run([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
     return *grads.of_stored_heads(spec, x), dinitial

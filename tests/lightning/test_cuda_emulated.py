@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fulmen import dispatch
+from fulmen.lightning import policy
 from fulmen.lightning.spec import Residuals, spec_of
 from fulmen.testing import lightning as testing
 from tests import emulator
@@ -74,6 +75,17 @@ def test_right_on_the_emulator(case, mode):
 
 
 @pytest.mark.parametrize("mode", [ANY, PRESSED], ids=["any", "pressed"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("D=64")])
+def test_dv_and_dk_in_one_block_or_in_two(case, mode, monkeypatch):
+    """Each call the way policy does not take: with a decay's gradient in two blocks, else in one."""
+    forward, training, backward, state = policy.SWEEP_TILES[64, 64]
+    tiles = forward, training, backward._replace(pair=True), state
+    monkeypatch.setattr(policy, "SWEEP_TILES", {(64, 64): tiles})
+    monkeypatch.setattr(policy, "PAIR_TILES", {(64, 64): backward})
+    check(CASES[case], mode)
+
+
+@pytest.mark.parametrize("mode", [ANY, PRESSED], ids=["any", "pressed"])
 @pytest.mark.parametrize("case", SPLIT)
 def test_a_split_sequence(case, mode):
     options, launches = SPLIT[case]
@@ -103,7 +115,7 @@ def test_summed_over_tokens(options):
     "edit",
     [
         ("w.slot) * EVERY + place;", "w.slot) * EVERY + place / EVERY * EVERY;"),
-        ("if (begins && x.product[w.which].entered) {", "if (false) {"),
+        ("if (begins && product(x, w).entered) {", "if (false) {"),
         ("if (at.decay(n).keep < BEGINS) {", "if (false) {"),
         ("part[0] * since[0]", "part[0]"),
         ("row + 8 < left ?", "false ?"),
@@ -182,6 +194,19 @@ MISTAKES = {
     "products of the last chunks left out": (
         "D=64 token", "n < w.chunks + (products ? STAGES : 0)", "n < w.chunks", ANY, WRONG,
     ),
+    "a stage free when one of two outputs is made": (
+        "D=64 token, groups", "(pair ? 12 : OUTS ? 8 : 4)", "(OUTS ? 8 : 4)", PRESSED, "all wait",
+    ),
+    "a state replaced when one of two outputs is made": (
+        "D=64 token, groups", "pair ? 8 : 4)", "4)", PRESSED, "all wait",
+    ),
+    "dk from the state as dv reads it": (
+        "D=64 token", "start_over_state<V>(out, a(at, n), at.state(n));",
+        "start_over_columns<D, C>(out, a(at, n), at.state(n));", ANY, WRONG,
+    ),
+    "products of dk with v": (
+        "D=64 token", "return KIND == OF_DK ? at.a(n) : at.rows(n);", "return at.rows(n);", ANY, WRONG,
+    ),
     "a place counted wrong between groups": (
         "D=64 token, groups", "at += group - end;", "at += group - end + 1;", ANY, "below 0",
     ),
@@ -192,7 +217,7 @@ MISTAKES = {
         "D=64 token", "__shfl_sync(~0u, sum, 8 * block - 1)", "__shfl_sync(~0u, sum, 8 * block)", ANY, WRONG,
     ),
     "a row below 0 stored": (
-        "D=64", "if (left >= C || !(PACKED || w.reverse)) {", "if (true) {", LATE, "below 0",
+        "D=64", "if (left >= C || !(PACKED || reverse(w))) {", "if (true) {", LATE, "below 0",
     ),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ def launches(D, E, groups, packed):
     found = [(call, tiles.forward, ("o",), False), (call, tiles.training, ("o",), False)]
     found += [(call, tiles.state, (name,), False) for name in ("state", "dstate")]
     for names, products in itertools.product(cuda.backward_sweeps(call, D == 64), (False, True)):
-        found.append((call, cuda.backward_tile(tiles, names), names, products))
+        found.append((call, cuda.backward_tile(tiles, names, products), names, products))
     return found
 
 

@@ -176,6 +176,7 @@ WGMMA_SHARED(wgmma, 80, 160, "%80", "%81", "%82", "0, 0")
 WGMMA_SHARED(wgmma, 88, 176, "%88", "%89", "%90", "0, 0")
 WGMMA_SHARED(wgmma_transposed, 32, 64, "%32", "%33", "%34", "1, 1")
 WGMMA_SHARED(wgmma_transposed, 64, 128, "%64", "%65", "%66", "1, 1")
+WGMMA_SHARED(wgmma_over_rows, 32, 64, "%32", "%33", "%34", "0, 1")
 WGMMA_SHARED(wgmma_over_rows, 128, 256, "%128", "%129", "%130", "0, 1")
 WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
 WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
@@ -213,6 +214,16 @@ __device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[ROWS
     const u64 b = descriptor(z, Z_ROWS * 128);
 #pragma unroll
     for (int j = 0; j < ROWS / 16; j++) wgmma(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
+    wgmma_commit();
+}
+
+// Starts y = x z over ROWS rows of z, of 64 rows of x, whose columns are those rows.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void start_over_state(float (&y)[COUNT], u32 x, u32 z) {
+    const u64 a = descriptor(x, 16), b = descriptor(z, ROWS * 128);
+#pragma unroll
+    for (int j = 0; j < ROWS / 16; j++)
+        wgmma_over_rows(y, a + (j / 4 * PANEL + j % 4 * 32) / 16, b + j * 16 * 128 / 16, j > 0);
     wgmma_commit();
 }
 

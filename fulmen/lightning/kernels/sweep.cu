@@ -10,6 +10,10 @@
 //                 through shared memory, then state = state * lambda^64 + (c * lambda^..)^T b;
 //     outputs     OUTS warpgroups take chunks in turn and compute out = (a b^T * mask) c + (a state^T) * lambda^..
 //
+// With JOINED one block makes dv and dk, whose states are one, dS = sum q do^T: its stages hold q, do, k and v, one output
+// warpgroup takes all chunks of dv, the other all of dk = f(v, do, q), which reads the state over its rows. So dq, dk and dv
+// load 8 tiles a chunk with the rows for DOTS, instead of 11, and keep two states instead of three.
+//
 // Who waits for what: a stage has a `full` barrier, on which TMA counts bytes and for which the warpgroups wait, and an
 // `empty` one, on which their warps arrive and for which the producer waits. The published state has two buffers with
 // the same pair of barriers between the state's warpgroup and the outputs'. What one chunk must wait for, the state, is
@@ -34,7 +38,7 @@
 // enters it, at this state's part of q . dq.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
-// (heads share rows of a tensor), PACKED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
+// (heads share rows of a tensor), PACKED, JOINED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
 // may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128, are a cluster; each copies half of a and b
 // into the shared memory of both (multicast), which halves the reads from L2.
 
@@ -47,8 +51,9 @@
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
     const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
-    const Product &product = x.product[w.which];
-    const bool rows = RING_ROWS && product.out;
+    const Product &product = w.product(x);
+    const bool fourth = w.pair || (RING_ROWS && product.out);
+    const int map = w.pair ? x.sweep[1].a : product.rows, head = w.head_of(x, map);
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
             mbarrier_wait(at.saved_empty, group % 2 ^ 1);
@@ -61,7 +66,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
         }
         const u32 full = at.full + n % STAGES * 8, row = w.row(n);
         at.await_empty(n);
-        mbarrier_expect(full, RING_ROWS && !rows ? STAGE - PANEL : STAGE);
+        mbarrier_expect(full, FOURTH && !fourth ? STAGE - PANEL : STAGE);
         if (CLUSTER > 1) {          // a panel from each block, to all of them
             const int i = w.tile;
             if (OUTS) tma_load_multicast(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, head_a, w.b);
@@ -74,7 +79,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
             }
         }
         tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, head_c, w.b);
-        if (rows) tma_load(at.rows(n), x.map[product.rows], full, 64 * w.tile, row, w.head_of(x, product.rows), w.b);
+        if (FOURTH && fourth) tma_load(at.rows(n), x.map[map], full, 64 * w.tile, row, head, w.b);
     }
     if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
@@ -86,8 +91,25 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
 // where there are too few, is multiplied before the other part is added.
 constexpr bool APART = DECAY && OUTS == 1;
 
+// What a warpgroup does: its share of a sweep's chunks, or of two sweeps with one state all chunks of dv or of dk.
+enum Kind { SHARED_OUT, OF_DV, OF_DK };
+
 // What a warpgroup that makes outputs holds.
+template <Kind KIND>
 struct Outputs {
+    static constexpr int STEP = KIND == SHARED_OUT ? OUTS : 1;
+
+    // Where its tiles lie: dk = f(v, do, q) in the stage of dv = f(k, q, do), whose fourth tile is v.
+    static __device__ __forceinline__ u32 a(const Shared &at, int n) { return KIND == OF_DK ? at.rows(n) : at.a(n); }
+    static __device__ __forceinline__ u32 b(const Shared &at, int n) { return KIND == OF_DK ? at.c(n) : at.b(n); }
+    static __device__ __forceinline__ u32 c(const Shared &at, int n) { return KIND == OF_DK ? at.b(n) : at.c(n); }
+    static __device__ __forceinline__ u32 rows(const Shared &at, int n) { return KIND == OF_DK ? at.a(n) : at.rows(n); }
+
+    static __device__ __forceinline__ bool reverse(const Walk &w) { return JOINED ? KIND != SHARED_OUT : w.reverse; }
+    static __device__ __forceinline__ const Product &product(const Args &x, const Walk &w) {
+        return x.product[KIND == OF_DK ? 1 : w.which];
+    }
+
     u32 seen;                       // without decay: which of its 32 pairs of rows have the earlier one first
     float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) or 0; one for each diagonal
     float since[2];                 // scale * lambda^(rows since the state)
@@ -131,7 +153,7 @@ struct Outputs {
 
     // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
     __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int row, int into) {
-        const Product &y = x.product[w.which];
+        const Product &y = product(x, w);
         if (RING_ROWS || !leads || !y.out) return;
         const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
         tma_store_wait_read<0>();   // of the output that was there
@@ -173,10 +195,10 @@ struct Outputs {
     ) {
         float part[2];
         if (RING_ROWS) {
-            multiply_rows<false>(at.rows(n), out, sum, out, part);
+            multiply_rows<false>(rows(at, n), out, sum, out, part);
         } else {
             mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
-            if (begins && x.product[w.which].entered) {
+            if (begins && product(x, w).entered) {
                 multiply_rows<true>(output(at), out, sum, inter, part);
                 keep_part(part, left);
             } else {
@@ -205,7 +227,7 @@ struct Outputs {
         zero_rows(at, w, n, 1 + who);
         pin(p);
         wgmma_fence();
-        start_over_columns<D, C>(p, at.a(n), at.b(n));
+        start_over_columns<D, C>(p, a(at, n), b(at, n));
     }
 
     __device__ __forceinline__ void mask_p() {
@@ -229,19 +251,20 @@ struct Outputs {
         pin(out);
         pin(inter);
         wgmma_fence();
-        if constexpr (APART) start_over_columns<D, C>(inter, at.a(n), at.state(n));
-        else start_over_columns<D, C>(out, at.a(n), at.state(n));
-        if (TOKENS && w.reverse) mask_blocks<true>(q, p, at.decay(n), x.scale, warp);
+        if constexpr (APART) start_over_columns<D, C>(inter, a(at, n), at.state(n));
+        else if constexpr (KIND == OF_DK) start_over_state<V>(out, a(at, n), at.state(n));
+        else start_over_columns<D, C>(out, a(at, n), at.state(n));
+        if (TOKENS && reverse(w)) mask_blocks<true>(q, p, at.decay(n), x.scale, warp);
         else if (TOKENS) mask_blocks<false>(q, p, at.decay(n), x.scale, warp);
         else if (DECAY) mask_p();
         if (DECAY && !APART) {
             wgmma_wait<0>();
             pin(out);
-            if (DOTS && x.product[w.which].entered) {
+            if (DOTS && KIND == SHARED_OUT && product(x, w).entered) {
                 of_state = INFINITY_;
                 if (at.decay(n).keep < BEGINS) {
                     float part[2], none[2];
-                    multiply_rows<false>(at.rows(n), out, part, out, none);
+                    multiply_rows<false>(rows(at, n), out, part, out, none);
                     keep_part(part, w.length - place.at * C);
                 }
             }
@@ -251,13 +274,13 @@ struct Outputs {
         }
         pin(q);
         wgmma_fence();
-        start_over_rows<C>(out, q, at.c(n), !APART);
+        start_over_rows<C>(out, q, c(at, n), !APART);
     }
 
     __device__ __forceinline__ void deliver(
         const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n, const Place &place
     ) {
-        const bool begins = DOTS && APART && at.decay(n).keep < BEGINS, products = DOTS && x.product[w.which].out;
+        const bool begins = DOTS && APART && at.decay(n).keep < BEGINS, products = DOTS && product(x, w).out;
         pin(out);
         pin(inter);
         keep_alive(q, x.zero);
@@ -279,7 +302,7 @@ struct Outputs {
         fence_async();
         named_barrier_sync<128>(2 + who);
         const int row = TOKENS ? w.first + place.at * C : w.row(n), left = TOKENS ? w.length - place.at * C : w.left(n);
-        if (left >= C || !(PACKED || w.reverse)) {  // the copy engine drops rows beyond the end, but takes none below 0
+        if (left >= C || !(PACKED || reverse(w))) {  // the copy engine drops rows beyond the end, but takes none below 0
             if (leads) tma_store(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b), tma_store_commit();
             return;
         }
@@ -298,21 +321,23 @@ struct Outputs {
 };
 
 // The product a b^T of the next chunk is started before this one's output is delivered.
+template <Kind KIND>
 __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int role) {
-    Outputs y;
+    using Y = Outputs<KIND>;
+    Y y;
     y.prepare(x, w, role);
-    int n = y.who;
+    int n = KIND == SHARED_OUT ? y.who : 0;
     if (n >= w.chunks) return;
     Place place(w, n);
     if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
-    for (; n + OUTS < w.chunks; n += OUTS) {
+    for (; n + Y::STEP < w.chunks; n += Y::STEP) {
         y.start_out(x, at, w, n, place);
         const Place here = place;
-        place.next(w, OUTS);
+        place.next(w, Y::STEP);
         if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, y.buffer ^ 1);
-        y.start_p(at, w, n + OUTS);
+        y.start_p(at, w, n + Y::STEP);
         wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n, here);
     }
@@ -339,12 +364,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
 lightning_sweep_kernel(const __grid_constant__ Args x) {
     extern __shared__ __align__(1024) char shared[];
     const Shared at((u32)__cvta_generic_to_shared(shared), shared);
+    const bool pair = JOINED && blockIdx.x % x.sweeps == 0;  // both output warpgroups read each stage and each state
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(at.full + 8 * i, TOKENS ? 2 : 1);
-            mbarrier_init(at.empty + 8 * i, (OUTS ? 8 : 4) * CLUSTER);
+            mbarrier_init(at.empty + 8 * i, (pair ? 12 : OUTS ? 8 : 4) * CLUSTER);
         }
-        for (int i = 0; i < 4; i++) mbarrier_init(at.state_full + 8 * i, 4);  // and state_empty
+        for (int i = 0; i < 2; i++) mbarrier_init(at.state_full + 8 * i, 4), mbarrier_init(at.state_empty + 8 * i, pair ? 8 : 4);
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
         for (int i = 0; DOTS && !RING_ROWS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
@@ -365,6 +391,10 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         keep_state(x, at, w, sweep);
     } else if (OUTS) {
         take_registers<OF_OUTPUT>();
-        make_outputs(x, at, w, sweep, role);
+        if (!w.pair) make_outputs<SHARED_OUT>(x, at, w, sweep, role);
+        else if constexpr (JOINED) {
+            if (role == 1) make_outputs<OF_DV>(x, at, w, x.sweep[0], role);
+            else make_outputs<OF_DK>(x, at, w, x.sweep[1], role);
+        }
     }
 }

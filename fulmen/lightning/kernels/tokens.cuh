@@ -31,7 +31,7 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         const float found = 1.4426950408889634f * load_coherent(from + (w.row(n) + row) * x.decay_n);
         return found > 64.0f ? 64.0f : found;  // NaN stays
     };
-    const bool products = DOTS && x.product[w.which].out;
+    const bool products = DOTS && w.product(x).out;
     float next[2] = {bits(turn, 0), bits(turn, 1)};
     for (int n = turn, after; n < w.chunks + (products ? STAGES : 0); n = after) {
         const float s[2] = {next[0], next[1]};
@@ -51,7 +51,7 @@ __device__ __forceinline__ void produce_decays(const Args &x, const Shared &at, 
         for (int block = 1; block < 4; block++) start[block] = __shfl_sync(~0u, sum, 8 * block - 1);
         const float own = lane < 8 ? start[0] : lane < 16 ? start[1] : lane < 24 ? start[2] : start[3];
         at.await_empty(n);
-        if (products && n >= STAGES) write_sums(x, x.product[w.which], w, at.sums[stage], w.place(n - STAGES));
+        if (products && n >= STAGES) write_sums(x, w.product(x), w, at.sums[stage], w.place(n - STAGES));
         if (products && n >= w.chunks) continue;
         Decays &y = at.decays[stage];
         float left[2];

@@ -4,13 +4,15 @@
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
 constexpr bool RING_ROWS = DOTS && PANELS == 1;                      // rows of q or k are a fourth tile of a stage
-constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a
+constexpr bool FOURTH = RING_ROWS || JOINED;                           // a stage has four tiles
+constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + FOURTH) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
 constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 static_assert(!SHARE || TILES == PANELS, "a block loads the panel of its tile");
 static_assert(!TOKENS || DECAY, "a decay for each token is a decay");
+static_assert(!JOINED || (D == 64 && TILES == 1 && OUTS == 2), "a warpgroup each for dv and dk, from one state");
 
 // Of a chunk whose rows have a decay each: what its rows and its state are multiplied with.
 struct Decays {
@@ -67,12 +69,15 @@ struct Walk {
     int which;                      // of the launch's sweeps
     float rate;                     // a row decays by 2^rate
     bool reverse, grouped, whole;   // whole: comes before those that are cut
+    bool pair;                      // makes dv and dk, the launch's first two sweeps
 
     __device__ __forceinline__ const Sweep &find(const Args &x) {
         int pid = blockIdx.x;
         tile = pid % TILES;
         pid /= TILES;
         which = pid % x.sweeps;
+        pair = JOINED && which == 0;
+        if (JOINED) which *= 2;
         const Sweep &sweep = x.sweep[which];
         number = pid / x.sweeps + x.start;
         reverse = sweep.reverse;
@@ -143,6 +148,9 @@ struct Walk {
     __device__ __forceinline__ long long saved_slot(const Args &x, int place) const {
         return (long long)head * x.slots + slot + place / EVERY;
     }
+
+    // Whose products are written: of dv and dk, dk's.
+    __device__ __forceinline__ const Product &product(const Args &x) const { return x.product[pair ? 1 : which]; }
 
     // The head of a tensor that has this block's rows.
     __device__ __forceinline__ int head_of(const Args &x, int map) const { return GROUPED ? h / x.group[map] : h; }
