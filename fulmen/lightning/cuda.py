@@ -80,8 +80,7 @@ def supports(spec: LightningSpec) -> str | None:
         return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     tiles = tiles_of(spec)
     todo: list[tuple[SweepTile, tuple[str, ...]]] = [(tiles.forward, ("o",)), (tiles.training, ("o",))]
-    for products in {False, spec.per_token}:
-        todo += [(backward_tile(tiles, names, products), names) for names in backward_sweeps(spec, spec.D == 64)]
+    todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, spec.D == 64)]
     todo += [(tiles.state, ("state",))] if tiles.forward_split.number > 1 else []
     for tile, names in todo:
         made, products = variant(spec, tile, names), spec.per_token and names[0] != "o"

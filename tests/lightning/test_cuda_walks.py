@@ -22,13 +22,14 @@ class Walk:
     """Walk of sweep.cu in Python: `find`, then `chunk`, `row`, `left`, `opens_group`; line by line, so that what is
     shown of it here holds there. To be changed with it."""
 
-    def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False, start=0):
+    def __init__(self, block, spec, cut, sweeps, saved=False, cu=None, not_last=False, start=0, pair=False):
         packed = spec.sequences is not None
         segment_offsets = None if cut.segment_offsets is None else cut.segment_offsets.tolist()
         segments = spec.states if segment_offsets is not None else cut.number
         self.tokens, tiles = spec.per_token, sweep.sizes(spec, sweeps)[1] // 64
         self.tile, pid = block % tiles, block // tiles
-        self.sweep, self.number = sweeps[pid % len(sweeps)], pid // len(sweeps) + start
+        kinds, self.pair = len(sweeps) - pair, pair and pid % (len(sweeps) - pair) == 0
+        self.sweep, self.number = sweeps[pid % kinds * (1 + pair)], pid // kinds + start
         self.reverse = sweep.SWEEPS[self.sweep].reverse
         self.grouped = saved and self.sweep == "dq"
         self.backwards = self.sweep in ("state", "dstate") and not spec.has_decay  # OUTS = 0
@@ -111,7 +112,7 @@ class Walk:
         return range(self.row(n) + (C - left if first else 0), self.row(n) + (C if first else left))
 
 
-def walks(spec, names, lengths=None, saved=False):
+def walks(spec, names, lengths=None, saved=False, pair=False):
     """Every block of a launch, with the cut and the segment_offsets that the host makes."""
     cu = None if lengths is None else [0, *itertools.accumulate(lengths)]
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
@@ -120,8 +121,8 @@ def walks(spec, names, lengths=None, saved=False):
     cut = cuda.segments(spec, tiles.forward_split if names[0] in ("o", "state") else tiles.backward_split, x)
     fused.run(triton_split.find_segment_offsets(spec, x, cut), torch.device("cpu"))
     start = cut.whole if names[0] in ("state", "dstate") else 0
-    blocks = (sweep.segment_count(spec, cut) - start) * len(names) * (sweep.sizes(spec, names)[1] // 64)
-    return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
+    blocks = (sweep.segment_count(spec, cut) - start) * (len(names) - pair) * (sweep.sizes(spec, names)[1] // 64)
+    return [Walk(i, spec, cut, names, saved, cu, start=start, pair=pair) for i in range(blocks)], cut
 
 
 def random_lengths(seed: int) -> list[int]:
@@ -180,6 +181,22 @@ def test_every_row_is_visited_once(case, saved, h200):
         skipped = cut.whole if names == ("state",) else 0
         assert len(seen) == len(names) * (call.D // 64) * (call.B * call.H - skipped)
         assert torch.stack(list(seen.values())).eq(1).all()
+
+
+@pytest.mark.parametrize("case", [name for name, (call, _) in CUTS.items() if call.D == 64])
+def test_a_block_of_dv_and_dk_walks_as_one_of_dv(case, h200):
+    """With dv and dk in one block there are two kinds of blocks, which take the rows that those of three take."""
+    call, lengths = CUTS[case]
+    if lengths is not None:
+        call = call._replace(N=sum(lengths), sequences=len(lengths))
+    names = ("dv", "dk", "dq")
+    apart, joined = (walks(call, names, lengths, saved=True, pair=pair)[0] for pair in (False, True))
+    assert [w.pair for w in joined] == [w.sweep == "dv" for w in joined]
+    rows = [
+        [(w.sweep, w.b, w.h, [w.own_rows(n) for n in range(w.chunks)]) for w in found if w.sweep != "dk"]
+        for found in (apart, joined)
+    ]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("case", [name for name, (call, _) in CUTS.items() if call.D == 64])

@@ -94,12 +94,13 @@ struct State {
     }
 
     __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int place, float times) {
-        float sum = 0.0f;
+        float each[4] = {};         // four chains, as one sum waits for the other
 #pragma unroll
         for (int i = 0; i < D / 4; i++) {
             const u32 two = saved[DOTS ? i : 0];
-            sum = fmaf(state[2 * i + 1], high(two), fmaf(state[2 * i], low(two), sum));
+            each[i % 4] = fmaf(state[2 * i + 1], high(two), fmaf(state[2 * i], low(two), each[i % 4]));
         }
+        float sum = each[0] + each[1] + (each[2] + each[3]);
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
         if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(w.saved_slot(x, place) * TILES + w.tile) * 4 + warp] = sum * times;
