@@ -4,7 +4,8 @@ bf16, D = E of 64 or 128, with a decay for each token D 128 and E 64, too, as Ma
 q, or q and k fewer than v. Backward, in u (the bytes of q):
 
     D = 64    the forward saves a state every `saved_rows` in bf16, 0.125u; from these one launch makes dq, dk and
-              dv, which so read the same rows at about the same time: 4u from memory instead of 7u
+              dv, which so read the same rows at about the same time: 4u from memory instead of 7u; with the gradient
+              of a decay for each token a block makes both dk and dv
     D = 128   two launches, dv and dk, then dq: in one the blocks of a head do not fit the GPU side by side; if E is 64
               dv, then dk and dq, whose products are over E. Heads that share q and k have dq and dk of their own in
               bf16, which are summed in fp32
