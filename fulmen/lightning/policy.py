@@ -138,7 +138,7 @@ SWEEP_TILES = {
 
 # (D, E): the backward with the gradient of a decay for each token, if dv and dk come from one block. dq, dk and dv
 # then load 8 tiles a chunk, instead of 11. Compiled and emulated, not measured.
-PAIR_TILES = {(64, 64): SweepTile(5, 2, save=2, pair=True)}
+PAIR_TILES = {(64, 64): SweepTile(5, 2, save=2, pair=True), (128, 64): SweepTile(3, 2, pair=True)}
 
 
 # ---------------------------------------------------------------------------------- segments, to fill the GPU

@@ -35,6 +35,7 @@ CASES = {
     "D=128 token": {"N": 200, "D": 128, "decay": "token", "initial_state": True},
     "D=128 token, long": {"H": 1, "N": 600, "D": 128, "decay": "token"},
     "D=128 E=64 token": {"H": 4, "groups": 2, "N": 150, "D": 128, "E": 64, "decay": "token", "layout": "fused"},
+    "D=128 E=64 long": {"H": 2, "groups": 1, "N": 600, "D": 128, "E": 64, "decay": "token", "initial_state": True},
     "D=128 E=64 packed": {"H": 2, "groups": 1, "D": 128, "E": 64, "lengths": [65, 0, 70], "decay": "extreme"},
 }
 SPLIT = {  # over blocks, and how many launches that takes
@@ -162,7 +163,18 @@ MISTAKES = {
         "D=64", "store_rows(out, from, warp);\n        fence_async();", "store_rows(out, from, warp);", LATE, WRONG,
     ),
     "an output's buffer used again too early": (
-        "D=64 groups", "if (leads) tma_store_wait_read<1>();", "", LATE, WRONG,
+        "D=64 groups", "if (leads) tma_store_wait_read<BUFFERS - 1>();", "", LATE, WRONG,
+    ),
+    "the one buffer of a wide output used again too early": (
+        "D=128 E=64 long", "tma_store_wait_read<BUFFERS - 1>();", "tma_store_wait_read<1>();", LATE, WRONG,
+    ),
+    "half of a wide output's products": (
+        "D=128 E=64 token", "j < 8 * WIDTH; j += 2", "j < 8; j += 2", ANY, WRONG,
+    ),
+    "registers a wide product reads": (
+        "D=128 E=64 token",
+        "            wgmma_wait<0>();\n            pin(y.out);\n            keep_alive(y.q, x.zero);\n",
+        "            y.q[0] = 0;\n", LATE, WRONG,
     ),
     "a buffer that was written by hand is not counted": (
         "D=64 packed groups", "if (leads) tma_store_commit();  // an empty group", "// ", LATE, WRONG,

@@ -27,8 +27,10 @@ def launches(D, E, groups, packed):
     tiles = policy.choose(call, TARGETS[90], "cuda").tile
     found = [(call, tiles.forward, ("o",), False), (call, tiles.training, ("o",), False)]
     found += [(call, tiles.state, (name,), False) for name in ("state", "dstate")]
-    for names, products in itertools.product(cuda.backward_sweeps(call, D == 64), (False, True)):
-        found.append((call, cuda.backward_tile(tiles, names, products), names, products))
+    for products in (False, True):
+        joined = products and tiles.backward_of_decay is not None
+        for names in cuda.backward_sweeps(call, D == 64, joined):
+            found.append((call, cuda.backward_tile(tiles, names, products), names, products))
     return found
 
 

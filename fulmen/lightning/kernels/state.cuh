@@ -28,9 +28,9 @@ struct State {
 
     // fp32, from or to memory: [k, v] or, swapped, [v, k].
     template <bool LOAD>
-    __device__ __forceinline__ void move(float *x, float times, const Walk &w, bool swapped) {
+    __device__ __forceinline__ void move(float *x, float times, const Walk &w, int number, bool swapped) {
         const int lane = threadIdx.x % 32, along_v = swapped ? D : 1, along_k = swapped ? 1 : V;
-        x += (long long)w.number * D * V + (64 * w.tile + 16 * warp + lane / 4) * along_v + 2 * (lane % 4) * along_k;
+        x += (long long)number * D * V + (64 * w.tile + 16 * warp + lane / 4) * along_v + 2 * (lane % 4) * along_k;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) {
             float &here = x[8 * (i / 2 % 2) * along_v + (8 * (i / 4) + i % 2) * along_k];
@@ -129,7 +129,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
     y.warp = threadIdx.x / 32, y.walked = 0;
 #pragma unroll
     for (int i = 0; i < D / 2; i++) y.state[i] = 0.0f;
-    if (enters) y.move<true>(enters, sweep.enters_times, w, sweep.swapped);
+    if (enters) y.move<true>(enters, sweep.enters_times, w, WIDE ? w.number_again(x) : w.number, sweep.swapped);
     int opens = 0, group = 0;       // the chunk that opens the next group, and which group that is
     int stage = 0, parity = 0;      // of the ring, counted
     float passed = 1.0f;            // what is left of the state that entered
@@ -197,7 +197,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         if (n + 1 < w.chunks) step(n + 1, 1, c[1], c[0]);
     }
     if (DECAY) keep_alive(c[0], x.zero), keep_alive(c[1], x.zero);
-    if (leaves) y.move<false>(leaves, sweep.leaves_times, w, sweep.swapped);
+    if (leaves) y.move<false>(leaves, sweep.leaves_times, w, WIDE ? w.number_again(x) : w.number, sweep.swapped);
     if (TOKENS && !OUTS && leads && w.tile == 0) x.keeps[w.number] = passed;
     if (SAVE == 1 && leads) tma_store_wait_read<0>();
 }

@@ -98,6 +98,8 @@ enum Kind { SHARED_OUT, OF_DV, OF_DK };
 template <Kind KIND>
 struct Outputs {
     static constexpr int STEP = KIND == SHARED_OUT ? OUTS : 1;
+    static constexpr int WIDTH = KIND == OF_DK ? PANELS : 1;  // panels of its output
+    static constexpr int BUFFERS = 2 / WIDTH;
 
     // Where its tiles lie: dk = f(v, do, q) in the stage of dv = f(k, q, do), whose fourth tile is v.
     static __device__ __forceinline__ u32 a(const Shared &at, int n) { return KIND == OF_DK ? at.rows(n) : at.a(n); }
@@ -113,7 +115,7 @@ struct Outputs {
     u32 seen;                       // without decay: which of its 32 pairs of rows have the earlier one first
     float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) or 0; one for each diagonal
     float since[2];                 // scale * lambda^(rows since the state)
-    float p[32], out[32], inter[APART ? 32 : 1];
+    float p[32], out[32 * WIDTH], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
     float sum[2], of_state = 0.0f;  // of this thread: products of two rows, of which so much comes from the state
     int who, warp, buffer, parity;  // parity: of the rows that come into the buffer
@@ -142,7 +144,7 @@ struct Outputs {
             since[r] = x.scale * exp2_(w.rate * (w.reverse ? C - 1 - row : row + 1));
         }
 #pragma unroll
-        for (int i = 0; i < 32; i++) out[i] = inter[APART ? i : 0] = 0.0f;
+        for (int i = 0; i < 32 * WIDTH; i++) out[i] = inter[APART ? i : 0] = 0.0f;
     }
 
     __device__ __forceinline__ float decayed(int i) const {
@@ -168,7 +170,7 @@ struct Outputs {
     ) const {
         float each[4] = {}, other[4] = {};  // four chains, as one sum waits for the other
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
+        for (int j = 0; j < 8 * WIDTH; j += 2) {
             u32 two[4];
             load_rows_of(two, from, j, warp);
 #pragma unroll
@@ -225,9 +227,10 @@ struct Outputs {
     __device__ __forceinline__ void start_p(const Shared &at, const Walk &w, int n) {
         at.await_full(n);
         zero_rows(at, w, n, 1 + who);
-        pin(p);
+        if (WIDTH > 1) fresh(p);
+        else pin(p);
         wgmma_fence();
-        start_over_columns<D, C>(p, a(at, n), b(at, n));
+        start_over_columns<KIND == OF_DK ? V : D, C>(p, a(at, n), b(at, n));
     }
 
     __device__ __forceinline__ void mask_p() {
@@ -236,27 +239,37 @@ struct Outputs {
         for (int i = 0; i < 16; i++) q[i] = pack(decayed(2 * i), decayed(2 * i + 1));
     }
 
+    __device__ __forceinline__ void mask_tokens(const Args &x, const Shared &at, const Walk &w, int n) {
+        if (TOKENS && reverse(w)) mask_blocks<true>(q, p, at.decay(n), x.scale, warp);
+        else if (TOKENS) mask_blocks<false>(q, p, at.decay(n), x.scale, warp);
+        else mask_p();
+    }
+
     // Waits for p, and starts the other products of the chunk.
     __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n, const Place &place) {
 #pragma unroll
         for (int r = 0; TOKENS && r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
-        if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+        if (DECAY && WIDTH == 1) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
+        if (DECAY && WIDTH > 1) {   // p is masked first: its registers and those of two panels are too many at a time
+            mask_tokens(x, at, w, n);
+            pin(q);
+            mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+        }
         if (!DECAY) {               // with decay, p is masked while the product below runs, for which it must wait
             mask_p();
             pin(q);
             mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         }
-        pin(out);
+        if (WIDTH > 1) fresh(out);
+        else pin(out);
         pin(inter);
         wgmma_fence();
         if constexpr (APART) start_over_columns<D, C>(inter, a(at, n), at.state(n));
         else if constexpr (KIND == OF_DK) start_over_state<V>(out, a(at, n), at.state(n));
         else start_over_columns<D, C>(out, a(at, n), at.state(n));
-        if (TOKENS && reverse(w)) mask_blocks<true>(q, p, at.decay(n), x.scale, warp);
-        else if (TOKENS) mask_blocks<false>(q, p, at.decay(n), x.scale, warp);
-        else if (DECAY) mask_p();
+        if (DECAY && WIDTH == 1) mask_tokens(x, at, w, n);
         if (DECAY && !APART) {
             wgmma_wait<0>();
             pin(out);
@@ -269,7 +282,7 @@ struct Outputs {
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 32; i++) out[i] *= since[i / 2 % 2];
+            for (int i = 0; i < 32 * WIDTH; i++) out[i] *= since[i / 2 % 2];
             pin(out);
         }
         pin(q);
@@ -283,11 +296,12 @@ struct Outputs {
         const bool begins = DOTS && APART && at.decay(n).keep < BEGINS, products = DOTS && product(x, w).out;
         pin(out);
         pin(inter);
-        keep_alive(q, x.zero);
+        if (WIDTH == 1) keep_alive(q, x.zero);
+        else asm volatile("" : "+r"(warp));  // else addresses are computed ahead of the walk, for more registers than there are
         if (reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
         if (!products) release(at.empty + n % STAGES * 8);
 #pragma unroll
-        for (int i = 0; i < 32; i++)
+        for (int i = 0; i < 32 * WIDTH; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
             else if (!DECAY) out[i] *= since[0];
         if (products) {
@@ -295,21 +309,25 @@ struct Outputs {
             release(at.empty + n % STAGES * 8);
         }
         const u32 from = output(at);
-        buffer ^= 1, parity ^= DOTS && !buffer;
-        if (leads) tma_store_wait_read<1>();
+        if (BUFFERS == 2) buffer ^= 1, parity ^= DOTS && !buffer;
+        if (leads) tma_store_wait_read<BUFFERS - 1>();
         named_barrier_sync<128>(2 + who);
         store_rows(out, from, warp);
         fence_async();
         named_barrier_sync<128>(2 + who);
         const int row = TOKENS ? w.first + place.at * C : w.row(n), left = TOKENS ? w.length - place.at * C : w.left(n);
         if (left >= C || !(PACKED || reverse(w))) {  // the copy engine drops rows beyond the end, but takes none below 0
-            if (leads) tma_store(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b), tma_store_commit();
+            if (leads) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; i++) tma_store(from + i * PANEL, x.map[sweep.to], 64 * (w.tile + i), row, w.h, w.b);
+                tma_store_commit();
+            }
             return;
         }
         if (leads) tma_store_commit();  // an empty group: groups are counted to know when a buffer is free again
         const int skip = w.ends_first() ? C - left : 0;
-        for (int unit = threadIdx.x % 128; unit < left * 8; unit += 128) {
-            const int r = skip + unit / 8, u = unit % 8;
+        for (int unit = threadIdx.x % 128; unit < left * 8 * WIDTH; unit += 128) {
+            const int r = skip + unit / (8 * WIDTH), u = unit % (8 * WIDTH);
             uint4 y;
             asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(swizzled(from, r, u)) : "memory");
@@ -337,22 +355,29 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
         const Place here = place;
         place.next(w, Y::STEP);
         if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, y.buffer ^ 1);
+        if (Y::WIDTH > 1) {         // q and the next p are too many registers at a time
+            wgmma_wait<0>();
+            pin(y.out);
+            keep_alive(y.q, x.zero);
+        }
         y.start_p(at, w, n + Y::STEP);
-        wgmma_wait<1>();
+        if (Y::WIDTH == 1) wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n, here);
     }
     y.start_out(x, at, w, n, place);
     wgmma_wait<0>();
+    if (Y::WIDTH > 1) keep_alive(y.q, x.zero);
     y.deliver(x, at, w, sweep, n, place);
     if (y.leads) tma_store_wait_read<0>();
 }
 
 // Registers of a thread: what the producer gives away, the other warpgroups take.
-constexpr int OF_PRODUCER = DOTS ? 56 : 40, OF_STATE = OUTS == 1 ? (DOTS ? 224 : 232) : (DOTS ? 136 : 152);
-constexpr int OF_OUTPUT = OUTS == 1 ? (DOTS ? 224 : 232) : 160;
+constexpr int OF_PRODUCER = DOTS ? 56 - 8 * WIDE : 40;
+constexpr int OF_STATE = OUTS == 1 ? (DOTS ? 224 : 232) : WIDE ? (DOTS ? 168 : 176) : (DOTS ? 136 : 152);
+constexpr int OF_OUTPUT = OUTS == 1 ? (DOTS ? 224 : 232) : 160, OF_WIDE_DV = 136;
 constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
-              && OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
+              && OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT - WIDE * (OF_OUTPUT - OF_WIDE_DV) <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
 
 #if SHARE
 #define CLUSTER_DIMS __cluster_dims__(HEAD_DIM / 64, 1, 1)
@@ -389,11 +414,15 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
     } else if (role == 0) {
         if (OUTS) take_registers<OF_STATE>();
         keep_state(x, at, w, sweep);
+    } else if (WIDE && role == 1) {
+        take_registers<OF_WIDE_DV>();
+        if constexpr (WIDE) make_outputs<OF_DV>(x, at, w, x.sweep[0], role);
     } else if (OUTS) {
         take_registers<OF_OUTPUT>();
-        if (!w.pair) make_outputs<SHARED_OUT>(x, at, w, sweep, role);
-        else if constexpr (JOINED) {
-            if (role == 1) make_outputs<OF_DV>(x, at, w, x.sweep[0], role);
+        if constexpr (!WIDE)
+            if (!w.pair) return make_outputs<SHARED_OUT>(x, at, w, sweep, role);
+        if constexpr (JOINED) {
+            if (!WIDE && role == 1) make_outputs<OF_DV>(x, at, w, x.sweep[0], role);
             else make_outputs<OF_DK>(x, at, w, x.sweep[1], role);
         }
     }

@@ -5,10 +5,13 @@ constexpr float BEGINS = 0x1p-8f;   // a chunk that keeps less of a state in bf1
 // The products of a chunk's rows, of which a lane has two, and the sum of what comes of them from the state.
 __device__ __forceinline__ void write_sums(const Args &x, const Product &to, const Walk &w, const Sums &from, int place) {
     const int lane = threadIdx.x % 32, left = w.length - place * C;
-    const long long row = ((long long)(w.b * x.h + w.h) * TILES + w.tile) * x.n + (w.first + place * C + 2 * lane);
+    const long long row = ((long long)(w.b * x.h + w.h) * (WIDE ? PANELS : TILES) + w.tile) * x.n + (w.first + place * C + 2 * lane);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        if (2 * lane + i < left) to.out[row + i] = from.rows[2 * lane + i];
+        if (2 * lane + i < left) {
+            to.out[row + i] = from.rows[2 * lane + i];
+            if (WIDE) to.out[row + i + x.n] = 0.0f;  // of both tiles
+        }
     if (!to.entered) return;
     float sum = from.of_state[lane];
 #pragma unroll

@@ -3,7 +3,8 @@
 
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
-constexpr bool RING_ROWS = DOTS && PANELS == 1;                      // rows of q or k are a fourth tile of a stage
+constexpr bool RING_ROWS = DOTS && (PANELS == 1 || JOINED);          // rows of q or k are in a stage, too
+constexpr bool WIDE = JOINED && PANELS > 1;                          // dk has more columns than dv
 constexpr bool FOURTH = RING_ROWS || JOINED;                           // a stage has four tiles
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + FOURTH) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
@@ -12,7 +13,7 @@ constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks t
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 static_assert(!SHARE || TILES == PANELS, "a block loads the panel of its tile");
 static_assert(!TOKENS || DECAY, "a decay for each token is a decay");
-static_assert(!JOINED || (D == 64 && TILES == 1 && OUTS == 2), "a warpgroup each for dv and dk, from one state");
+static_assert(!JOINED || (TILES == 1 && OUTS == 2), "a warpgroup each for dv and dk, from one state");
 
 // Of a chunk whose rows have a decay each: what its rows and its state are multiplied with.
 struct Decays {
@@ -151,6 +152,12 @@ struct Walk {
 
     // Whose products are written: of dv and dk, dk's.
     __device__ __forceinline__ const Product &product(const Args &x) const { return x.product[pair ? 1 : which]; }
+
+    // `number`, found again where a register for it is one too many.
+    __device__ __forceinline__ int number_again(const Args &x) const {
+        const int all = blockIdx.x / TILES / x.sweeps + x.start;
+        return whole || (PACKED && x.segment_offsets) ? all : all - x.whole;
+    }
 
     // The head of a tensor that has this block's rows.
     __device__ __forceinline__ int head_of(const Args &x, int map) const { return GROUPED ? h / x.group[map] : h; }
