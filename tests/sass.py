@@ -75,8 +75,8 @@ def written(text: str) -> set[int]:
     return set(range(first, first + width))
 
 
-def overwritten(sass: str) -> list[str]:
-    """Instructions that write a register which a product under way may still read."""
+def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions, and which of them each label stands before."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -84,7 +84,12 @@ def overwritten(sass: str) -> list[str]:
             labels[found[1]] = len(code)
         elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;", line):
             code.append(Instruction(found[2], found[1] is not None))
+    return code, labels
 
+
+def overwritten(sass: str) -> list[str]:
+    """Instructions that write a register which a product under way may still read."""
+    code, labels = parsed(sass)
     bad: dict[int, str] = {}
     seen: set[tuple[int, tuple[frozenset[int], ...]]] = set()
     todo: list[tuple[int, tuple[frozenset[int], ...]]] = [(0, (frozenset(),))]  # closed groups, then the open one
@@ -128,15 +133,10 @@ def read_early(sass: str) -> list[str]:
 
 def product_loop(sass: str) -> list[str]:
     """The instructions of the first loop with products in it."""
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    for line in sass.splitlines():
-        if found := re.match(r"\s*(\.L_\w+):", line):
-            labels[found[1]] = len(code)
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
-            code.append(found[1])
-            back = BRANCH.match(found[1])
-            begin = labels.get(back[2]) if back else None
-            if begin is not None and any("HGMMA" in text for text in code[begin:]):
-                return code[begin:]
+    code, labels = parsed(sass)
+    for end, (text, _) in enumerate(code):
+        back = BRANCH.match(text)
+        body = [one.text for one in code[labels.get(back[2], end + 1) : end + 1]] if back else []
+        if any("HGMMA" in one for one in body):
+            return body
     raise AssertionError("no loop has a product")

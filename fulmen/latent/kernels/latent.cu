@@ -68,10 +68,6 @@ struct Shared {
     }
 };
 
-// The launch behind this one may start. `wait_for_previous_kernel` does that and then this one's wait.
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_new_data() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // What a block does: queries from `row` on, `tiles` of keys from `first` on.
 struct Task {
     int b, split, row, length, first, tiles;
