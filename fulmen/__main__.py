@@ -10,7 +10,7 @@ import sys
 try:
     from fulmen.bench.cli import main
 except ModuleNotFoundError as error:
-    if error.name != "click":
+    if error.name not in ("click", "rich"):
         raise
 
     def main(prog_name: str = "fulmen") -> None:  # type: ignore[misc]

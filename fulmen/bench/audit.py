@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fulmen.bench import floors, schema
 from fulmen.bench.floors import Limits
+from fulmen.bench.schema import number
 
 SUSPECT_SHARE = 1.05  # faster than the measured ceiling by this is more than noise
 CPU_SHARE = 2.0  # the same for a CPU, whose ceiling is measured beside other processes
@@ -42,18 +43,6 @@ Point = tuple[float, float]
 
 
 # ----------------------------------------------------------------------------------------- numbers and words
-
-
-def number(value: object) -> float | None:
-    """A finite number, or None for anything else: results may come from anybody."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number too large for a float
-        return None
-
-
 def time_ms(value: object) -> float | None:
     """A number of milliseconds that can be a time: positive, and neither denormal nor longer than ages."""
     t = number(value)
@@ -101,8 +90,6 @@ def _forget(cell: schema.Cell, names: Sequence[str]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- one cell
-
-
 def limits(run: schema.Run, dtype: object) -> Limits:
     """Ceilings of a run for a dtype: its own where it has them, else from what the device says of itself.
 
@@ -290,21 +277,16 @@ def _memory_floors(cell: schema.Cell) -> None:
     kind = floors.family(cell.op, cell.function)
     least = None if kind is None or cell.op.startswith("layer") else floors.memory(kind, cell.case, cell.pass_)
     for name, entry in list(cell.memory.items()):
-        size = number(entry.get("bytes")) if isinstance(entry, dict) else None
-        if size is None:
-            continue
-        floor = number(entry.get("floor"))
+        size, floor = number(entry.get("bytes")), number(entry.get("floor"))
         if floor is None and least is not None and (name != "gradients" or cell.pass_ != "forward"):
             floor = least.get(name)
-        if floor is not None and size < floor * (1 - 1e-6):
+        if size is not None and floor is not None and size < floor * (1 - 1e-6):
             why = f"memory, {name}: {si(size, 'B')} measured, but the tensors alone take {si(floor, 'B')}"
             flag(cell, "IMPOSSIBLE", why)
             cell.memory.pop(name)
 
 
 # ------------------------------------------------------------------------------------------ cells together
-
-
 class Fit(NamedTuple):
     """b of y ~ x^b, its 95 % interval, and the exponents between neighbours."""
 
@@ -416,8 +398,6 @@ def _check_sums(passes: Mapping[str, schema.Cell], run: schema.Run | None) -> No
 
 
 # -------------------------------------------------------------------------------------- growth with the length
-
-
 def fit(points: Iterable[Point]) -> Fit | None:
     """A power through points, by least squares of logarithms. None for fewer than three."""
     xy = sorted((x, y) for x, y in points if x > 0 and y > 0)
@@ -448,8 +428,7 @@ def scaling(series: Sequence[schema.Cell], run: schema.Run | None = None) -> Sca
     for cell in series:
         n, t = float(cell.case["N"]), float(cell.stats["median"])
         work = floors.of_case(cell.op, cell.function, cell.case, cell.pass_)
-        peak = cell.memory.get("peak")
-        if isinstance(peak, dict) and (size := number(peak.get("bytes"))):
+        if size := number(cell.memory.get("peak", {}).get("bytes")):
             sizes.append((n, size))
         few_launches, in_cache = gpu and t < 5 * LAUNCH_MS, work is not None and work.bytes <= l2
         if not few_launches and not in_cache:

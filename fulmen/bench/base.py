@@ -136,8 +136,6 @@ def place(suite: str, case: dict[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------------- in the process
-
-
 class Turns(runner.Monitor):
     """Says where the run is, and waits for its turn."""
 

@@ -26,9 +26,9 @@ class Settings:
     """How each cell is measured."""
 
     passes: tuple[str, ...] = ("forward", "backward", "total")
-    samples: tuple[int, int] = (30, 100)  # at least, at most
+    samples: tuple[int, int] = (30, 60)  # at least, at most
     few: int = 5  # at least, of a call so slow that `seconds` ends first
-    seconds: float = 1.0  # of sampling, for one cell
+    seconds: float = 0.4  # of sampling, for one cell
     interval: float = 0.005  # half the 95 % interval of the median, as a share of it, at which sampling ends
     warmup: int = 10  # calls, or `warmup_seconds` of them
     warmup_seconds: float = 0.1
@@ -112,8 +112,6 @@ def _lines(given: dict[str, Any], suite: str) -> Iterator[Line]:
 
 
 # ------------------------------------------------------------------------------------- shapes from the command line
-
-
 def shape(text: str) -> dict[str, Any]:
     """`B=4,H=32,N=1024,causal=no`, as `--shape` takes it."""
     found: dict[str, Any] = {}

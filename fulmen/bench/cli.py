@@ -6,19 +6,18 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
+import rich.console
+from rich.table import Table
+from rich.text import Text
 
 from fulmen import __version__
 from fulmen.bench import Refused
 
 RESULTS = click.Path(exists=True, dir_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-def fail(error: object) -> NoReturn:
-    raise click.ClickException(str(error)) from None
 
 
 class Commands(click.Group):
@@ -28,11 +27,12 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except Refused as error:
-            fail(error)
+            raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if error.name and error.name.partition(".")[0] == "fulmen":
                 raise
-            fail(f'{error.name} is not installed, which this command needs: pip install "fulmen[bench]"')
+            why = f'{error.name} is not installed, which this command needs: pip install "fulmen[bench]"'
+            raise click.ClickException(why) from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,40 +87,32 @@ def run(suites: tuple[str, ...], out: Path | None, resume: bool, base: str | Non
     """Measure SUITES (quick, if none is named); see `fulmen bench list`."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its remarks would tear the table
     if "scaling" in suites:
-        fail("scaling takes several processes and has a command of its own: fulmen bench scaling")
+        raise Refused("scaling takes several processes and has a command of its own: fulmen bench scaling")
     if resume and out is None:
-        fail("--resume needs --out, the file to go on with")
+        raise Refused("--resume needs --out, the file to go on with")
     if (seconds := options["seconds"]) is not None and not 0 <= seconds < float("inf"):
-        fail(f"--seconds {seconds}: must be a number of seconds")
-    from rich.console import Console
-
-    from fulmen.bench import runner
-
-    selection, console = runner.Selection(suites or ("quick",), **options), Console()
-    out = out or runner.default_out(selection.suites)
-    try:
-        _measure(selection, out, resume, base, console)
-    except KeyboardInterrupt:
-        console.print(f"interrupted; what is done is in {out}, and the same command with --resume goes on")
-        raise SystemExit(130) from None
-
-
-def _measure(selection: Any, out: Path, resume: bool, base: str | None, console: Any) -> None:
+        raise Refused(f"--seconds {seconds}: must be a number of seconds")
     from fulmen.bench import comparing, runner, schema
     from fulmen.bench.base import started
     from fulmen.bench.screen import Screen
 
+    selection, console = runner.Selection(suites or ("quick",), **options), rich.console.Console()
+    out = out or runner.default_out(selection.suites)
     other = out.with_suffix(".base.jsonl")
     if base is not None:
         if other.exists() or resume:
-            fail(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
+            raise Refused(f"--base starts both files anew: {other} must not exist, and --resume does not go with it")
         selection = replace(selection, seed=1 if selection.seed is None else selection.seed)  # equal inputs for both
-    with Screen(console) as screen, ExitStack() as stack:
-        process = None
-        if base is not None:
-            screen.say(f"checking out {base}")
-            process = stack.enter_context(started(base, selection, other))
-        runner.run(selection, out, resume=resume, monitor=screen, other=process)
+    try:
+        with Screen(console) as screen, ExitStack() as stack:
+            process = None
+            if base is not None:
+                screen.say(f"checking out {base}")
+                process = stack.enter_context(started(base, selection, other))
+            runner.run(selection, out, resume=resume, monitor=screen, other=process)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; what is done is in {out}, and the same command with --resume goes on")
+        raise SystemExit(130) from None
     console.print(f"results: {out}")
     if base is None:
         console.print(f"a report: fulmen bench report {out} --out report")
@@ -132,9 +124,6 @@ def _measure(selection: Any, out: Path, resume: bool, base: str | None, console:
 def list_() -> None:
     """The suites with their cases, our backends, and the baselines with what keeps them away."""
     import torch
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from fulmen import dispatch
     from fulmen.bench import adapters, cases
@@ -151,10 +140,10 @@ def list_() -> None:
     rows = [(f"fulmen {name}", op, reason) for op, name, reason in ours]
     for name, baseline in sorted(BASELINES.items()):
         case = adapters.of(baseline.op).complete({"dtype": "bfloat16"})
-        rows.append((name, baseline.op, baseline.requires(case, device)))
+        rows.append((name, baseline.op, baseline.refusal(case, device)))
     for name, op, reason in rows:
         who.add_row(name, op, "yes" if reason is None else Text(f"no: {reason}", style="yellow"))
-    Console().print(suites, who)
+    rich.console.Console().print(suites, who)
 
 
 @bench.command()
@@ -168,19 +157,17 @@ def list_() -> None:
 @click.option("--out", type=FILE, help="Results, JSON lines.")
 def scaling(ways: tuple[str, ...], ranks: str, tokens: str, device: str, out: Path | None, **sizes: int) -> None:
     """One sequence on several ranks, forward and backward: time, bytes moved, speedup and efficiency."""
-    from rich.console import Console
-
     from fulmen.bench import runner
     from fulmen.bench.scaling import Scaling, measure, render
 
     try:
         counts, lengths = (tuple(int(n) for n in text.split(",")) for text in (ranks, tokens))
     except ValueError:
-        fail(f"--ranks {ranks} --tokens {tokens}: must be numbers separated by commas")
+        raise Refused(f"--ranks {ranks} --tokens {tokens}: must be numbers separated by commas") from None
     dtype = "float32" if device == "cpu" else "bfloat16"
     selection = Scaling(ways or Scaling.ways, counts, lengths, 1, device=device, dtype=dtype, **sizes)
     out = out or runner.default_out(("scaling",))
-    render(measure(selection, out), Console())
+    render(measure(selection, out), rich.console.Console())
     click.echo(f"results: {out}")
 
 
@@ -205,7 +192,7 @@ def report(results: tuple[Path, ...], out: Path) -> None:
         for path in write(read(*results), out):
             click.echo(path)
     except OSError as error:
-        fail(error)
+        raise Refused(str(error)) from None
 
 
 @bench.command()
@@ -214,15 +201,13 @@ def report(results: tuple[Path, ...], out: Path) -> None:
 @click.option("--fail-on", metavar="slower:5%", help="Exit with 1 if B is slower by this, 'missing' or 'broken'.")
 def compare(a: Path, b: Path, fail_on: str | None) -> None:
     """B against A, cell by cell: FASTER, SLOWER, SAME, INCONCLUSIVE or INCOMPARABLE."""
-    from rich.console import Console
-
     from fulmen.bench import comparing
 
     rule = {} if fail_on is None else comparing.parse_fail_on(fail_on)
     verdicts = comparing.compare(read(a), read(b))
-    comparing.render(verdicts, Console())
+    comparing.render(verdicts, rich.console.Console())
     if failed := comparing.failures(verdicts, rule):
-        fail(f"{len(failed)} cells fail --fail-on {fail_on}")
+        raise Refused(f"{len(failed)} cells fail --fail-on {fail_on}")
 
 
 @bench.command()
@@ -232,11 +217,9 @@ def compare(a: Path, b: Path, fail_on: str | None) -> None:
 def audit(files: tuple[Path, ...], map_path: Path | None, fail_on: str | None) -> None:
     """Check published numbers (CSV, JSON lines or a Markdown table) against physics, and several files against each
     other."""
-    from rich.console import Console
-
     from fulmen.bench import published
 
-    console, flags = Console(), {"wrong": published.BAD, "doubtful": (*published.BAD, *published.DOUBTFUL)}
+    console, flags = rich.console.Console(), {"wrong": published.BAD, "doubtful": (*published.BAD, *published.DOUBTFUL)}
     failed = 0
     for file in files:
         findings = published.audit_file(file, map_path, [other for other in files if other != file])
@@ -245,4 +228,4 @@ def audit(files: tuple[Path, ...], map_path: Path | None, fail_on: str | None) -
         published.render(findings, console)
         failed += sum(f.flag in flags.get(fail_on or "", ()) for f in findings)
     if failed:
-        fail(f"{failed} numbers fail --fail-on {fail_on}")
+        raise Refused(f"{failed} numbers fail --fail-on {fail_on}")

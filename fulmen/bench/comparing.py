@@ -25,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fulmen.bench import Refused, schema, words
-from fulmen.bench.audit import median_interval, ms, number, time_ms
+from fulmen.bench.audit import median_interval, ms, time_ms
+from fulmen.bench.schema import number
 
 VERDICTS = tuple(words.VERDICTS)
 COLOURS = {"SLOWER": "red", "FASTER": "green", "INCONCLUSIVE": "yellow", "INCOMPARABLE": "magenta", "SAME": "dim"}
@@ -89,8 +90,6 @@ class Verdict:
 
 
 # --------------------------------------------------------------------------------------------- statistics
-
-
 def effect(a: Array, b: Array) -> Effect:
     """How b differs from a; both positive, at least MIN_SAMPLES each."""
     from scipy import stats
@@ -115,8 +114,6 @@ def _cycles(cell: schema.Cell, times: Array) -> Array | None:
 
 
 # ------------------------------------------------------------------------------------------------ verdicts
-
-
 def compare(a: schema.Results, b: schema.Results) -> list[Verdict]:
     """A verdict for every cell of either; b is the newer one. Those that lost or won most time come first.
 
@@ -180,8 +177,6 @@ def _judge(first: schema.Cell, second: schema.Cell, differences: str) -> Verdict
 
 
 # ------------------------------------------------------------------------------------- rule, exit, screen
-
-
 def parse_fail_on(text: str) -> dict[str, float]:
     """ "slower", "slower:5%", "slower:0.05", "missing", "broken", or several with commas: each with its least share."""
     rule: dict[str, float] = {}

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,26 +29,22 @@ from fulmen.bench.gate import Attend, Problem
 from fulmen.flash.sdpa import unsupported_reason
 
 Case = dict[str, Any]
+Need = Callable[[Case, torch.device], str | None]
 OURS = "fulmen "  # begins the names of our competitors
 
 
 class Baseline(NamedTuple):
-    """One implementation that is not ours.
+    """One implementation that is not ours."""
 
-    op        the operation it computes, a name of `fulmen.bench.adapters`
-    call      the timed call, on the arguments of that operation's problems; (B, H, N, D) in and out
-    requires  None, or why it cannot take a case on a device
-    packages  the names under which its package may be installed, for its version
-    pinned    a context around every call, outside what is timed
-    case      what its case has instead of the line's own
-    """
+    op: str  # what it computes, a name of `fulmen.bench.adapters`
+    call: Callable[[Any], Any]  # timed, on the arguments of that operation's problems; (B, H, N, D) in and out
+    needs: tuple[Need, ...] = ()  # what a case and a device must be: each says None, or why it cannot take them
+    packages: tuple[str, ...] = ("torch",)  # names under which it may be installed, for its version
+    pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around calls, outside what is timed
+    case: Case = {}  # noqa: RUF012  (never changed): what its case has instead of the line's own
 
-    op: str
-    call: Callable[[Any], Any]
-    requires: Callable[[Case, torch.device], str | None] = lambda case, device: None
-    packages: tuple[str, ...] = ("torch",)
-    pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    case: Case = {}  # noqa: RUF012  (a NamedTuple's default, never changed)
+    def refusal(self, case: Case, device: torch.device) -> str | None:
+        return next((why for need in self.needs if (why := need(case, device))), None)
 
     def version(self) -> str:
         for package in self.packages:
@@ -58,75 +53,53 @@ class Baseline(NamedTuple):
         return ""
 
 
-# ---------------------------------------------------------------------------------------------- requirements
+# ----------------------------------------------------------------------------------------------------- needs
+def of_case(right: Callable[[Case], Any], why: str) -> Need:
+    """What a case must be; `why` not is filled in from the case."""
+    return lambda case, device: None if right(case) else why.format(**case)
 
 
-def absent(module: str, package: str) -> str | None:
-    """None, or that the package cannot be imported here."""
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        found = False
-    return None if found else f"{package} is not installed"
+def installed(module: str, package: str) -> Need:
+    def need(case: Case, device: torch.device) -> str | None:
+        with contextlib.suppress(ImportError, ValueError):
+            if importlib.util.find_spec(module) is not None:
+                return None
+        return f"{package} is not installed"
+
+    return need
 
 
-def no_gpu(device: torch.device) -> str | None:
+def on_gpu(case: Case, device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"a kernel for CUDA GPUs, and the device is {device}"
 
 
-def fla_on_gpu(case: Case, device: torch.device) -> str | None:
-    return no_gpu(device) or absent("fla", "flash-linear-attention")
+def sdpa_kernel_for(op: Any, name: str) -> Need:
+    """One kernel of torch's SDPA, for the softmax attention of `op` on a GPU."""
+    return lambda case, device: unsupported_reason(op.spec(op.complete(case), device), hardware.of(device), name)
 
 
-def same_first_query(case: Case, device: torch.device) -> str | None:
-    if case["causal"] and "N_Q" in case:
-        return f"is_causal counts from the first query and key, ours from the last: N_Q={case['N_Q']}, N={case['N']}"
-    return None
-
-
-def sdpa_backend(name: str, case: Case, device: torch.device) -> str | None:
-    return no_gpu(device) or unsupported_reason(flash.spec(flash.complete(case), device), hardware.of(device), name)
-
-
-def cudnn_within(case: Case, device: torch.device) -> str | None:
-    """Of a layer on a GPU; on a CPU SDPA takes what it has."""
+def cudnn_layer(case: Case, device: torch.device) -> str | None:
+    """On a CPU SDPA takes what it has."""
     if layer.within(case)[0] is not flash:
         return f"softmax attention, and the case is a {WORDS[case['layer']]}"
-    if device.type != "cuda":
-        return None
-    return unsupported_reason(layer.spec(layer.complete(case), device), hardware.of(device), "cudnn")
+    return None if device.type != "cuda" else sdpa_kernel_for(layer, "cudnn")(case, device)
 
 
-def flash_attn_package(case: Case, device: torch.device) -> str | None:
-    if case["dtype"] not in ("bfloat16", "float16"):
-        return f"computes in bf16 and fp16, and the case is {case['dtype']}"
-    if case["D"] != case["E"]:
-        return f"needs E = D, here D={case['D']}, E={case['E']}"
-    return no_gpu(device) or absent("flash_attn", "flash-attn")
-
-
-def equal_heads(module: str, package: str, case: Case, device: torch.device) -> str | None:
-    if case["H"] != case["H_KV"] or case.get("groups"):
-        heads = f"groups={case['groups']}" if case.get("groups") else f"H_KV={case['H_KV']}"
-        return f"needs as many heads of k and v as of q, here H={case['H']}, {heads}"
-    return no_gpu(device) or absent(module, package)
-
-
-def constant_decay(case: Case, device: torch.device) -> str | None:
-    if case.get("per_token"):
-        return "has a constant decay, and the case one for each token"
-    return equal_heads("lightning_attn", "lightning-attention", case, device)
-
-
-def fp32_states(case: Case, device: torch.device) -> str | None:
-    if case.get("state_dtype") == "bfloat16":
-        return "writes states in fp32, and the case has bf16"
-    return needs_fla(case, device)
+first_query = of_case(
+    lambda case: not case["causal"] or "N_Q" not in case,
+    "is_causal counts from the first query and key, ours from the last: N_Q={N_Q}, N={N}",
+)
+sixteen_bit = of_case(lambda case: case["dtype"] in ("bfloat16", "float16"), "computes in bf16 and fp16, not {dtype}")
+same_width = of_case(lambda case: case["D"] == case["E"], "needs E = D, here D={D}, E={E}")
+HEADS = "needs as many heads of k and v as of q, here H={H}, "
+no_groups = of_case(lambda case: not case.get("groups"), HEADS + "groups={groups}")
+own_heads = of_case(lambda case: case["H"] == case["H_KV"], HEADS + "H_KV={H_KV}")
+one_decay = of_case(lambda case: not case.get("per_token"), "has a constant decay, and the case one for each token")
+fp32_states = of_case(lambda case: case.get("state_dtype") != "bfloat16", "writes states in fp32, not in bf16")
+fla_installed = installed("fla", "flash-linear-attention")
 
 
 # ----------------------------------------------------------------------------------------------------- calls
-
-
 def sdpa(x: Any) -> Tensor:
     grouped = x.q.shape[1] != x.k.shape[1]
     return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=bool(x.causal), enable_gqa=grouped)
@@ -179,8 +152,7 @@ def sdpa_layer(own: Any, x: Tensor) -> Tensor:
             q, k = (placed(own, t, norm) for t, norm in ((q, own.q_norm), (k, own.k_norm)))
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, is_causal=own.options.causal, enable_gqa=grouped)
-    y: Tensor = own.o_proj(o.transpose(1, 2).flatten(2))
-    return y
+    return own.o_proj(o.transpose(1, 2).flatten(2))
 
 
 def placed(own: Any, y: Tensor, norm: Any) -> Tensor:
@@ -217,92 +189,75 @@ def fla_layer(own: Any, x: Tensor) -> Tensor:
         return sdpa_layer(own, x)
     q, k, v = F.silu(own.qkv_proj(x)).unflatten(-1, (own.num_heads, 3, -1)).unbind(-2)
     o, _ = chunk_simple_gla(q, k, v, g_gamma=-own.decay, scale=own.scale)
-    y: Tensor = own.out_proj(own.norm(o.flatten(2)) * torch.sigmoid(own.output_gate(x)))
-    return y
+    return own.out_proj(own.norm(o.flatten(2)) * torch.sigmoid(own.output_gate(x)))
 
 
 def stack(attention: Callable[[Any, Tensor], Tensor], p: Any) -> Tensor:
     """A training step's losses with this attention between torch's operations."""
     from fulmen.bench.adapters.train import PLAIN  # here: another commit's layers may lack what it imports
 
-    losses: Tensor = p.stack(p.ids, p.targets, PLAIN._replace(attention=attention))
-    return losses
+    return p.stack(p.ids, p.targets, PLAIN._replace(attention=attention))
 
 
 # ------------------------------------------------------------------------------------------------- the table
-
-
 def pinned_cudnn() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
-fa2, cudnn = (functools.partial(sdpa_backend, name) for name in ("flash", "cudnn"))
 pinned_fa2 = functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
-needs_fla = functools.partial(equal_heads, "fla", "flash-linear-attention")
+chunk, fused_chunk = (functools.partial(fla, f"{name}_simple_gla") for name in ("chunk", "fused_chunk"))
 FLA = ("flash-linear-attention", "fla-core")
+FLA_NEEDS = (no_groups, own_heads, on_gpu, fla_installed)
 
 BASELINES = {
-    "sdpa": Baseline("flash", sdpa, same_first_query),
-    "sdpa-fa2": Baseline("flash", sdpa, fa2, pinned=pinned_fa2),
-    "sdpa-cudnn": Baseline("flash", sdpa, cudnn, pinned=pinned_cudnn),
-    "flash-attn": Baseline("flash", flash_attn, flash_attn_package, ("flash-attn",)),
-    "sdpa-layer": Baseline("layer", lambda p: sdpa_layer(p.layer, p.x), cudnn_within, pinned=pinned_cudnn),
+    "sdpa": Baseline("flash", sdpa, (first_query,)),
+    "sdpa-fa2": Baseline("flash", sdpa, (on_gpu, sdpa_kernel_for(flash, "flash")), pinned=pinned_fa2),
+    "sdpa-cudnn": Baseline("flash", sdpa, (on_gpu, sdpa_kernel_for(flash, "cudnn")), pinned=pinned_cudnn),
+    "flash-attn": Baseline(
+        "flash", flash_attn, (sixteen_bit, same_width, on_gpu, installed("flash_attn", "flash-attn")), ("flash-attn",)
+    ),
+    "sdpa-layer": Baseline("layer", lambda p: sdpa_layer(p.layer, p.x), (cudnn_layer,), pinned=pinned_cudnn),
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto")),
     "sdpa-stack": Baseline("train", functools.partial(stack, sdpa_layer), case={"pattern": "G"}),
-    "fla-stack": Baseline("train", functools.partial(stack, fla_layer), fla_on_gpu, FLA),
-    "fla-chunk": Baseline("lightning", functools.partial(fla, "chunk_simple_gla"), needs_fla, FLA),
-    "fla-fused-chunk": Baseline("lightning", functools.partial(fla, "fused_chunk_simple_gla"), needs_fla, FLA),
-    "fla-recurrent": Baseline("step", fla_step, fp32_states, FLA),
+    "fla-stack": Baseline("train", functools.partial(stack, fla_layer), (on_gpu, fla_installed), FLA),
+    "fla-chunk": Baseline("lightning", chunk, FLA_NEEDS, FLA),
+    "fla-fused-chunk": Baseline("lightning", fused_chunk, FLA_NEEDS, FLA),
+    "fla-recurrent": Baseline("step", fla_step, (fp32_states, *FLA_NEEDS), FLA),
     "lightning-attention-2": Baseline(
-        "lightning", lightning_attention_2, constant_decay, ("lightning-attn", "lightning_attn")
+        "lightning", lightning_attention_2,
+        (one_decay, no_groups, own_heads, on_gpu, installed("lightning_attn", "lightning-attention")),
+        ("lightning-attn", "lightning_attn"),
     ),
-}
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- competitors
-
-
 @dataclass
 class Competitor:
-    """One implementation in one case.
-
-    attend   the timed call: a problem's arguments -> o
-    problem  seed -> arguments of the timed shape
-    small    seed, fully -> arguments of an odd shape, for the gate
-    fully    the call with every output it has, for the gate; None: attend returns all
-    refusal  why it cannot take the case; None: it can
-    skip     why it is not tried; None: it is
-    backend  what "auto" took, or the version of the package
-    pinned   a context around its calls, outside what is timed
-    """
+    """One implementation in one case."""
 
     name: str
     op: str
     function: str
-    attend: Attend
-    problem: Callable[[int], Problem]
-    small: Callable[..., Problem]
-    fully: Attend | None = None
-    refusal: str | None = None
-    skip: str | None = None
-    backend: str = ""
+    attend: Attend  # the timed call: a problem's arguments -> o
+    problem: Callable[[int], Problem]  # seed -> arguments of the timed shape
+    small: Callable[..., Problem]  # seed, fully -> arguments of an odd shape, for the gate
+    fully: Attend | None = None  # the call with every output it has, for the gate; None: attend returns all
+    refusal: str | None = None  # why it cannot take the case
+    skip: str | None = None  # why it is not tried
+    backend: str = ""  # what "auto" took, or the version of the package
     version: str = ""
-    pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    pinned: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # as of a Baseline
 
     @property
     def ours(self) -> bool:
         return self.name.startswith(OURS)
 
     def cell(self, line: Line, run_id: str, pass_: str, cache: str, seed: int, command: str) -> schema.Cell:
-        """An empty cell; its command, which begins with `command`, measures it alone."""
-        who = (self.name.removeprefix(OURS), "none") if self.ours else ("none", self.name)
-        words = {True: "yes", False: "no"}
-        values = {"op": line.op} | {k: words[v] if isinstance(v, bool) else v for k, v in line.case.items()}
-        shape = shlex.quote(",".join(f"{key}={value}" for key, value in values.items()))
-        alone = f"--backend {who[0]} --baseline {who[1]} --pass {pass_} --shape {shape} --seed {seed}"
+        """An empty cell; `command` measures it alone."""
         return schema.Cell(
             run_id, line.suite, self.op, self.function, dict(line.case), self.name, pass_, backend=self.backend,
-            version=self.version, cache=cache, seed=seed, command=f"{command} {alone}",
+            version=self.version, cache=cache, seed=seed, command=command,
         )  # fmt: skip
 
 
@@ -353,7 +308,7 @@ def baseline(line: Line, device: torch.device, name: str) -> Competitor:
     own = {key: line.case[key] for key in adapter.KEYS if key in line.case} | entry.case
     try:
         own = adapter.complete(own)
-        function, refusal = adapter.function(own), entry.requires(line.case | own, device)
+        function, refusal = adapter.function(own), entry.refusal(line.case | own, device)
     except ValueError as error:
         function, refusal = entry.op, str(error)
     return Competitor(

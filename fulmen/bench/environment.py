@@ -76,8 +76,7 @@ class Nvml:
         return {name: value for name, value in found.items() if value is not None}
 
     def clock_mhz(self) -> float | None:
-        clock: float | None = self.ask("ClockInfo", "NVML_CLOCK_SM", 1.0)
-        return clock
+        return self.ask("ClockInfo", "NVML_CLOCK_SM", 1.0)
 
     def throttle(self) -> list[str]:
         """Why the clock is below what it could be; [] where nothing holds it back or nobody says."""
@@ -154,8 +153,6 @@ def cpu_name() -> str:
 
 
 # ---------------------------------------------------------------------------------------------- the commit
-
-
 def git(*arguments: str) -> tuple[bool, str]:
     """Whether git did it, and what it says."""
     try:
@@ -195,8 +192,6 @@ def source_hash() -> str:
 
 
 # ------------------------------------------------------------------------------------------------ ceilings
-
-
 def ceilings(device: torch.device, timer: Timer, known: dict[str, Any]) -> dict[str, float]:
     """What this device reaches, a matrix product and a copy on random data, and what it cannot exceed."""
     found: dict[str, float] = {}

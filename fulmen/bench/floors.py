@@ -54,8 +54,6 @@ def family(op: str, function: str = "") -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------ a case's sizes
-
-
 class Shape(NamedTuple):
     """The sizes of a case, all above 0."""
 
@@ -122,8 +120,6 @@ def projections_of(case: Case) -> list[tuple[int, int]]:
 
 
 # -------------------------------------------------------------------------------------------------- work
-
-
 @dataclass(frozen=True)
 class Work:
     """What one pass must do at least, and what it is usually said to do."""
@@ -272,8 +268,6 @@ def memory(op: str, case: Case, pass_: str = "total") -> dict[str, float] | None
 
 
 # ---------------------------------------------------------------------------------------------- ceilings
-
-
 class Gpu(NamedTuple):
     """What a data sheet says. `tensor`: dense FLOP per clock and SM, 16-bit operands, fp32 accumulation."""
 
@@ -353,19 +347,14 @@ def rate(arch: int, dtype: str, geforce: bool = False) -> tuple[float, float] | 
 
 
 class Limits(NamedTuple):
-    """Ceilings in FLOP/s and B/s; None: not known.
+    """Ceilings in FLOP/s and B/s; None: not known."""
 
-    hard      what no kernel passes
-    reached   by a matrix product and by a copy on the machine at hand, or else what the data sheet says
-    measured  those reached were measured
-    """
-
-    flops_hard: float | None
+    flops_hard: float | None  # what no kernel passes
     bytes_hard: float | None
-    flops_reached: float | None
+    flops_reached: float | None  # by a matrix product or a copy on this machine, or else what the data sheet says
     bytes_reached: float | None
     l2_bytes: float = 0.0
-    measured: bool = False
+    measured: bool = False  # those reached were measured
     gpu: bool = True
 
     def floor_ms(self, flops: float, size: float, reached: bool = False) -> float | None:

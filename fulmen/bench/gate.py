@@ -3,6 +3,7 @@
 A `Problem` is one set of arguments with everything that must come out. An implementation is called on it with every
 allocation filled with NaN, then with other values in the same memory. Its results and all gradients are compared with
 fp64 under the derived tolerance of `fulmen.testing`, and its arguments must be unchanged. A failure names the tensor.
+`breakdown` says what memory a call takes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,30 +36,18 @@ class Wrong(Exception):
         self.correctness = correctness or {}
 
 
-def whole(name: str, x: Tensor) -> Tensor:
-    return x
-
-
 @dataclass
 class Problem:
-    """One set of arguments: what goes in, what comes back to it, and what is right.
+    """One set of arguments: what goes in, what comes back to it, and what is right."""
 
-    x          what an implementation is called with
-    leaves     the tensors in it that require a gradient, by name
-    douts      the gradient of each output, by the output's name, in order; random and contiguous
-    constants  the other tensors in it
-    expected   what must come out, by name: outputs, and "d" + a leaf's name for its gradient
-    pick       the part of a result that `expected` describes: at the timed sizes, a few heads
-    after      what the pass `total` does with the gradients: an optimiser's step, that leaves the arguments as they are
-    """
-
-    x: Any
-    leaves: dict[str, Tensor]
-    douts: dict[str, Tensor]
-    expected: Callable[[], dict[str, Expected]]
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    pick: Callable[[str, Tensor], Tensor] = whole
+    x: Any  # what an implementation is called with
+    leaves: dict[str, Tensor]  # the tensors in it that require a gradient, by name
+    douts: dict[str, Tensor]  # the gradient of each output, by the output's name, in order; random and contiguous
+    expected: Callable[[], dict[str, Expected]]  # by name: outputs, and "d" + a leaf's name for its gradient
+    constants: dict[str, Tensor] = field(default_factory=dict)  # the other tensors in x
+    pick: Callable[[str, Tensor], Tensor] = lambda name, x: x  # the part that `expected` describes, as a few heads
     after: Callable[[Sequence[Tensor | None]], Any] | None = None
+    # what the pass `total` does with the gradients: an optimiser's step, that leaves the arguments as they are
 
     def __post_init__(self) -> None:
         self.expected = functools.lru_cache(maxsize=1)(self.expected)
@@ -130,8 +120,6 @@ class Formula:
 
 
 # ------------------------------------------------------------------------------------------- one evaluation
-
-
 def outputs_by_name(problem: Problem, given: Any) -> dict[str, Tensor]:
     """What a call returned, as named outputs; raises Wrong where one is missing or of another kind."""
     outs = tuple(given) if isinstance(given, list | tuple) else (given,)
@@ -260,8 +248,6 @@ def _scale(difference: Tensor, exact: Tensor, bound: float, dtype: torch.dtype) 
 
 
 # ------------------------------------------------------------------------------------------------ the gate
-
-
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Memory comes filled with NaN (integers: their maximum), so that an element nobody wrote is seen.
@@ -346,3 +332,81 @@ def gate(problems: Sequence[Problem], attend: Attend, backward: bool = True) -> 
             finally:
                 exchange(a, b)
     return worst
+
+
+# ------------------------------------------------------------------------------------------------- memory
+def storages(*tensors: Tensor) -> dict[int, int]:
+    """Bytes of the memory beneath tensors, by its address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"}
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(storages(*tensors).values())
+
+
+def saved_bytes(problem: Problem, attend: Attend) -> int:
+    """What autograd keeps between forward and backward, but for inputs and outputs, which are counted already."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept.update(storages(x))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outs = outputs_of(problem, attend)
+    known = storages(*problem.tensors().values(), *outs.values())
+    return sum(size for at, size in kept.items() if at not in known)
+
+
+def use_of(work: Callable[[], Any], device: torch.device) -> tuple[int, int, Any]:
+    """What a call took above what was there before, at the most and when it was over; and its result.
+
+    By the allocator's counters on a GPU, by the profiler's record of allocations on a CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        torch.cuda.synchronize(device)
+        peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return peak - before, left - before, result
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells the terminal of every start and stop
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        result = work()
+    record: Any = seen.profiler
+    events = [e for e in record.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    running = list(itertools.accumulate(e.nbytes() for e in events)) or [0]
+    return max(0, *running), max(0, running[-1]), result
+
+
+def breakdown(
+    problem: Problem, attend: Attend, device: torch.device, floors: dict[str, float], backward: bool = True
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Memory by pass and kind, {"bytes": ..., "floor": ...}: inputs, output, what is saved for the backward, gradients,
+    workspaces and the peak. Only the inputs and dO are there when the call begins."""
+    least = {name: floors.get(name, 0) for name in ("inputs", "output", "gradients")}
+    given = bytes_of(*problem.leaves.values(), *problem.constants.values())
+
+    def entries(peak: int, **sizes: int) -> dict[str, dict[str, float]]:
+        lowest = sum(least[name] for name in sizes if name in least)
+        rows = {name: (size, least.get(name, 0)) for name, size in sizes.items()} | {"peak": (peak, lowest)}
+        return {name: {"bytes": float(max(size, 0)), "floor": float(floor)} for name, (size, floor) in rows.items()}
+
+    saved = {"saved": saved_bytes(problem, attend)} if backward else {}
+    with torch.set_grad_enabled(backward):
+        peak, left, outs = use_of(lambda: outputs_of(problem, attend), device)
+    shared = {"inputs": given, "output": bytes_of(*outs.values())} | saved
+    going = {"workspace_forward": peak - left}
+    parts = {"forward": entries(given + peak, **shared, **going)}
+    if backward:
+        peak_back, _, grads = use_of(lambda: gradients_of(problem, outs), device)
+        gradients = bytes_of(*grads.values())
+        coming = {"workspace_backward": peak_back - gradients, "gradients": gradients}
+        peak_back += given + bytes_of(*problem.douts.values()) + left
+        parts["backward"] = entries(peak_back, **shared, **coming)
+        parts["total"] = entries(max(given + peak, peak_back), **shared, **going, **coming)
+    return parts

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fulmen import hardware
-from fulmen.bench import audit, costs, environment, floors, kernels, schema, timing
+from fulmen.bench import audit, environment, floors, gate, kernels, schema, timing
 from fulmen.bench.cases import Line
 from fulmen.bench.competitors import Competitor
-from fulmen.bench.gate import Problem, Wrong, compare, exchange, gate, gradients_by_name, outputs_by_name, outputs_of
+from fulmen.bench.gate import Problem, Wrong, compare, exchange, gradients_by_name, outputs_by_name, outputs_of
 from fulmen.bench.timing import Timer
 
 SIDE_STREAM_MS = 0.05  # what a device may need to fall silent after the call's own stream did
@@ -227,7 +227,6 @@ class Group:
                     what(task)
 
     # ------------------------------------------------------------------------------------------- prepare
-
     def prepare(self) -> None:
         self.throttled = self.machine.nvml.throttle()
         with self.machine.on_stream():
@@ -251,12 +250,12 @@ class Group:
         problems = self.problems[what]
         for problem in problems:
             problem.expected()
-        for name, row in gate(problems[:1], competitor.attend, self.grad).items():
+        for name, row in gate.gate(problems[:1], competitor.attend, self.grad).items():
             if row["error"] >= found.get(name, row)["error"]:
                 found[name] = row | {"timed_shape": True}
         self.say(f"{competitor.name}: memory")
         least = floors.memory(competitor.op, floors.computed(competitor.function, self.line.case)) or {}
-        parts = costs.breakdown(problems[0], competitor.attend, self.machine.device, least, self.grad)
+        parts = gate.breakdown(problems[0], competitor.attend, self.machine.device, least, self.grad)
         self.say(f"{competitor.name}: warm-up")
         for cell in cells:
             cell.correctness, cell.memory = found, parts.get(cell.pass_, {})
@@ -275,9 +274,9 @@ class Group:
         key = (*who, self.grad, group, *sorted((k, str(v)) for k, v in rest.items()))
         whole = (*who, *(case.get(k) for k in ("D", "E", "dtype")))
         if key not in self.passed:
-            found = gate([competitor.small(self._seed()) for _ in range(2)], competitor.attend, self.grad)
+            found = gate.gate([competitor.small(self._seed()) for _ in range(2)], competitor.attend, self.grad)
             if competitor.fully is not None and self.grad and whole not in self.passed:
-                found |= gate([competitor.small(self._seed(), fully=True)], competitor.fully, self.grad)
+                found |= gate.gate([competitor.small(self._seed(), fully=True)], competitor.fully, self.grad)
                 self.passed[whole] = {}
             self.passed[key] = found
         return dict(self.passed[key])
@@ -305,7 +304,6 @@ class Group:
             )
 
     # -------------------------------------------------------------------------------------------- sample
-
     def sample(self) -> None:
         """One round: every task that is not done once, in an order drawn anew."""
         with self.machine.on_stream():
@@ -369,10 +367,9 @@ class Group:
         if settings.loop:
             cell.stats["loop"] = timing.loop_ms(timer, fresh(), settings.loop)
         if settings.first_call and task.competitor.ours:
-            cell.stats["first_call_s"] = costs.first_call(cell, self.machine.device)
+            cell.stats["first_call_s"] = kernels.first_call(cell, self.machine.device)
 
     # -------------------------------------------------------------------------------------------- finish
-
     def finish(self, run: schema.Run) -> list[schema.Cell]:
         """The cells, judged; those that did not get to the end are marked as interrupted."""
         state, hw = self.machine.nvml.state(self.throttled), hardware.of(self.machine.device)

@@ -2,20 +2,23 @@
 
 A recorded backend runs on tensors without data while its launches are written down: no GPU is needed, and nothing here
 knows a kernel. Triton keeps binaries in its cache on disk, CUDA C++ in $FULMEN_CACHE_DIR, where the run finds them.
-What cannot be compiled here is left to the run, which says why.
+What cannot be compiled here is left to the run, which says why. `first_call` times the wait for the compiler.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -25,15 +28,14 @@ from unittest.mock import patch
 import torch
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.bench import adapters
+from fulmen.bench import adapters, schema
 from fulmen.bench.cases import Line
+from fulmen.bench.environment import PACKAGE
 
 MAX_WORKERS = 14
 
 
 # -------------------------------------------------------------------------------------------------- recording
-
-
 class Launch(NamedTuple):
     """A Triton launch that was recorded; one of CUDA C++ is a `fulmen.cuda.Launch` that was never loaded."""
 
@@ -94,8 +96,6 @@ def launches(
 
 
 # -------------------------------------------------------------------------------------------------- compiling
-
-
 def compiled(launch: Any, arch: int) -> Any:
     """What running a Triton launch would compile on a GPU of `arch`; from Triton's cache where it has been run."""
     import triton
@@ -184,8 +184,6 @@ def compile_ahead(plans: Iterable[tuple[Line, Sequence[str]]], hw: hardware.Hard
 
 
 # -------------------------------------------------------------------------------------------------- resources
-
-
 @functools.lru_cache(maxsize=512)
 def counts(binary: bytes) -> tuple[int, int]:
     """(registers a thread, spilled bytes a thread), by the cuobjdump that Triton carries."""
@@ -227,3 +225,32 @@ def resources(recorded: Iterable[Any], hw: hardware.Hardware) -> list[dict[str, 
             "programs": math.prod(launch.grid),
         })  # fmt: skip
     return rows
+
+
+# ------------------------------------------------------------------------------------------------- first calls
+def first_call(cell: schema.Cell, device: torch.device) -> float:
+    """Seconds of the pass of one of our cells in a fresh process with empty kernel caches."""
+    given = json.dumps([cell.op, cell.case, cell.competitor.partition(" ")[2], cell.pass_, str(device)])
+    with tempfile.TemporaryDirectory() as caches:
+        path = {"TRITON_CACHE_DIR": caches, "FULMEN_CACHE_DIR": caches, "PYTHONPATH": str(PACKAGE.parent)}
+        command = [sys.executable, "-m", "fulmen.bench.kernels", given]
+        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"in a fresh process: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    return float(done.stdout.split()[-1])
+
+
+def measure(op: str, case: dict[str, Any], backend: str, pass_: str, device: str) -> float:
+    problem = adapters.of(op).problem(case, torch.device(device), 1)
+    synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    o = adapters.of(op).attend(backend)(problem.x)
+    if pass_ != "forward":
+        torch.autograd.grad(o, list(problem.leaves.values()), list(problem.douts.values()))
+    synchronize()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    print(measure(*json.loads(sys.argv[1])))

@@ -69,8 +69,6 @@ def _at(flag: str, row: Row, why: str) -> Finding:
 
 
 # ------------------------------------------------------------------------------------------------- one number
-
-
 def complete(row: Row, page: Published) -> dict[str, Any]:
     """The row's facts with what had to be assumed."""
     op, facts = next((op for op, words in OPS.items() if re.search(words, row.competitor.lower())), None), row.facts
@@ -130,8 +128,6 @@ def _bytes(row: Row, facts: dict[str, Any], trained: bool) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------------------------------------ numbers together
-
-
 def apart(a: Number, b: Number) -> float:
     """By which share two printed numbers differ at the least, whatever was rounded away: 0 if they may be equal."""
     low, high = sorted((a, b))
@@ -295,7 +291,7 @@ def _plateaus(known: Sequence[tuple[Row, dict[str, Any]]]) -> Iterator[Finding]:
 
 
 def _ceilings(page: Published) -> Iterator[Finding]:
-    claimed, sheet = audit.number(page.facts.get("peak_tflops")), floors.gpu(page.facts.get("gpu", ""))
+    claimed, sheet = schema.number(page.facts.get("peak_tflops")), floors.gpu(page.facts.get("gpu", ""))
     if claimed is None or sheet is None:
         return
     dense = (floors.of_gpu(sheet, "fp16").flops_reached or math.inf) / 1e12
@@ -316,8 +312,6 @@ def _growth(page: Published) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------------------------------------------- the audit
-
-
 def audit_file(path: Path, map_path: Path | None = None, against: Sequence[Path] = ()) -> list[Finding]:
     """Everything found in a file, the worst first; raises BadResults. `against`: other reports on the same machine."""
     if _is_ours(path):

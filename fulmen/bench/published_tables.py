@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from fulmen.bench import floors
 from fulmen.bench.cases import toml
-from fulmen.bench.schema import BadResults, text_of
+from fulmen.bench.schema import BadResults, fits, text_of
 
 SIZES = ("B", "H", "H_KV", "N", "N_Q", "N_KV", "D", "E", "hidden")
 TIMES = ("forward", "backward", "total", "time")
@@ -35,7 +35,7 @@ NUMBERS = (*TIMES, *MEMORY, "speedup", "per_second", "tflops", "any")
 FACTS = (*SIZES, "competitor", "gpu", "dtype", "causal", "pass", "op", "layer", "label")
 ROLES = (*NUMBERS, *FACTS, "facts", "ignore")
 OPTIONS = ("time_unit", "memory_unit", "baseline", "against")
-SECTIONS: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list}
+SECTIONS: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list[dict[str, Any]]}
 
 # "MB" is taken for MiB: the larger of what people mean by it, so that nothing is called too small by mistake.
 UNITS = {
@@ -118,11 +118,13 @@ class Row:
 
 @dataclass
 class Published:
-    """All numbers of one file, what was assumed, and what the page says of the machine."""
+    """All numbers of one file, what its map and the page say, and what was assumed."""
 
     path: Path
+    options: dict[str, Any]  # and the other sections of the map
     facts: dict[str, Any]
-    options: dict[str, Any]
+    columns: dict[str, str]
+    where: list[dict[str, Any]]
     rows: list[Row] = field(default_factory=list)
     told: dict[str, None] = field(default_factory=dict)  # what was assumed, each once
     guessed: dict[str, str] = field(default_factory=dict)  # columns nobody explained
@@ -138,46 +140,26 @@ class Published:
     def tell(self, text: str) -> None:
         self.told[text] = None
 
-
-# -------------------------------------------------------------------------------------------------- the map
-
-
-class Map(NamedTuple):
-    """The sections of a TOML map."""
-
-    options: dict[str, Any]
-    facts: dict[str, Any]
-    columns: dict[str, str]
-    where: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, path: Path | None) -> Map:
-        """All sections, sound; raises BadResults."""
-        found = {name: kind() for name, kind in SECTIONS.items()}
-        found |= {} if path is None else toml(text_of(path), f"{path}: cannot be read", BadResults)
-        rules = found["where"] if isinstance(found["where"], list) else [None]
-        wrong = [f"unknown section {name}; there are {', '.join(SECTIONS)}" for name in found if name not in SECTIONS]
-        wrong += [f"[{name}] must be a table" for name in cls._fields[:3] if not isinstance(found[name], dict)]
-        wrong += [] if all(isinstance(rule, dict) for rule in rules) else ["[where] must be a list of tables"]
-        if not wrong:
-            unknown = set(found["options"]) - set(OPTIONS)
-            wrong = [f"unknown option {option}; there are {', '.join(OPTIONS)}" for option in unknown]
-            pairs = [pair for one in (found, *rules) for pair in one.get("columns", {}).items()]
-            odd = [(name, role) for name, role in pairs if str(role).split(" ")[0] not in ROLES]
-            wrong += [f"column {name!r} is {role!r}, must be one of {', '.join(ROLES)}" for name, role in odd]
-        if wrong:
-            raise BadResults(f"{path}: {wrong[0]}")
-        return cls(**found)
-
     def under(self, heading: str, what: str) -> dict[str, Any]:
         """`what`, "facts" or "columns", of all rules for a heading."""
         rules = [rule for rule in self.where if fnmatchcase(heading, rule.get("heading", "*"))]
         return {name: value for rule in rules for name, value in rule.get(what, {}).items()}
 
 
+def faults(sections: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a map, in an order in which what comes first is all that can be told."""
+    yield from (f"unknown section {name}; there are {', '.join(SECTIONS)}" for name in set(sections) - set(SECTIONS))
+    for name, kind in SECTIONS.items():
+        if not fits(sections[name], kind):
+            yield f"[{name}] must be a {'list of tables' if name == 'where' else 'table'}"
+    for option in set(sections["options"]) - set(OPTIONS):
+        yield f"unknown option {option}; there are {', '.join(OPTIONS)}"
+    for name, role in (pair for one in (sections, *sections["where"]) for pair in one.get("columns", {}).items()):
+        if str(role).split(" ")[0] not in ROLES:
+            yield f"column {name!r} is {role!r}, must be one of {', '.join(ROLES)}"
+
+
 # --------------------------------------------------------------------------------------------- words and cells
-
-
 def plain(text: object) -> str:
     return re.sub(r"[*`]|</?\w+>", "", str(text)).strip()
 
@@ -249,8 +231,6 @@ def facts_in(text: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------- three formats
-
-
 @dataclass
 class Table:
     name: str
@@ -337,7 +317,11 @@ def markdown_tables(text: str, page: dict[str, Any]) -> Iterator[Table]:
 def read(path: Path, map_path: Path | None = None) -> Published:
     """All numbers of a file; `map_path` defaults to the TOML file of the same name beside it, where there is one."""
     beside = path.with_suffix(".toml")
-    mapping = Map.read(map_path or (beside if beside.exists() and beside != path else None))
+    map_path = map_path or (beside if beside.exists() and beside != path else None)
+    sections: dict[str, Any] = {"options": {}, "facts": {}, "columns": {}, "where": []}
+    sections |= {} if map_path is None else toml(text_of(map_path), f"{map_path}: cannot be read", BadResults)
+    if fault := next(faults(sections), None):
+        raise BadResults(f"{map_path}: {fault}")
     text, suffix, page = text_of(path), path.suffix.lower(), dict[str, Any]()
     if "\0" in text:
         raise BadResults(f"{path}: holds binary data, not text")
@@ -347,17 +331,17 @@ def read(path: Path, map_path: Path | None = None) -> Published:
         tables = list(markdown_tables(text, page))
     else:
         tables = csv_table(path, text)
-    found = Published(path, page | mapping.facts, mapping.options)
+    found = Published(path, **sections | {"facts": page | sections["facts"]})
     for table in tables:
-        read_table(found, table, mapping)
+        read_table(found, table)
     if not found.rows:
         raise BadResults(f"{path}: no times or bytes found; say in a TOML map which column is what")
     return found
 
 
-def columns_of(found: Published, table: Table, mapping: Map) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def columns_of(found: Published, table: Table) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """For each column its role, its header and the facts that hold for it."""
-    said, (kind, _, _) = mapping.columns | mapping.under(table.heading, "columns"), table.context()
+    said, (kind, _, _) = found.columns | found.under(table.heading, "columns"), table.context()
     for i, header in enumerate(table.headers):
         role = said.get(plain(header)) or said.get(header)
         if role is None:
@@ -370,10 +354,10 @@ def columns_of(found: Published, table: Table, mapping: Map) -> Iterator[tuple[s
         yield word, header, {name: fact(name, value) if name in ROLES else value for name, value in pairs}
 
 
-def read_table(found: Published, table: Table, mapping: Map) -> None:
-    columns, context, before = list(columns_of(found, table, mapping)), table.context(), len(found.rows)
+def read_table(found: Published, table: Table) -> None:
+    columns, context, before = list(columns_of(found, table)), table.context(), len(found.rows)
     of_table: dict[str, Any] = {"pass": context[2]} if context[2] else {}
-    of_table |= found.facts | facts_in(table.heading) | mapping.under(table.heading, "facts")
+    of_table |= found.facts | facts_in(table.heading) | found.under(table.heading, "facts")
     for number, cells in table.lines:
         where, of_line = f"{found.path.name}:{number}", dict(of_table)
         for (role, _, _), cell in zip(columns, cells, strict=False):

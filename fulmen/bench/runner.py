@@ -43,16 +43,15 @@ class Selection:
     seed: int | None = None
     kernels: bool = False
 
-    def command(self, suite: str | None = None) -> str:
-        """What would repeat it; of one suite: without the options that single out a cell."""
-        options: dict[str, Sequence[Any]] = {"device": [self.device], "dtype": [self.dtype]}
-        options["seconds"] = [None if self.seconds is None else f"{self.seconds:g}"]
-        if suite is None:
-            options |= {"backend": self.backends, "baseline": self.baselines, "pass": self.passes}
-            options |= {"shape": self.shapes, "seed": [self.seed]}
+    def command(self) -> str:
+        """What would repeat it."""
+        options: dict[str, Sequence[Any]] = {
+            "device": [self.device], "dtype": [self.dtype], "seconds": [self.seconds], "backend": self.backends,
+            "baseline": self.baselines, "pass": self.passes, "shape": self.shapes, "seed": [self.seed],
+        }  # fmt: skip
         given = [(name, value) for name, values in options.items() for value in values if value is not None]
-        words = [word for name, value in given for word in (f"--{name}", str(value))]
-        return shlex.join(["fulmen", "bench", "run", *(self.suites if suite is None else [suite]), *words])
+        words = [word for name, value in given for word in (f"--{name}", schema.text(value))]
+        return shlex.join(["fulmen", "bench", "run", *self.suites, *words])
 
 
 class Monitor:
@@ -99,8 +98,6 @@ def default_out(suites: Sequence[str]) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------- measuring
-
-
 def record_of(selection: Selection, machine: Machine, commit: dict[str, Any]) -> schema.Run:
     now = datetime.now(timezone.utc)
     seed = secrets.randbits(31) if selection.seed is None else selection.seed
@@ -150,9 +147,13 @@ def cells_of(selection: Selection, line: Line, who: Competitor, run: schema.Run,
     least = floors.memory(line.op, line.case) or {}
     touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
     caches = ("cold", "hot") if machine.timer.cuda and 2 * touched < machine.timer.l2_bytes else ("cold",)
-    seed, command = int(run.environment.get("seed", 0)), selection.command(line.suite)
-    states = [(pass_, cache) for pass_ in line.settings.passes for cache in caches]
-    return [who.cell(line, run.run_id, *state, seed, command) for state in states]
+    ours, theirs = (who.name.removeprefix(competitors.OURS), "none") if who.ours else ("none", who.name)
+    shape = ",".join(f"{key}={schema.text(value)}" for key, value in {"op": line.op, **line.case}.items())
+    one = {"suites": (line.suite,), "backends": (ours,), "baselines": (theirs,), "shapes": (shape,)}
+    alone = replace(selection, **one, seed=int(run.environment.get("seed", 0)))  # type: ignore[arg-type]
+    commands = {pass_: replace(alone, passes=(pass_,)).command() for pass_ in line.settings.passes}
+    states = [(pass_, cache) for pass_ in commands for cache in caches]
+    return [who.cell(line, run.run_id, *state, alone.seed or 0, commands[state[0]]) for state in states]
 
 
 def run(

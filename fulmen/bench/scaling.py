@@ -106,8 +106,6 @@ def render(rows: list[dict[str, Any]], console: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------- inside the processes
-
-
 def _rank(rank: int, scaling: Scaling, folder: str) -> None:
     if scaling.device == "cuda":
         torch.cuda.set_device(rank)

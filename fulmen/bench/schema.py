@@ -20,6 +20,8 @@ import gzip
 import hashlib
 import json
 import math
+import types
+import typing
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +38,16 @@ STATUSES = tuple(words.STATUSES)
 def printable(text: str) -> str:
     """The text without control characters, which could drive a terminal: they are spelled out (\\x1b)."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None for anything else: results may come from anybody."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number too large for a float
+        return None
 
 
 def text(value: Any) -> str:
@@ -82,7 +94,7 @@ class Run:
     command: str  # what would repeat it
     environment: dict[str, Any]  # device, arch, sm_count, l2_bytes, driver, torch, triton, python, cpu ...
     commit: dict[str, Any]  # sha, dirty, diff: a hash of what is not committed, source: one of all source files
-    ceilings: dict[str, float] = field(default_factory=dict)
+    ceilings: dict[str, Any] = field(default_factory=dict)
     # flops_hard, flops_nominal, flops_measured (FLOP/s); bytes_hard, bytes_measured (B/s); clock_max_mhz
     protocol: str = "1"
     kind: str = "run"
@@ -111,7 +123,7 @@ class Cell:
     device_ms: float | None = None  # by graph replay, without the host
     kernels_ms: float | None = None  # kernels alone, by the profiler, without the gaps between them
     host_ms: float | None = None  # wall time of a synchronised call
-    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     # inputs, output, saved, workspace_forward, workspace_backward, gradients, peak: {"bytes": ..., "floor": ...}
     correctness: dict[str, dict[str, Any]] = field(default_factory=dict)  # tensor: error, bound, max_abs, ok
     audit: dict[str, Any] = field(default_factory=dict)
@@ -141,6 +153,9 @@ class Cell:
 
     def flags(self) -> list[str]:
         return [str(f.get("flag")) for f in self.audit.get("flags", [])]
+
+
+TYPES = {kind: typing.get_type_hints(kind) for kind in (Run, Cell)}
 
 
 def dumps(record: Run | Cell) -> str:
@@ -185,19 +200,25 @@ def parse(line: str, where: str) -> Run | Cell:
 def check(record: Run | Cell, where: str) -> None:
     """Types and words of the fields other code relies on; a file may come from anybody."""
     for f in dataclasses.fields(record):
-        value = getattr(record, f.name)
-        plain = str(f.type).split("[")[0].split(" |")[0]
-        wanted: Any = {"str": str, "int": int, "dict": dict, "list": list, "float": (int, float)}.get(plain)
-        optional = "None" in str(f.type) and value is None
-        if wanted is not None and not optional and (not isinstance(value, wanted) or isinstance(value, bool)):
+        if not fits(value := getattr(record, f.name), TYPES[type(record)][f.name]):
             raise BadResults(f"{where}: {f.name} is {type(value).__name__}, must be {f.type}")
     if isinstance(record, Cell):
-        if record.pass_ not in PASSES:
-            raise BadResults(f"{where}: pass_ {record.pass_!r}, must be one of {', '.join(PASSES)}")
-        if record.status not in STATUSES:
-            raise BadResults(f"{where}: status {record.status!r}, must be one of {', '.join(STATUSES)}")
-        if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in record.samples_ms):
-            raise BadResults(f"{where}: samples_ms must be numbers")
+        if not fits(record.audit.get("flags", []), list[dict[str, Any]]):
+            raise BadResults(f"{where}: audit.flags must be a list of objects")
+        for name, word, known in (("pass_", record.pass_, PASSES), ("status", record.status, STATUSES)):
+            if word not in known:
+                raise BadResults(f"{where}: {name} {word!r}, must be one of {', '.join(known)}")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type such as list[float], with everything in it; numbers must be finite."""
+    inner = typing.get_args(kind)
+    if kind is Any or isinstance(kind, types.UnionType):
+        return kind is Any or any(fits(value, one) for one in inner)
+    if kind is float:
+        return number(value) is not None
+    right = isinstance(value, typing.get_origin(kind) or kind) and not isinstance(value, bool)
+    return right and (not inner or all(fits(x, inner[-1]) for x in getattr(value, "values", lambda: value)()))
 
 
 @dataclass

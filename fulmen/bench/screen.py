@@ -6,16 +6,9 @@ import math
 from collections import Counter
 from typing import Any
 
+from rich import progress
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)  # fmt: skip
 from rich.table import Column
 
 from fulmen.bench import schema
@@ -46,9 +39,10 @@ class Screen(Monitor):
     def __init__(self, console: Console) -> None:
         self.console, self.case = console, ""
         self.counts: Counter[str] = Counter()
-        words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-        self.progress = Progress(
-            BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), words,
+        words = progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+        times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+        self.progress = progress.Progress(
+            progress.BarColumn(20), progress.MofNCompleteColumn(), *times, words,
             console=console, transient=True, expand=True, disable=not console.is_terminal,
             speed_estimate_period=math.inf,  # cells come in bursts, a group at a time: only the whole says how fast
         )  # fmt: skip

@@ -22,14 +22,11 @@ import torch
 
 from fulmen import hardware
 
-CLOCKS: list[tuple[Any, str, Any]] = [
-    (owner, name, getattr(owner, name))
-    for owner, names in (
-        (time, ("perf_counter_ns", "perf_counter", "time")), (torch.cuda, ("Event", "synchronize")),
-        (torch.cuda.Event, ("record", "elapsed_time", "synchronize")),
-    )
-    for name in names
-]  # fmt: skip
+OWNERS: dict[Any, str] = {
+    time: "perf_counter_ns perf_counter time", torch.cuda: "Event synchronize",
+    torch.cuda.Event: "record elapsed_time synchronize",
+}  # fmt: skip
+CLOCKS = [(owner, name, getattr(owner, name)) for owner, names in OWNERS.items() for name in names.split()]
 OWN = (time.perf_counter_ns, torch.cuda.Event, torch.cuda.synchronize)
 _now, _Event, _synchronize = OWN
 
@@ -85,20 +82,15 @@ class Timer:
         self.asked, self.slow_clock = 0, False
         self.l2_bytes = hardware.of(device).l2_bytes if self.cuda else CPU_CACHE
         self.cache = torch.empty(2 * self.l2_bytes, dtype=torch.int8, device=device)
+        self.cycles_per_ms = 0.0  # so that there is no spacer while it is measured
         self.cycles_per_ms = self._calibrate() if self.cuda else 0.0
 
     def _calibrate(self) -> float:
         """Cycles that `torch.cuda._sleep` counts in a millisecond at the highest clock seen: a GPU that was idle is
         slow at first, and a spacer so measured would be too short later."""
-        cycles, most = 2_000_000, 0.0
-        for _ in range(30):
-            start, end = _Event(enable_timing=True), _Event(enable_timing=True)
-            start.record()
-            torch.cuda._sleep(cycles)
-            end.record()
-            end.synchronize()
-            most = max(most, cycles / max(start.elapsed_time(end), 1e-3))
-        return most
+        cycles = 2_000_000
+        times = (self._sample(lambda: torch.cuda._sleep(cycles), False, 0.0).ms for _ in range(30))
+        return cycles / max(min(times), 1e-3)
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -189,8 +181,6 @@ def loop_ms(timer: Timer, work: Work, calls: int, rounds: int = 10) -> float:
 
 
 # --------------------------------------------------------------------------------------- graph replay
-
-
 def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, cold: bool = True) -> float | None:
     """Device time of a call without the host: captured as a CUDA graph and replayed. None: cannot be captured.
 
@@ -313,8 +303,6 @@ class Ran(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------- statistics
-
-
 def interval(samples: Sequence[float], resamples: int = 400) -> tuple[float, float]:
     """95 % bootstrap interval of the median."""
     x = numpy.asarray(samples)

@@ -69,8 +69,6 @@ def nearest_first(op: str, current: Tiles) -> list[Tiles]:
 
 
 # --------------------------------------------------------------------------------------------- launches of a pass
-
-
 class Job(NamedTuple):
     """A pass of an operation at a shape on some hardware."""
 
@@ -83,6 +81,8 @@ class Job(NamedTuple):
         """What the kernel is launched with; with `config`, in this pass."""
         spec, policy = adapters.of(self.op).spec(self.case, torch.device("meta")), dispatch.policy(self.op)
         tile = policy.choose(spec, self.hw, "triton").tile
+        if self.op == "flash":
+            tile = tile._replace(joined=None)  # each pass has a launch of its own here
         if config is None:
             return tile
         one = policy.TritonTile(*config)
@@ -94,16 +94,11 @@ class Job(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A pass on tensors, made once for all tiles.
+    """A pass on tensors, made once for all tiles."""
 
-    launches  its launches with some tiles
-    results   what they write
-    before    the launches of what they read
-    """
-
-    launches: Callable[[Tiles], list[Any]]
-    results: list[Tensor]
-    before: Sequence[Any] = ()
+    launches: Callable[[Tiles], list[Any]]  # with some tiles
+    results: list[Tensor]  # what they write
+    before: Sequence[Any] = ()  # the launches of what they read
 
 
 def bind(job: Job, device: torch.device) -> Bound:
@@ -154,8 +149,6 @@ def jobs_of(op: str, shapes: Sequence[str], dtype: str, hw: hardware.Hardware) -
 
 
 # --------------------------------------------------------------------------------------- compiling and timing
-
-
 def compile_one(job: Job, config: Tiles) -> None:
     """In a process of its own: the binary goes to Triton's cache on disk, where the run finds it."""
     for one in bind(job, torch.device("meta")).launches(config):

@@ -112,14 +112,14 @@ def test_baselines_of_a_cache_run_at_the_fixed_shape() -> None:
     line = next(line for line in runner.lines_of(Selection(("decode",)), CPU) if line.case.get("page"))
     own = adapters.of("flash").complete({k: v for k, v in line.case.items() if k in adapters.of("flash").KEYS})
     small = own | {"B": 2, "N": 40}
-    assert BASELINES["sdpa"].requires(line.case, CPU) is None
+    assert BASELINES["sdpa"].refusal(line.case, CPU) is None
     gate.gate([adapters.of("flash").problem(small, CPU, 1)], BASELINES["sdpa"].call, backward=False)
     assert adapters.of("flash").function(own) == adapters.of("flash_cache").function(line.case)
 
 
 def test_fla_writes_states_in_fp32_only() -> None:
     case = adapters.of("step").complete({"state_dtype": "bf16"})
-    assert "fp32" in str(BASELINES["fla-recurrent"].requires(case, torch.device("cuda")))
+    assert "fp32" in str(BASELINES["fla-recurrent"].refusal(case, torch.device("cuda")))
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_fewer_queries_than_keys(causal: bool) -> None:
     assert set(gate.gate(problems, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
     with pytest.raises(gate.Wrong):
         gate.gate(problems, lambda x: adapter.attend("eager")(x) * 1.01)
-    assert (BASELINES["sdpa"].requires(case, CPU) is not None) == causal
+    assert (BASELINES["sdpa"].refusal(case, CPU) is not None) == causal
     assert "N_Q" not in adapter.complete({"N": 90, "N_Q": 90})
 
 

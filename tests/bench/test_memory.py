@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulmen import cuda, dispatch, hardware
-from fulmen.bench import adapters, costs, floors, kernels
+from fulmen.bench import adapters, floors, gate, kernels
 from fulmen.bench.gate import Problem
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ FLOORS = {"inputs": MB, "output": MB, "gradients": MB}
 
 def test_every_part_is_found() -> None:
     problem, attend = wasteful()
-    parts = costs.breakdown(problem, attend, CPU, FLOORS)
+    parts = gate.breakdown(problem, attend, CPU, FLOORS)
     total = {name: entry["bytes"] / MB for name, entry in parts["total"].items()}
     assert total["inputs"] == total["output"] == total["gradients"] == 1
     assert total["saved"] == 3
@@ -57,7 +57,7 @@ def test_every_part_is_found() -> None:
 
 def test_without_gradients_nothing_is_saved() -> None:
     problem, attend = wasteful()
-    parts = costs.breakdown(problem, attend, CPU, FLOORS, backward=False)
+    parts = gate.breakdown(problem, attend, CPU, FLOORS, backward=False)
     assert set(parts) == {"forward"}
     assert set(parts["forward"]) == {"inputs", "output", "workspace_forward", "peak"}
 
@@ -68,7 +68,7 @@ def test_our_ops_stay_above_their_floors(op: str) -> None:
     case = adapter.complete({"H": 2, "N": 256, "D": 32, "dtype": "float32"})
     least = floors.memory(op, case)
     assert least is not None
-    parts = costs.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, least)
+    parts = gate.breakdown(adapter.problem(case, CPU, 1), adapter.attend("eager"), CPU, least)
     for entries in parts.values():
         for name, entry in entries.items():
             assert entry["bytes"] >= entry["floor"], name
@@ -79,7 +79,7 @@ def test_every_part_is_found_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     q = torch.randn(MB, device=device).requires_grad_()
     problem = Problem((q,), {"q": q}, {"o": torch.randn_like(q)}, dict)
-    parts = costs.breakdown(problem, lambda x: torch.exp(x[0]), device, {"inputs": 0, "output": 0, "gradients": 0})
+    parts = gate.breakdown(problem, lambda x: torch.exp(x[0]), device, {"inputs": 0, "output": 0, "gradients": 0})
     assert parts["total"]["output"]["bytes"] == 4 * MB
     assert parts["total"]["saved"]["bytes"] == 0  # exp keeps its output
     assert parts["total"]["peak"]["bytes"] >= 16 * MB
@@ -97,13 +97,16 @@ def test_under_the_interpreter_there_are_no_binaries() -> None:
     assert kernels.resources(kernels.launches("lightning", case, hw, "triton", "total"), hw) == []
 
 
-@pytest.mark.parametrize("op", ["lightning", "flash"])
-def test_launches_of_forward_and_backward(op: str) -> None:
-    case, hw = adapters.of(op).complete({"dtype": "bfloat16"}), hardware.TARGETS[90]
+@pytest.mark.parametrize(
+    ("op", "more", "backward"),
+    [("lightning", {}, 2), ("flash", {"N": 8192}, 2), ("flash", {"N": 128}, 1)],  # of small calls one launch
+)
+def test_launches_of_forward_and_backward(op: str, more: dict[str, int], backward: int) -> None:
+    case, hw = adapters.of(op).complete({"dtype": "bfloat16"} | more), hardware.TARGETS[90]
     for fully in (False, True):
-        assert len(kernels.launches(op, case, hw, "triton", "total", fully)) == 3
+        assert len(kernels.launches(op, case, hw, "triton", "total", fully)) == 1 + backward
     parts = [kernels.launches(op, case, hw, "triton", pass_) for pass_ in ("forward", "backward")]
-    assert [len(part) for part in parts] == [1, 2]
+    assert [len(part) for part in parts] == [1, backward]
     assert kernels.launches(op, case, hw, "eager", "total") == []
 
 

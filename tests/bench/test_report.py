@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fulmen.__main__ import main
 from fulmen.bench import audit, comparing, report, schema, words
-from fulmen.bench.report import content, html, markdown, model, plots, table
+from fulmen.bench.report import content, model, plots
 from tests.bench import sample_results
 
 
@@ -55,7 +55,7 @@ def test_reading_changes_nothing(results):
 
 
 def test_the_page_asks_nothing_of_the_network(read):
-    page = html.render(read)
+    page = report.html(read)
     assert "default-src 'none'" in page
     assert "unsafe" not in page.split("</head>")[0].split("Content-Security-Policy")[1].split(">")[0]
     outside = re.sub(r'<script type="text/plain".*?</script>', "", page, flags=re.S).replace(
@@ -72,14 +72,14 @@ def test_no_time_of_a_cell_that_does_not_count(results):
     cells[4].status, cells[4].reason = "failed", "dk is wrong"  # the samples are still there
     cells[4].samples_ms, cells[4].stats, cells[4].device_ms = [0.123456], {"median": 0.123456}, 0.123456
     again = model.read(schema.Results(results.runs, cells))
-    texts = {"html": json.dumps(data_of(html.render(again))), "md": markdown.render(again), "csv": table.render(again)}
+    texts = {"html": json.dumps(data_of(report.html(again))), "md": report.markdown(again), "csv": report.table(again)}
     for name, text in texts.items():
         assert "0.12345" not in text, name
     assert "dk is wrong" in texts["md"]
 
 
 def test_csv(read):
-    lines = list(csv.DictReader(io.StringIO(table.render(read))))
+    lines = list(csv.DictReader(io.StringIO(report.table(read))))
     assert len(lines) == len(read.rows)
     first = lines[0]
     assert float(first["median_ms"]) == read.rows[0].median
@@ -90,13 +90,13 @@ def test_csv(read):
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", "\t=1", "\r=1", " =1", "\n=1", "|x", "%x"])
 def test_csv_guards_against_formulas(text):
-    assert table.guarded(text) == "'" + text
-    assert table.guarded(-1.5) == -1.5
-    assert table.guarded("a-1") == "a-1"
+    assert report.guarded(text) == "'" + text
+    assert report.guarded(-1.5) == -1.5
+    assert report.guarded("a-1") == "a-1"
 
 
 def test_markdown(read):
-    text = markdown.render(read)
+    text = report.markdown(read)
     assert "311 of 324 cells proven right" in text
     assert "### B4 H32 D64 · bf16 · causal · decay" in text
     for heading in ("Environment", "Scaling", "Memory", "Correctness", "Without a number", "What the words mean"):
@@ -107,7 +107,7 @@ def test_markdown(read):
 
 
 def test_payload(read):
-    data = data_of(html.render(read))
+    data = data_of(report.html(read))
     assert len(data["rows"]) == len(data["cells"]["lines"]) == 324
     assert sum(tile[2] for tile in data["tiles"]) == 324
     assert data["tiles"][0][0] == "ok"
@@ -179,7 +179,7 @@ def bad_files():
     cell = json.loads(good[1])
     for name, change, said in (
         ("flags", {"audit": {"flags": "x"}}, "audit.flags"),
-        ("memory", {"memory": {"peak": 3}}, "memory must"),
+        ("memory", {"memory": {"peak": 3}}, "memory is dict, must be"),
         ("clocks", {"clocks_mhz": ["x"]}, "clocks_mhz"),
         ("resources", {"resources": ["x"]}, "resources"),
         ("correctness", {"correctness": {"o": 1}}, "correctness"),
@@ -246,7 +246,7 @@ def test_throughput_in_fitting_units(read):
         cell.stats = {"median": 1e5}
     slow = model.read(schema.Results(read.results.runs, cells))
     for report_, unit in ((read, "TFLOP/s"), (slow, "MFLOP/s")):
-        shown = table.shown(report_)
+        shown = content.shown(report_)
         column = [name for name, _ in shown["columns"]].index("Arithmetic")
         assert shown["lines"][0][column]["text"].endswith(unit)
 
@@ -270,7 +270,7 @@ def test_headlines(read):
     assert (one.name, len(one.rows)) == ("fulmen triton", 6)
     assert 1 < one.low < one.mean < one.high < 0.61 / 0.40 + 0.05
     assert found["lightning", "total"].name == "fulmen triton ≠"
-    text = markdown.render(read)
+    text = report.markdown(read)
     assert text.index("fulmen triton against sdpa-fa2") < text.index("proven right") < text.index("## Environment")
 
 
@@ -292,7 +292,7 @@ def test_families_without_the_baseline_say_so(results):
         for c in results.cells
         if c.suite == "lightning" and not (c.competitor.startswith("sdpa") and c.case["D"] == 64)
     ]
-    text = markdown.render(model.read(schema.Results(results.runs, cells)))
+    text = report.markdown(model.read(schema.Results(results.runs, cells)))
     assert "decay · no baseline" in text
 
 

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from fulmen.bench import schema
-from fulmen.bench.report import html, model
+from fulmen.bench import report, schema
+from fulmen.bench.report import model
 from tests.bench import sample_results
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -47,7 +47,7 @@ def results():
 @pytest.fixture(scope="module")
 def folder(results, tmp_path_factory):
     path = tmp_path_factory.mktemp("report")
-    (path / "report.html").write_text(html.render(model.read(results)), encoding="utf-8")
+    (path / "report.html").write_text(report.html(model.read(results)), encoding="utf-8")
     return path
 
 
@@ -124,7 +124,7 @@ def test_a_training_step_shows_its_kernels_by_kind(watch, results, tmp_path):
     for i, cell in enumerate(cells):
         cell.op, cell.kinds = "train", {"products": 1.0 + i, "attention": 0.5, "glue": 0.25, "optimiser": 0.25}
     (tmp_path / "report.html").write_text(
-        html.render(model.read(schema.Results(results.runs, cells))), encoding="utf-8"
+        report.html(model.read(schema.Results(results.runs, cells))), encoding="utf-8"
     )
     page = watch(tmp_path / "report.html").page
     assert texts(page, "#kinds [colspan]") == ["B1 H32 H_KV 8 D128 · bf16 · causal · N 1,024"]
@@ -167,7 +167,7 @@ def test_a_card_without_the_baseline_says_so(watch, results, tmp_path):
         if c.suite == "lightning" and not (c.competitor.startswith("sdpa") and c.case["D"] == 64)
     ]
     (tmp_path / "report.html").write_text(
-        html.render(model.read(schema.Results(results.runs, cells))), encoding="utf-8"
+        report.html(model.read(schema.Results(results.runs, cells))), encoding="utf-8"
     )
     page = watch(tmp_path / "report.html").page
     first, second = texts(page, "#speed figcaption")[1:]
@@ -187,7 +187,7 @@ def test_growth_and_units_of_a_slow_machine(watch, results, tmp_path):
         environment={"device": "a CPU", "arch": 0}, ceilings={"flops_measured": 1e11, "bytes_measured": 1e10}
     )
     slow = model.read(schema.Results({run.run_id: run}, cells))
-    (tmp_path / "report.html").write_text(html.render(slow), encoding="utf-8")
+    (tmp_path / "report.html").write_text(report.html(slow), encoding="utf-8")
     page = watch(tmp_path / "report.html").page
     growth = texts(page, "#scaling .plain tbody td:nth-child(4)")
     assert "sublinear" in growth
@@ -325,7 +325,7 @@ def test_a_browser_that_cannot_inflate_is_told(browser, folder):
 
 def test_hostile_names_are_inert(watch, tmp_path):
     evil = sample_results.hostile()
-    (tmp_path / "report.html").write_text(html.render(model.read(evil)), encoding="utf-8")
+    (tmp_path / "report.html").write_text(report.html(model.read(evil)), encoding="utf-8")
     page = watch(tmp_path / "report.html").page
     open_first(page)
     assert "<img src=x" in page.locator("#drawer h2").text_content()
@@ -409,6 +409,6 @@ def test_prints(watch, folder):
 def test_a_thousand_rows(watch, tmp_path):
     many = sample_results.make(samples=60, repeat=4)
     many.cells = many.cells[:1000]
-    (tmp_path / "report.html").write_text(html.render(model.read(many)), encoding="utf-8")
+    (tmp_path / "report.html").write_text(report.html(model.read(many)), encoding="utf-8")
     page = watch(tmp_path / "report.html").page
     assert page.locator("#table tbody tr").count() == 1000

@@ -53,7 +53,7 @@ def test_a_cell_measured_again_replaces_the_first(tmp_path: Path) -> None:
         (json.dumps({"schema": schema.SCHEMA, "kind": "spoon"}) + "\n", "spoon"),
         (schema.dumps(cell()).replace('"forward"', '"sideways"') + "\n", "sideways"),
         (schema.dumps(cell()).replace('"ok"', '"fine"') + "\n", "fine"),
-        (schema.dumps(cell()).replace("[1.0, 1.5]", '["1.0"]') + "\n", "samples_ms must be numbers"),
+        (schema.dumps(cell()).replace("[1.0, 1.5]", '["1.0"]') + "\n", "samples_ms is list, must be list[float]"),
         (schema.dumps(cell()).replace('"case": {"B": 1, "N": 8}', '"case": 7') + "\n", "case is int"),
         (schema.dumps(cell()).replace('"competitor"', '"contender"') + "\n", "competitor"),
     ],

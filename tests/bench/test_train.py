@@ -49,6 +49,23 @@ def test_a_training_step(tmp_path: Path, compiled: str, monkeypatch: pytest.Monk
     assert torchs.audit["flops"] < ours.audit["flops"]
 
 
+def test_blocks_of_one_kind_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block has no y; each kind is compiled once more. Nothing is computed otherwise."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    sizes = {"B": 1, "N": 8, "H": 2, "D": 16, "layers": 6, "pattern": "LLG", "vocab": 7, "dtype": "float32"}
+    stack = adapter.Stack(train.complete(sizes), CPU, torch.float32, "auto")
+    ids, targets = torch.randint(0, 7, (2, 1, 8))
+    want = stack(ids, targets, adapter.OURS)
+    adapter.compile_blocks(stack)
+    torch.testing.assert_close(stack(ids, targets, adapter.OURS), want)
+    assert counter.frame_count == 3
+    torch._dynamo.reset()
+
+
 def test_a_step_leaves_the_parameters_as_they_are() -> None:
     case = train.complete(
         {"B": 1, "N": 8, "H": 2, "D": 16, "layers": 1, "pattern": "L", "vocab": 7, "dtype": "float32"}
@@ -69,8 +86,8 @@ def test_a_pattern_of_other_letters_is_refused() -> None:
 
 
 def test_fla_is_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(competitors, "absent", lambda module, package: f"{package} is not installed")
-    why = competitors.BASELINES["fla-stack"].requires({}, torch.device("cuda"))
+    monkeypatch.setattr(competitors.importlib.util, "find_spec", lambda module: None)
+    why = competitors.BASELINES["fla-stack"].refusal({}, torch.device("cuda"))
     assert why == "flash-linear-attention is not installed"
 
 

@@ -31,38 +31,33 @@ Call = tuple[Any, Any, Callable[..., tuple[Any, ...]]]  # spec, residuals; forwa
 
 
 class Operation:
-    """What is drawn, computed and called for a case.
+    """What is drawn, computed and called for a case."""
 
-    KEYS      the keys of a case with their defaults; None: derived by `complete`
-    backends  the operation of the registry whose backends serve it, unless `within` names another
-    function  case -> what is computed, in words
-    drawn     case, source, fully -> a `Problem`; fully: with states or lse
-    attend    backend -> our implementation as it is timed
-    call      case, fully -> a `Call`, without data
-    """
-
-    KEYS: ClassVar[Case]
-    backends: ClassVar[str]
-    function: Any
-    drawn: Any
-    attend: Any
-    call: Any
+    SIZES: ClassVar[Case] = {"B": 1, "H": 8, "H_KV": None, "N": 1024, "D": 64, "E": None, "dtype": "auto"}
+    KEYS: ClassVar[Case]  # of a case, with their defaults; None: derived by `complete`
+    backends: ClassVar[str]  # the operation of the registry that serves it, unless `within` names another
+    function: Any  # case -> what is computed, in words
+    drawn: Any  # case, source, fully -> a `Problem`; fully: with states or lse
+    attend: Any  # backend -> our implementation as it is timed
+    call: Any  # case, fully -> a `Call`, without data
 
     def complete(self, case: Case) -> Case:
         """The case with every key filled in; raises ValueError."""
-        done = self.said(case)
-        done |= {key: done[key] or done[usual] for key, usual in (("H_KV", "H"), ("E", "D")) if key in done}
-        if done.get("grad") and self.KEYS.get("grad") is False:
-            raise ValueError("grad=yes: decoding has no gradient")
-        self.check(done)
+        done = {key: DTYPES.get(str(value), value) for key, value in (self.KEYS | case).items()}
+        done |= {key: value for key, value in self.derived(done).items() if key in done and not done[key]}
+        decoding = (done.get("grad") and self.KEYS.get("grad") is False, "grad=yes: decoding has no gradient")
+        for wrong, why in (decoding, *self.faults(done)):
+            if wrong:
+                raise ValueError(why)
         return done
 
-    def said(self, case: Case) -> Case:
-        """The case and the defaults of its keys, dtypes by their full names."""
-        return {key: DTYPES.get(str(value), value) for key, value in (self.KEYS | case).items()}
+    def derived(self, case: Case) -> Case:
+        """What keys are that a case does not say."""
+        return {"H_KV": case["H"], "E": case["D"]}
 
-    def check(self, case: Case) -> None:
-        """Raises ValueError for values that do not go together."""
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        """Whether values do not go together, and why."""
+        return ()
 
     def attend_fully(self, backend: str) -> Attend | None:
         """Our implementation with every output it has; None: it has no more."""
@@ -74,13 +69,11 @@ class Operation:
 
     def problem(self, case: Case, device: torch.device, seed: int) -> Problem:
         """Arguments of the timed shape, compared in part."""
-        problem: Problem = self.drawn(case, Source(device, seed, whole=False))
-        return problem
+        return self.drawn(case, Source(device, seed, whole=False))
 
     def small(self, case: Case, device: torch.device, seed: int, fully: bool = False) -> Problem:
         """An odd shape with the case's options, compared whole."""
-        problem: Problem = self.drawn(self.small_case(case), Source(device, seed), fully)
-        return problem
+        return self.drawn(self.small_case(case), Source(device, seed), fully)
 
     def small_case(self, case: Case) -> Case:
         """The shape of the gate: an odd length and few heads, as many to a head of k and v as in the case."""
@@ -101,22 +94,22 @@ def of(op: str) -> Any:
 
 def backends_of(op: str, case: Case) -> str:
     """The operation of the registry whose backends serve a case of `op`."""
-    return str(of(op).within(case)[0].backends)
+    return of(op).within(case)[0].backends
 
 
 # ------------------------------------------------------------------------------------------------------- cases
-
-
-def keys_of(op: str) -> list[str]:
-    return [*of(op).KEYS, "grad"]
+def keys_of(op: str) -> Case:
+    """The keys of a case with their defaults."""
+    return {"grad": True} | of(op).KEYS
 
 
 def check(op: str, case: Case) -> None:
     """Raises ValueError for a key that `op` does not have, and for a value that its key cannot have."""
-    if unknown := sorted(set(case) - set(keys_of(op))):
+    known = keys_of(op)
+    if unknown := sorted(set(case) - set(known)):
         raise ValueError(f"{op} has no {', '.join(unknown)}; a case says {', '.join(of(op).KEYS)}")
     for key, value in case.items():
-        usual = (of(op).KEYS | {"grad": True})[key]
+        usual = known[key]
         if key == "dtype":
             right, words = DTYPES.get(value, value) in ("auto", *DTYPES.values()), f"one of {', '.join(DTYPES)}"
         elif isinstance(usual, bool):
@@ -141,8 +134,7 @@ def complete(op: str, case: Case, device: torch.device) -> Case:
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case["dtype"])
-    return dtype
+    return getattr(torch, case["dtype"])
 
 
 def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
@@ -168,12 +160,11 @@ def taken(op: str, case: Case, device: torch.device, backend: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ inputs
-
-
 class Source:
     """Random numbers of a seed, drawn on their device: at the timed sizes a CPU would take longer than all the rest.
 
     whole  all of a call is compared; otherwise one head, which the seed draws
+    make   what torch's random functions are given
     """
 
     def __init__(self, device: torch.device, seed: int, whole: bool = True) -> None:
@@ -191,30 +182,17 @@ class Source:
     def normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, dtype=torch.float32, **self.make).to(dtype)
 
-    def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, **self.make)
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, **self.make)
-
-    def permutation(self, n: int) -> Tensor:
-        return torch.randperm(n, **self.make)
-
 
 class Heads(NamedTuple):
-    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those.
-
-    shared  tensors that have the heads of k
-    paged   k and v lie in pages, which all rows share
-    """
+    """The part of a call that is compared: all of it, or one head of k and v with its queries, or the last of those."""
 
     batch: int
     head: int
     group: int
     whole: bool
     last: int | None = None  # queries
-    shared: tuple[str, ...] = ("k", "v", "dk", "dv")
-    paged: bool = False
+    shared: tuple[str, ...] = ("k", "v", "dk", "dv")  # tensors that have the heads of k
+    paged: bool = False  # k and v lie in pages, which all rows share
 
     def pick(self, name: str, x: Tensor) -> Tensor:
         """That part of an argument or a result."""

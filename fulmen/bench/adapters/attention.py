@@ -12,7 +12,8 @@ which is compared, too.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,13 +36,10 @@ from fulmen.testing import latent as over_latents
 from fulmen.testing import lightning as linear
 from fulmen.testing import step as stepping
 
+
 # -------------------------------------------------------------------------------------------------- softmax
-
-
 class Flash(Operation):
-    KEYS: ClassVar[Case] = {
-        "B": 1, "H": 8, "H_KV": None, "N": 1024, "N_Q": None, "D": 64, "E": None, "dtype": "auto", "causal": True,
-    }  # fmt: skip
+    KEYS = Operation.SIZES | {"N_Q": None, "causal": True}
     backends = "flash"
     LAST_QUERIES = 512  # what is checked of a timed shape whose attention matrix does not fit
     MATRICES = 16  # fp64 (N, N) alive at once while a gradient is checked
@@ -99,7 +97,7 @@ class Flash(Operation):
 
 def lengths_of(case: Case, source: Source) -> Tensor:
     """int32 (B,): the keys of each row of a cache of N; all of them at the timed shape."""
-    return source.integers(1 if source.whole else case["N"], case["N"] + 1, case["B"]).int()
+    return torch.randint(1 if source.whole else case["N"], case["N"] + 1, (case["B"],), **source.make).int()
 
 
 class FlashCache(Flash):
@@ -109,16 +107,16 @@ class FlashCache(Flash):
     complete = Operation.complete
     attend_fully = Operation.attend_fully
 
-    def check(self, case: Case) -> None:
-        if case["page"] and (case["page"] % 16 or case["page"] > 256):
-            raise ValueError(f"page={case['page']}: must be a multiple of 16 up to 256, or 0 for a cache without pages")
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        why = f"page={case['page']}: must be a multiple of 16 up to 256, or 0 for a cache without pages"
+        return [(case["page"] and (case["page"] % 16 or case["page"] > 256), why)]
 
     def drawn(self, case: Case, source: Source, fully: bool = False) -> Problem:
         page, table = case["page"], None
         q, k, v, do = (source.normal(shape, dtype_of(case)) for shape in shapes(case))
         heads, lengths = source.heads(q, k)._replace(paged=bool(page)), lengths_of(case, source)
         if page:
-            pages = source.permutation(case["B"] * -(-case["N"] // page))
+            pages = torch.randperm(case["B"] * -(-case["N"] // page), **source.make)
             k, v = (in_pages(x, page, pages) for x in (k, v))
             table = pages.view(case["B"], -1).int()
         dlse = do.new_zeros(do.shape[:3], dtype=torch.float32)
@@ -137,17 +135,14 @@ def in_pages(x: Tensor, page: int, pages: Tensor) -> Tensor:
 
 
 class Latent(Operation):
-    KEYS: ClassVar[Case] = {
-        "B": 8, "H": 128, "H_KV": 1, "N": 8192, "N_Q": 1, "D": 576, "E": 512, "dtype": "auto", "causal": True,
-        "grad": False,
-    }  # fmt: skip
+    KEYS = Operation.SIZES | {"B": 8, "H": 128, "H_KV": 1, "N": 8192, "N_Q": 1, "D": 576, "E": 512, "causal": True,
+                              "grad": False}  # fmt: skip
     backends = "latent"
 
-    def check(self, case: Case) -> None:
-        if case["H_KV"] != 1:
-            raise ValueError(f"H_KV={case['H_KV']}: all heads read one latent, so it must be 1")
-        if case["E"] > case["D"]:
-            raise ValueError(f"E={case['E']}: values are the first columns of keys, at most D={case['D']}")
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        H_KV, D, E = (case[key] for key in ("H_KV", "D", "E"))
+        return [(H_KV != 1, f"H_KV={H_KV}: all heads read one latent, so it must be 1"),
+                (E > D, f"E={E}: values are the first columns of keys, at most D={D}")]  # fmt: skip
 
     def function(self, case: Case) -> str:
         return "softmax attention over a latent cache"
@@ -174,13 +169,8 @@ class Latent(Operation):
 
 
 # --------------------------------------------------------------------------------------------------- linear
-
-
 class Lightning(Operation):
-    KEYS: ClassVar[Case] = {
-        "B": 1, "H": 8, "H_KV": None, "N": 1024, "D": 64, "E": None, "dtype": "auto", "causal": True, "decay": True,
-        "per_token": False, "groups": None,
-    }  # fmt: skip
+    KEYS = Operation.SIZES | {"causal": True, "decay": True, "per_token": False, "groups": None}
     backends = "lightning"
     ROWS = 2048  # of the attention matrix that are written out at a time to check the timed shape
     STRONGEST = 0.2  # decay of a token
@@ -190,13 +180,12 @@ class Lightning(Operation):
         done = super().complete(case)
         return {key: value for key, value in done.items() if value or key not in ("per_token", "groups")}
 
-    def check(self, case: Case) -> None:
-        if not case["causal"]:
-            raise ValueError("lightning attention is causal")
-        if case["per_token"] and not case["decay"]:
-            raise ValueError("per_token: every token has a decay, so decay must be true")
-        if case["groups"] and (case["H"] % case["groups"] or case["H_KV"] != case["H"]):
-            raise ValueError(f"groups={case['groups']}: must divide H={case['H']}, which v has")
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        H, groups = case["H"], case["groups"]
+        odd = groups and (H % groups or case["H_KV"] != H)
+        return [(not case["causal"], "lightning attention is causal"),
+                (case["per_token"] and not case["decay"], "per_token: every token has a decay, so decay must be true"),
+                (odd, f"groups={groups}: must divide H={H}, which v has")]  # fmt: skip
 
     def function(self, case: Case) -> str:
         if case.get("per_token"):
@@ -219,7 +208,7 @@ class Lightning(Operation):
         initial, dstate = (source.normal(state, exact) if fully else None for _ in range(2))
         slopes = decay.alibi(case["H"]).to(source.device) if case["decay"] else None
         if case.get("per_token"):
-            slopes = source.uniform(case["B"], case["H"], case["N"]).mul_(self.STRONGEST).requires_grad_()
+            slopes = torch.rand(case["B"], case["H"], case["N"], **source.make).mul_(self.STRONGEST).requires_grad_()
         x = linear.Inputs(q, k, v, slopes, 1.0, initial, None, do, q.new_zeros(0) if dstate is None else dstate)
         return self.problem_of(x, source)
 
@@ -258,17 +247,13 @@ class StepInputs(NamedTuple):
 class Step(Operation):
     """N is the number of tokens of a step, `state_dtype` that of the pool."""
 
-    KEYS: ClassVar[Case] = {
-        "B": 64, "H": 64, "H_KV": None, "N": 1, "D": 128, "E": None, "dtype": "auto", "state_dtype": "float32",
-        "grad": False,
-    }  # fmt: skip
+    KEYS = Operation.SIZES | {"B": 64, "H": 64, "N": 1, "D": 128, "state_dtype": "float32", "grad": False}
     backends = "step"
 
-    def check(self, case: Case) -> None:
-        if case["state_dtype"] not in ("float32", "bfloat16"):
-            raise ValueError(f"state_dtype={case['state_dtype']}: must be fp32 or bf16")
-        if case["N"] > step_spec.MAX_TOKENS:
-            raise ValueError(f"N={case['N']}: a step takes 1 to {step_spec.MAX_TOKENS} tokens")
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        N, most, state = case["N"], step_spec.MAX_TOKENS, case["state_dtype"]
+        return [(state not in ("float32", "bfloat16"), f"state_dtype={state}: must be fp32 or bf16"),
+                (most < N, f"N={N}: a step takes 1 to {most} tokens")]  # fmt: skip
 
     def function(self, case: Case) -> str:
         return "a decoding step of linear attention with decay"

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +75,6 @@ def latent_layer(case: Case, **options: Any) -> nn.Module:
 
 
 # ------------------------------------------------------------------------------------------------- layer(x)
-
-
 class Inputs(NamedTuple):
     x: Tensor
     layer: nn.Module
@@ -94,27 +93,22 @@ class Inputs(NamedTuple):
 class Layer(Operation):
     """mla: D = E + what RoPE turns, `rank` is the size of both latents; others: H * D = hidden unless given."""
 
-    KEYS: ClassVar[Case] = {
-        "layer": "mhsa", "B": 1, "N": 1024, "H": 8, "H_KV": None, "D": 64, "E": None, "hidden": None, "rank": 0,
-        "dtype": "auto", "causal": True,
-    }  # fmt: skip
+    KEYS = {"layer": "mhsa"} | Operation.SIZES | {"hidden": None, "rank": 0, "causal": True}
 
-    def complete(self, case: Case) -> Case:
-        done = self.said(case)
-        kind, H, D, E = (done[key] for key in ("layer", "H", "D", "E"))
-        usual = {"mqa": 1, "gqa": None}.get(kind, H)
-        H_KV = done["H_KV"] or usual
-        for wrong, why in (
+    def derived(self, case: Case) -> Case:
+        H, E = case["H"], case["E"] or case["D"]
+        return {"H_KV": {"mqa": 1, "gqa": None}.get(case["layer"], H), "E": E, "hidden": H * E}
+
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        kind, H_KV, D, E, rank = (case[key] for key in ("layer", "H_KV", "D", "E", "rank"))
+        usual = self.derived(case)["H_KV"]
+        return [(wrong, f"layer={kind}: {why}") for wrong, why in (
             (kind not in WORDS, f"must be one of {', '.join(WORDS)}"),
-            (bool(done["rank"]) != (kind == "mla"), f"with rank={done['rank']}: mla has a rank, and the others none"),
-            (kind == "mla" and not (E and E < D), f"E={E} must be less than D={D}, by as much as RoPE turns"),
-            (kind != "mla" and E not in (None, D), f"E={E} must be D={D}"),
-            (usual not in (None, H_KV) or not H_KV, f"H_KV={done['H_KV']} must be {usual or 'given'}"),
-        ):
-            if wrong:
-                raise ValueError(f"layer={kind}: {why}")
-        E = E or D
-        return done | {"H_KV": H_KV, "E": E, "hidden": done["hidden"] or H * E}
+            (bool(rank) != (kind == "mla"), f"with rank={rank}: mla has a rank, and the others none"),
+            (kind == "mla" and E >= D, f"E={E} must be less than D={D}, by as much as RoPE turns"),
+            (kind != "mla" and E != D, f"E={E} must be D={D}"),
+            (usual not in (None, H_KV) or not H_KV, f"H_KV={H_KV} must be {usual or 'given'}"),
+        )]  # fmt: skip
 
     def function(self, case: Case) -> str:
         attention, own = self.within(case)
@@ -141,8 +135,7 @@ class Layer(Operation):
         def formula(x: Tensor, *weights: Tensor) -> Tensor:
             backend = "reference" if x.dtype == torch.float64 and source.whole else "eager"
             plain = made(case, device=source.device, dtype=x.dtype, backend=backend)
-            y: Tensor = functional_call(plain, dict(zip(parameters, weights, strict=True)), (x,))
-            return y
+            return functional_call(plain, dict(zip(parameters, weights, strict=True)), (x,))
 
         arguments = (x, *parameters.values())
         return Formula(formula).problem(Inputs(x, layer, {}), arguments, ["x", *parameters], source.seed)
@@ -203,8 +196,6 @@ def products(*pairs: Tensor) -> list[Tensor]:
 
 
 # -------------------------------------------------------------------------------------- layer(x, cache=pool)
-
-
 class StepInputs(NamedTuple):
     x: Tensor
     layer: nn.Module
@@ -214,20 +205,19 @@ class StepInputs(NamedTuple):
 class LayerStep(Operation):
     """Of a kind of layer, which `made` makes, over the pool of the operation `attention`."""
 
-    SIZES: ClassVar[Case] = {
-        "B": 1, "N": 8192, "N_Q": 1, "page": 64, "dtype": "auto", "causal": True, "grad": False, "hidden": None,
-    }  # fmt: skip
+    SIZES = Operation.SIZES | {"H": 32, "N": 8192, "N_Q": 1, "D": 128, "page": 64, "causal": True, "grad": False,
+                               "hidden": None}  # fmt: skip
     attention: Operation
     words: str
     made: Any
+    own_faults: Any
 
-    def complete(self, case: Case) -> Case:
-        done = super().complete(case)
-        return done | {"hidden": done["hidden"] or done["H"] * done["E"]}
+    def derived(self, case: Case) -> Case:
+        return super().derived(case) | {"hidden": case["H"] * (case["E"] or case["D"])}
 
-    def check(self, case: Case) -> None:
-        if case["N_Q"] != 1 or not case["causal"]:
-            raise ValueError("N_Q and causal: a step of a layer is of one token, and causal")
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        one = case["N_Q"] == 1 and case["causal"]
+        return [(not one, "N_Q and causal: a step of a layer is of one token, and causal"), *self.own_faults(case)]
 
     def function(self, case: Case) -> str:
         return f"a decoding step of a {self.words}"
@@ -274,8 +264,7 @@ class LayerStep(Operation):
         pool = layer.new_pool(sequences)
         for own, other in zip(pool.memory, given.pool.memory, strict=True):
             own[places(mine, pool)] = other[places(theirs, pool)].to(cpu, own.dtype)
-        y: Tensor = layer(given.x[b : b + 1].to(cpu, dtype), cache=pool)
-        return y.to(given.x.device)
+        return layer(given.x[b : b + 1].to(cpu, dtype), cache=pool).to(given.x.device)
 
     def attend(self, backend: str) -> Attend:
         return lambda given: given.layer(given.x, cache=given.pool)
@@ -303,13 +292,11 @@ def places(row: layers.Sequence, pool: Any) -> Any:
 class GroupedQueryStep(LayerStep):
     """With RoPE."""
 
-    KEYS = LayerStep.SIZES | {"H": 32, "H_KV": 8, "D": 128, "E": None}
+    KEYS = LayerStep.SIZES | {"H_KV": 8}
     attention, words = flash_cache, "grouped-query attention layer, softmax attention"
 
-    def check(self, case: Case) -> None:
-        super().check(case)
-        if case["E"] != case["D"]:
-            raise ValueError(f"E={case['E']}: must be D={case['D']}")
+    def own_faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        return [(case["E"] != case["D"], f"E={case['E']}: must be D={case['D']}")]
 
     def made(self, case: Case, device: torch.device, dtype: torch.dtype) -> Any:
         options: dict[str, Any] = {"head_dim": case["D"], "rope": {}, "causal": True, "device": device, "dtype": dtype}
@@ -319,14 +306,12 @@ class GroupedQueryStep(LayerStep):
 class LatentStep(LayerStep):
     """D = E + what RoPE turns; `rank` and `q_rank` are the sizes of the latents of keys and of queries."""
 
-    KEYS = LayerStep.SIZES | {"H": 32, "H_KV": None, "D": 192, "E": 128, "rank": 512, "q_rank": 1536}
+    KEYS = LayerStep.SIZES | {"D": 192, "E": 128, "rank": 512, "q_rank": 1536}
     attention, words = latent, "latent attention layer, softmax attention"
 
-    def check(self, case: Case) -> None:
-        super().check(case)
+    def own_faults(self, case: Case) -> Sequence[tuple[Any, str]]:
         H, H_KV, D, E = (case[key] for key in ("H", "H_KV", "D", "E"))
-        if H_KV != H or not E < D:
-            raise ValueError(f"H_KV={H_KV} must be H, and E={E} less than D={D}, by what RoPE turns")
+        return [(H_KV != H or E >= D, f"H_KV={H_KV} must be H, and E={E} less than D={D}, by what RoPE turns")]
 
     def small_case(self, case: Case) -> Case:
         return super().small_case(case) | {"rank": 64, "q_rank": 48}
@@ -341,15 +326,12 @@ class LatentStep(LayerStep):
 class LightningStep(LayerStep):
     """Of the preset minimax, whose pool is of fp32."""
 
-    KEYS = LayerStep.SIZES | {
-        "N": 1, "H": 32, "H_KV": None, "D": 128, "E": None, "gate": True, "state_dtype": "float32",
-    }  # fmt: skip
+    KEYS = LayerStep.SIZES | {"N": 1, "gate": True, "state_dtype": "float32"}
     attention, words = step, "lightning layer, linear attention with decay"
 
-    def check(self, case: Case) -> None:
-        super().check(case)
-        if case["state_dtype"] != "float32":
-            raise ValueError(f"state_dtype={case['state_dtype']}: must be fp32, that of a layer's pool")
+    def own_faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        state = case["state_dtype"]
+        return [(state != "float32", f"state_dtype={state}: must be fp32, that of a layer's pool")]
 
     def made(self, case: Case, device: torch.device, dtype: torch.dtype) -> Any:
         sizes = {"num_kv_heads": case["H_KV"], "head_dim": case["D"], "value_dim": case["E"], "gate": case["gate"]}

@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from fulmen.bench import words
-from fulmen.bench.audit import grouped, number, si
+from fulmen.bench import schema, words
+from fulmen.bench.audit import grouped, si
 from fulmen.bench.report import model, plots
 from fulmen.bench.report.model import Report, Row, digits, percent, size, times_as_fast
-from fulmen.bench.schema import text
+from fulmen.bench.schema import number, text
 
 Block = dict[str, Any]
 Entry = Any
@@ -55,6 +55,18 @@ TITLES = {
 }  # fmt: skip
 ELSEWHERE = (*TITLES, "samples_ms", "clocks_mhz", "command", "reason", "schema", "kind")
 
+# The columns of the page: title, how a value is said, and their look.
+SHOWN: dict[str, tuple[str, Callable[[Any], str], str]] = {
+    "status": ("Status", text, ""), "suite": ("Suite", text, ""), "competitor": ("Implementation", text, "key"),
+    "family": ("Case", text, ""), "n": ("N", "{:,}".format, "number"), "pass": ("Pass", text, ""),
+    "cache": ("L2", text, ""), "run_id": ("Run", text, ""), "median_ms": ("Median ms", digits, "number"),
+    "half_interval": ("± 95 %", lambda x: percent(x, 1), "number"),
+    "times_as_fast": ("Speedup", times_as_fast, "number"), "efficiency": ("Of floor", percent, "number"),
+    "tflop_per_s": ("Arithmetic", lambda x: si(1e12 * x, "FLOP/s"), "number"),
+    "gb_per_s": ("Traffic", lambda x: si(1e9 * x, "B/s"), "number"), "peak_bytes": ("Peak memory", size, "number"),
+    "worst_error_over_bound": ("Error / bound", percent, "number"), "flags": ("Notes", text, "notes"),
+}  # fmt: skip
+
 
 class Section(NamedTuple):
     """Blocks under one heading; "" stands for every suite, pass and cache."""
@@ -79,9 +91,23 @@ def sections(report: Report) -> Iterator[Section]:
             yield Section(whole.__name__, blocks)
 
 
+def page(report: Report) -> dict[str, Any]:
+    counts = model.counts(report.rows)
+    dates = dict.fromkeys(run.time[:10] for run in report.results.runs.values())
+    return {
+        "title": report.title,
+        "subject": f"{', '.join(dates)} · {model.proven(report.rows)}",
+        "notes": report.results.notes,
+        "headlines": list(headlines(report)),
+        "headings": [(name, *said) for name, said in SECTIONS.items()],
+        "sections": [one._asdict() for one in sections(report)],
+        "tiles": [(kind, GLYPHS[kind], n, *words.KINDS[kind]) for kind, n in counts.items()],
+        "cells": shown(report),
+        "rows": [details(row) for row in report.rows],
+    }
+
+
 # ---------------------------------------------------------------------------------------------- blocks
-
-
 def card(title: str, *blocks: Block, folded: bool = False) -> Block:
     return {"kind": "card", "title": title, "blocks": blocks, "folded": folded}
 
@@ -148,8 +174,6 @@ def said(name: str, value: Any) -> Entry:
 
 
 # --------------------------------------------------------------------------------------- suite and pass
-
-
 def headlines(report: Report) -> Iterator[Block]:
     for means in grouped(model.headlines(report), lambda one: one.rows[0].cell.suite).values():
         cell, other = means[0].rows[0].cell, " ≠" if means[0].rows[0].other else ""
@@ -290,8 +314,6 @@ def stack(parts: dict[str, float | None], colours: dict[str, str], most: float, 
 
 
 # ------------------------------------------------------------------------------------------ whole report
-
-
 def correctness(report: Report) -> Iterator[Block]:
     """For each competitor, suite and precision the tensor that is nearest to its bound; wrong ones first."""
     checks = [(row, *pair) for row in report.rows for pair in row.cell.correctness.items()]
@@ -337,8 +359,6 @@ def environment(report: Report) -> Iterator[Block]:
 
 
 # ----------------------------------------------------------------------------------------------- one cell
-
-
 def details(row: Row) -> dict[str, Any]:
     cell, word = row.cell, words.KINDS[row.kind]
     keys = (cell.suite, cell.cache, cell.status, word.short, row.n, f"N{row.n}", cell.function, cell.backend, row.id)
@@ -387,3 +407,43 @@ def field(value: Any) -> Block:
     names = list(dict.fromkeys(k for line in lines for k in line))
     head = [(k.replace("_", " "), "number" if i else "") for i, k in enumerate(names)]
     return table(head, ([said(k, line.get(k)) for k in names] for line in lines))
+
+
+# ---------------------------------------------------------------------------------------------- all cells
+def values(row: Row, run: schema.Run, cases: list[str]) -> dict[str, Any]:
+    """The columns in their order. A cell that does not count has no time, and nothing made from one."""
+    cell, flops, traffic = row.cell, row.rate("flops"), row.rate("bytes")
+    half = model.ratio(row.high - row.low, 2 * (row.median or 0.0)) if row.low and row.high else None
+    return {
+        "run_id": cell.run_id, "config_hash": cell.config_hash, "suite": cell.suite, "op": cell.op,
+        "function": cell.function, "competitor": cell.competitor, "pass": cell.pass_, "cache": cell.cache,
+        "status": cell.status, "reason": cell.reason, "flags": " ".join(flag for flag, _ in row.flags),
+        "family": row.family.label, "n": row.n, **{name: cell.case.get(name.removeprefix("case_")) for name in cases},
+        "median_ms": row.median, "low_ms": row.low, "high_ms": row.high, "half_interval": half,
+        "times_as_fast": row.gain, "samples": len(cell.samples_ms) if row.timed else None, "device_ms": cell.device_ms,
+        "kernels_ms": cell.kernels_ms, "host_ms": cell.host_ms, "efficiency": row.of_audit("efficiency"),
+        "tflop_per_s": flops and flops / 1e12, "gb_per_s": traffic and traffic / 1e9,
+        "floor_ms": row.of_audit("floor_ms"), "worst_error_over_bound": row.worst,
+        **{f"{part}_bytes": row.size(part) for part in (*model.MEMORY, "peak")}, "backend": cell.backend,
+        "version": cell.version, "seed": cell.seed, "device": text(run.environment.get("device", "")),
+        "commit": text(run.commit.get("sha", "")), "command": cell.command,
+    }  # fmt: skip
+
+
+def shown(report: Report) -> Block:
+    """The table of the page, without the columns in which all cells agree."""
+    raw = [values(row, report.results.runs[row.cell.run_id], []) for row in report.rows]
+    alike = {name for name in ("suite", "cache", "run_id") if len({line[name] for line in raw}) == 1}
+    names = [name for name in SHOWN if name not in alike]
+    lines = []
+    for row, line in zip(report.rows, raw, strict=True):
+        word, flags = words.KINDS[row.kind], [badge(words.flag(flag), why) for flag, why in row.flags]
+        special = {
+            "status": entry(f"{GLYPHS[row.kind]} {word.short}", f"status {word.severity}"),
+            "competitor": name_of(row), "flags": flags if row.timed else row.cell.reason,
+            "times_as_fast": row.other and entry(f"{times_as_fast(row.gain)} ≠", sort=row.gain),
+        }  # fmt: skip
+        known = {name: line[name] for name in names if line[name] is not None}
+        plain = {name: entry(SHOWN[name][1](x), sort=x) for name, x in known.items()}
+        lines.append([special.get(name) or plain.get(name, "") for name in names])
+    return table(((SHOWN[name][0], SHOWN[name][2]) for name in names), lines, "cells")

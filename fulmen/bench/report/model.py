@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fulmen.bench import audit, schema, words
-from fulmen.bench.audit import grouped, number, time_ms
-from fulmen.bench.schema import text
+from fulmen.bench.audit import grouped, time_ms
+from fulmen.bench.schema import number, text
 
 LENGTHS = ("N", "N_Q", "N_KV")
 # Kernels by kind and memory by part, with their colours in the style sheet.
@@ -130,8 +130,6 @@ class Report:
 
 
 # ---------------------------------------------------------------------------------------------- reading
-
-
 def read(results: schema.Results) -> Report:
     rows: list[Row] = []
     latest: dict[str, Row] = {}
@@ -151,23 +149,7 @@ def read(results: schema.Results) -> Report:
 
 
 def judged(cell: schema.Cell, run: schema.Run) -> schema.Cell:
-    """A copy of the cell with its audit, and with times only if it counts; raises BadResults for odd nested fields."""
-    flags = cell.audit.get("flags", [])
-
-    def objects(values: Iterable[Any]) -> bool:
-        return all(isinstance(x, dict) for x in values)
-
-    for right, what in (
-        (isinstance(flags, list) and objects(flags), "audit.flags must be a list of objects"),
-        (objects(cell.memory.values()), "memory must map a part to its bytes and floor"),
-        (objects(cell.correctness.values()), "correctness must map a tensor to its errors"),
-        (objects(cell.resources), "resources must be a list of objects"),
-        (all(number(x) is not None for x in cell.kinds.values()), "kinds must be finite numbers"),
-        (all(number(x) is not None for x in cell.samples_ms), "samples_ms must be finite"),
-        (all(number(x) is not None for x in cell.clocks_mhz), "clocks_mhz must be finite numbers"),
-    ):
-        if not right:
-            raise schema.BadResults(f"run {cell.run_id!r}, {cell.competitor!r}, {cell.pass_}: {what}")
+    """A copy of the cell with its audit, and with times only if it counts."""
     cell = replace(cell, audit=copy.deepcopy(cell.audit), memory=copy.deepcopy(cell.memory))
     cell.device_ms, cell.kernels_ms, cell.host_ms = map(time_ms, (cell.device_ms, cell.kernels_ms, cell.host_ms))
     if "flags" not in cell.audit:
@@ -211,8 +193,6 @@ def family_of(cell: schema.Cell) -> Family:
 
 
 # ---------------------------------------------------------------------------------------------- judging
-
-
 def counts(rows: Iterable[Row]) -> dict[str, int]:
     """Cells by what a reader may do with them, every cell once."""
     found = Counter(row.kind for row in rows)
@@ -273,8 +253,6 @@ def longest(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 # --------------------------------------------------------------------------------------------- numbers
-
-
 def digits(x: float | None, significant: int = 4) -> str:
     """0.1401, 12.34, 1,234: as many digits as say something."""
     if not x:

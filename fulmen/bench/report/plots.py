@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fulmen.bench import schema
-from fulmen.bench.audit import grouped, number, si
+from fulmen.bench.audit import grouped, si
 from fulmen.bench.report import model
+from fulmen.bench.schema import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,8 +116,6 @@ def logarithmic(axes: Any, name: str, say: Callable[[float], str] = "{:,g}".form
 
 
 # ---------------------------------------------------------------------------------------------- figures
-
-
 def speedup(report: model.Report, rows: list[model.Row]) -> Figure | None:
     found = [model.means(row for row in rows if row.cell.pass_ == pass_) for pass_ in schema.PASSES]
     if not (passes := [means for means in found if len(means) > 1]):
