@@ -296,7 +296,7 @@ def register_operator(
 
     def kernel(keyset: Any, *args: Any) -> Any:
         given = [args[i] for i in tensors if i < len(args)]  # defaults may be left out
-        if is_plain_eager(*given) and not needs_gradient(given):
+        if not needs_gradient(given) and is_plain_eager(*given):
             return implementation(*args)
         return general(keyset, *args)
 

@@ -19,6 +19,7 @@ import torch
 from fulmen import hardware
 
 OPS = ("lightning", "step", "flash", "latent")
+NATIVE = ("reference",)  # backends of plain PyTorch, which autograd goes through by itself
 
 
 class Choice(NamedTuple):
@@ -159,6 +160,8 @@ def differentiable_as_it_is(op: str, backend: str) -> bool:
         return False
     if not torch.compiler.is_compiling():  # a compiler cannot follow imports
         _load(op)
+    elif backend not in NATIVE:  # it would guard that the table has no such name, which the call itself may change
+        return False
     kernel = _kernels[op].get(backend)
     return kernel is not None and kernel.backward is None
 

@@ -2,13 +2,15 @@
 
 Triton's own launch looks at every argument anew, which takes longer than a small kernel runs. A `Ready` launch
 remembers the compiled kernel and all arguments but the tensors: it serves calls whose shapes, strides and alignment
-are those it was made with, which is for its owner to see to.
+are those it was made with, which is for its owner to see to. It calls the driver itself, as native kernels do
+(`fulmen.cuda.launch`), where it knows the kernel's parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulmen import hardware
 from fulmen.boundary import rows_aligned
+from fulmen.cuda.launch import Repeatable, parameter_sizes
 from fulmen.hardware import TARGETS
 from fulmen.plans import Repeated, allocator
 
@@ -100,15 +103,23 @@ class Ready:
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.described = {i: facts_of(launch.tensors[i], rows) for i, rows in launch.blocks.items()}  # type: ignore[arg-type]
-        with torch.cuda.device(self.device):
-            self.compiled: Any = compiled(launch)
         self.grid, self.rest = launch.grid, launch.rest
         self.slow = launch._replace(tensors=())
-        if self.grid:
-            self.run = self.compiled.run
-            self.start = (self.compiled.function, self.compiled.packed_metadata, None, None, None)
+        self.direct: Repeatable | None = None
+        with torch.cuda.device(self.device):  # `run` loads the kernel where it is read
+            self.compiled: Any = compiled(launch)
+            if self.grid:
+                self.run = self.compiled.run
+                self.start = (self.compiled.function, self.compiled.packed_metadata, None, None, None)
+                self.direct = past_triton(self.compiled, launch, self.device)
 
     def __call__(self, *tensors: Tensor | None) -> None:
+        if self.direct is None or hooked(runtime.launch_enter_hook, runtime.launch_exit_hook):
+            self.through_triton(tensors)
+        else:
+            self.direct(*[0 if x is None else x.data_ptr() for x in tensors])
+
+    def through_triton(self, tensors: tuple[Tensor | None, ...]) -> None:
         if not self.grid:
             return
         args: list[Any] = [None if x is None else x.data_ptr() for x in tensors]  # Triton takes addresses for tensors
@@ -118,11 +129,59 @@ class Ready:
             args[i] = descriptor
         if current_device() != self.device:  # Triton launches on whichever device is current
             with torch.cuda.device(self.device):
-                self(*tensors)
+                self.through_triton(tensors)
         elif hooked(runtime.launch_enter_hook, runtime.launch_exit_hook):
             run(self.slow._replace(tensors=tensors))
         else:
             self.run(self.grid, 1, 1, raw_stream(self.device), *self.start, *args, *self.rest)
+
+
+CODES = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I",
+         "u64": "Q", "fp32": "f", "fp64": "d"}  # fmt: skip
+
+
+def leaves(types: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    """The types and values of a kernel's arguments, tuples taken apart."""
+    if isinstance(types, tuple):
+        for inner, value in zip(types, values, strict=True):
+            yield from leaves(inner, value)
+    else:
+        yield types, values
+
+
+def past_triton(compiled: Any, launch: Launch, device: int) -> Repeatable | None:
+    """The launch as one call of the driver: Triton's own takes all arguments apart at every call.
+
+    None where parameters are not what we expect, or where Triton does more: descriptors, scratch memory, clusters.
+    """
+    facts, types = compiled.metadata, tuple(compiled.src.signature.values())
+    more = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
+    if launch.blocks or getattr(facts, "num_ctas", 1) != 1 or any(getattr(facts, name, 0) for name in more):
+        return None
+    given = (*range(len(launch.tensors)), *launch.rest)  # a tensor is the place of its address
+    missing = types[len(given) :]
+    if len(types) < len(given) or any(kind != "constexpr" for kind, _ in leaves(missing, missing)):
+        return None
+    found = [(kind, value) for kind, value in leaves(types[: len(given)], given) if kind != "constexpr"]
+    if any(kind not in CODES and kind[0] != "*" for kind, _ in found):
+        return None
+    block, offsets = bytes(8 * len(launch.tensors)), []
+    for kind, value in found:
+        if kind[0] == "*":
+            offsets.append(8 * value)
+        else:
+            offsets.append(len(block))
+            block += struct.pack("=" + CODES[kind], value).ljust(8, b"\0")
+    sizes = [8 if kind[0] == "*" else struct.calcsize("=" + CODES[kind]) for kind, _ in found]
+    asked = parameter_sizes(compiled.function)
+    if asked is None or asked[: len(sizes)] != sizes or any(size != 8 for size in asked[len(sizes) :]):
+        return None
+    offsets += [len(block)] * (len(asked) - len(sizes))  # scratch memory, of which there is none
+    return Repeatable(
+        compiled.name, compiled.function, device, (launch.grid, 1, 1), 32 * facts.num_warps, facts.shared,
+        struct.Struct(f"={len(launch.tensors)}Q"), block + bytes(8), tuple(offsets),
+        early=bool(getattr(facts, "launch_pdl", False)),
+    )  # fmt: skip
 
 
 def hooked(enter: Any, leave: Any) -> bool:

@@ -93,12 +93,17 @@ class Plan:
         """Runs the backward on saved tensors and gradients of any kind."""
         return (self.backward_of(tensors) or self.backward().general)(*tensors)
 
-    def backward_of(self, tensors: tuple[Tensor | None, ...]) -> Callable[..., Any] | None:
-        """The backward of these saved tensors and gradients; None unless this is a plain eager call."""
+    def backward_of(
+        self, tensors: tuple[Tensor | None, ...], there: tuple[Tensor, ...] | None = None, which: Hashable = None
+    ) -> Callable[..., Any] | None:
+        """The backward of these saved tensors and gradients; None unless this is a plain eager call.
+
+        there, which  what `given` returns for them, where the caller knows it
+        """
         if _grad_enabled() or _compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
-        which: Hashable
-        which, there = given(tensors)
+        if there is None:
+            which, there = given(tensors)
         known = self._known(which, there)
         if known is not None:
             return known

@@ -82,6 +82,7 @@ class StepCase(NamedTuple):
     H: int = 64
     H_KV: int | None = None
     early: bool = False
+    gated: bool = False
 
     def __str__(self) -> str:
         return "-".join(f"{n}={v}" for n, v in zip(self._fields, self, strict=True) if v != self._field_defaults.get(n))
@@ -305,8 +306,11 @@ def step_launches(case: StepCase) -> list[Any]:
         *(draft if case.draft else (None, None, None)),
     )  # fmt: skip
     module.starts_early = lambda device: case.arch >= 90  # as on such a GPU
-    spec = spec_of(x, 1.0)._replace(early=case.early)
-    return module.launches(spec, policy.choose(spec, TARGETS[case.arch], "triton").tile, x, rows(B, H, T, E))
+    if case.gated:
+        x = x._replace(gate=rows(B, H, T, E), weight=rows(H * E))
+    spec = spec_of(x, 1.0)._replace(early=case.early, gated=case.gated)
+    tile = policy.choose(spec, TARGETS[case.arch], "triton").tile
+    return module.launches(spec, tile, x, rows(B, H, T, E), module.empty_squares(spec, tile))
 
 
 def latent_launches(case: LatentCase) -> list[Any]:

@@ -43,9 +43,9 @@ def pytest_collection_finish() -> None:
 # others have; and of other tests in the files of LONG all but one in so many, drawn by name.
 ARCHITECTURES, MODE, OPERATIONS = (90, 120), 2, ("flash", "latent", "lightning", "step")
 LONG = {
-    "integrations/test_models.py": 3, "integrations/test_transformers.py": 3, "latent/test_cuda.py": 2,
-    "layers/test_compile.py": 2, "lightning/test_integration.py": 2, "parallel/test_layers.py": 2,
-    "parallel/test_lightning.py": 2, "parallel/test_plans.py": 2,
+    "integrations/test_edges.py": 3, "integrations/test_models.py": 3, "integrations/test_transformers.py": 3,
+    "latent/test_cuda.py": 2, "layers/test_compile.py": 2, "lightning/test_integration.py": 2,
+    "parallel/test_layers.py": 2, "parallel/test_lightning.py": 2, "parallel/test_plans.py": 2,
 }  # fmt: skip
 
 

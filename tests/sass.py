@@ -117,11 +117,62 @@ def overwritten(sass: str) -> list[str]:
                 if predicated or found[1]:
                     todo.append((at + 1, groups))
                 at = labels[found[2]]
-            elif text.startswith("EXIT") and not predicated:
+            elif text.startswith(("EXIT", "BPT.TRAP")) and not predicated:
                 break
             else:
                 at += 1
     return list(bad.values())
+
+
+def following(sass: str) -> list[list[int]]:
+    """For each instruction, those that may come after it."""
+    code, labels = parsed(sass)
+    assert "BRX" not in sass, "a jump by a table, which is not followed here"
+    after = []
+    for at, (text, predicated) in enumerate(code):
+        branch = BRANCH.search(text)
+        ends = text.startswith(("EXIT", "BPT.TRAP")) or (branch is not None and not branch[1])
+        after.append([at + 1] if at + 1 < len(code) and (predicated or not ends) else [])
+        if branch:
+            after[at].append(labels[branch[2]])
+    return after
+
+
+def loops(sass: str) -> list[list[int]]:
+    """The instructions of each loop that lies in no other: those that lead back to themselves (Tarjan's components)."""
+    after = following(sass)
+    number, low = [-1] * len(after), [0] * len(after)
+    path: list[int] = []
+    inside: set[int] = set()
+    found: list[list[int]] = []
+    count, todo = 0, [(0, 0)]
+    while todo:
+        at, turn = todo.pop()
+        if turn == 0:
+            number[at] = low[at] = count
+            count += 1
+            path.append(at)
+            inside.add(at)
+        else:
+            low[at] = min(low[at], low[after[at][turn - 1]])
+        for i, other in enumerate(after[at][turn:], turn):
+            if number[other] < 0:
+                todo += [(at, i + 1), (other, 0)]
+                break
+            if other in inside:
+                low[at] = min(low[at], number[other])
+        else:
+            if low[at] == number[at]:
+                begin = path.index(at)
+                found += [sorted(path[begin:])] if begin + 1 < len(path) else []
+                inside.difference_update(path[begin:])
+                del path[begin:]
+    return found
+
+
+def hot_bytes(sass: str) -> int:
+    """Bytes of code in loops: the warps of a block run through all of it, each through a loop of its own."""
+    return 16 * sum(map(len, loops(sass)))
 
 
 def read_early(sass: str) -> list[str]:
@@ -131,12 +182,16 @@ def read_early(sass: str) -> list[str]:
     return re.findall(r"\bLDG.*", before) + re.findall(r"\bLDG\S*CONSTANT.*", after)
 
 
-def product_loop(sass: str) -> list[str]:
-    """The instructions of the first loop with products in it."""
+def product_loops(sass: str) -> list[list[str]]:
+    """The instructions of loops with products in them: of nested loops the inner one."""
     code, labels = parsed(sass)
+    found: list[list[str]] = []
+    last = -1  # instruction of a loop
     for end, (text, _) in enumerate(code):
         back = BRANCH.match(text)
-        body = [one.text for one in code[labels.get(back[2], end + 1) : end + 1]] if back else []
-        if any("HGMMA" in one for one in body):
-            return body
-    raise AssertionError("no loop has a product")
+        start = labels.get(back[2], end + 1) if back else end + 1
+        body = [one.text for one in code[start : end + 1]]
+        if start > last and any("HGMMA" in one for one in body):
+            found.append(body)
+            last = end
+    return found

@@ -237,7 +237,7 @@ def test_explain_prints_the_choice(monkeypatch):
     assert "cuda        ok (sm90, 64 queries x 80 keys, pack GQA, 15 splits)" in text
     assert "sdpa        ok (flash)" in text
     assert 'backends, in the order backend="auto" tries them:\n  cuda' in text
-    assert "triton      ok (forward 64 x 64, 4 warps, 3 stages; dq 128 x 64, 8 warps, 3 stages; dkdv" in text
+    assert "triton      ok (forward 64 x 64, 4 warps, 3 stages; joined 64 x 64, 8 warps, 2 stages)" in text
     assert text.endswith("auto: cuda")
 
 
@@ -261,3 +261,28 @@ def test_an_operation_that_is_imported_has_its_operators():
     ]  # fmt: skip
     code = OPERATORS.format(operators=operators)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+# ------------------------------------------------------------------------------------------ under a compiler
+
+
+def test_native_backends_are_named():
+    found = {kernel.name for op in dispatch.OPS for kernel in dispatch.kernels(op).values() if kernel.backward is None}
+    assert found == {*dispatch.NATIVE}
+
+
+FIRST = """
+import torch, fulmen
+q = torch.randn(1, 2, 16, 16, requires_grad=True)
+slopes = fulmen.decay.alibi(2)
+attend = lambda q: fulmen.lightning_attention(q, q, q, slopes, backend="eager")
+o = torch.compile(attend, backend="aot_eager", fullgraph=True)(q)
+assert torch.allclose(o, attend(q), atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_call_of_a_process_may_be_compiled():
+    """Backends are imported while the compiler looks on."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr

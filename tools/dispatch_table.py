@@ -92,8 +92,9 @@ many queries.
 BACKWARD = """
 ## Softmax attention, the backward of `cuda`
 
-On compute capability 9.0. Stages are tiles of q and of do in flight. Where cuDNN cannot serve the call (an option but
-`causal`, a gradient of lse, deterministic mode) triton's follows instead of it.
+On compute capability 9.0. Stages are tiles of q and of do in flight. cuDNN's follows instead where causal heads share k
+and v and have no more tiles of keys than there are SMs, if it serves the call: no option but `causal`, no gradient of
+lse, not in deterministic mode. Triton's follows where packed sequences would need too large a workspace.
 
 | D, E | backward | tile | stages | shared memory |
 |---|---|---|---|---|
@@ -138,10 +139,9 @@ def flash_lines() -> list[str]:
     for D, E in flash.SM90_HEAD_DIMS:
         spec = FlashSpec(2, 16, 16, 8192, 8192, D, E, torch.bfloat16, torch.device("cuda"), 1.0, needs_grad=True)
         choice = flash.choose(spec, TARGETS[90], "cuda")
-        cost, tile = " | |", choice.backward_tile
-        if tile is not None:
-            cost = f"{tile} | {tile.q_stages}, {tile.o_stages} | {backward.shared_bytes(spec, tile):,} B"
-        lines.append(f"| {D}, {E} | {choice.backward} | {cost} |\n")
+        tile = choice.backward_tile
+        size = backward.shared_bytes(spec, tile)
+        lines.append(f"| {D}, {E} | {choice.backward} | {tile} | {tile.q_stages}, {tile.o_stages} | {size:,} B |\n")
     return lines
 
 
@@ -153,6 +153,7 @@ def lightning_cuda_lines() -> list[str]:
         "training": "forward with gradients",
         "backward": "backward",
         "backward_of_e": "backward",
+        "backward_of_decay": "dv with dk, for the decay's gradient",
         "state": "states of segments",
     }
     for D, E in lightning.SWEEP_TILES:
@@ -163,9 +164,11 @@ def lightning_cuda_lines() -> list[str]:
             gradients: tuple[str, ...] = ("o",)
             if tile is None:
                 continue
-            if E != D and name.startswith("backward"):
+            if tile.pair:
+                gradients = ("dv", "dk")
+            elif E != D and name.startswith("backward"):
                 words, gradients = ("dv", ("dv",)) if name == "backward" else ("dk, dq", ("dk", "dq"))
-            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile, gradients):,} B"
+            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile, gradients, tile.pair):,} B"
             saved = ("none", "written", "read")[tile.save]
             lines.append(f"| {D}, {E} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
     return lines

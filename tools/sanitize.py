@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from fulmen.flash.policy import OWN_BACKWARD
 from fulmen.testing import flash as softmax
 from fulmen.testing import latent as latents
 from fulmen.testing import step as steps
@@ -35,14 +34,14 @@ WRONG = [0, 100, 100, 693, 999], [0, 40, -5, 600, 700]  # cu_seqlens of q and k 
 
 
 def flash(backend: str, *sizes: int, H_KV: int = 2, wrong: bool = False, dtype: Any = BF16, **options: Any) -> None:
-    """One call; `sizes` are B, H, N_Q, D. Gradients only where they are our own kernels'."""
+    """One call and its gradients; `sizes` are B, H, N_Q, D."""
     x = softmax.inputs(*sizes, H_KV=H_KV, dtype=dtype, device="cuda", **options)
     if wrong:
         ends = torch.tensor(WRONG, dtype=torch.int32, device="cuda")
         x = x._replace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
-    attend, ours = softmax.backend(backend), backend == "triton" or (x.q.shape[3], x.v.shape[3]) in OWN_BACKWARD
-    found = softmax.evaluate(attend, x) if ours else softmax.Outputs(attend(x)[0], *[None] * 5)
-    if ours and backend == "cuda" and not wrong:
+    attend = softmax.backend(backend)
+    found = softmax.evaluate(attend, x)
+    if backend == "cuda" and not wrong:
         torch.use_deterministic_algorithms(True)
         softmax.evaluate(attend, x)
         torch.use_deterministic_algorithms(False)

@@ -1,13 +1,15 @@
 """Loads kernels and launches them through the driver, on torch's current stream, without synchronisation.
 
-A `Launch` repeats a call with other tensors. It packs what the call brings into a block of arguments that was written
-once, and makes one call of the driver.
+A `Repeatable` repeats a call with other tensors. It packs what the call brings into a block of arguments that was
+written once, and makes one call of the driver. `Launch` is that of a native kernel; Triton's kernels are launched the
+same way (`fulmen.launch`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -114,41 +116,52 @@ def take_context(device: int) -> None:
         library().cuCtxSetCurrent(context)
 
 
-class Slot:
-    """The arguments of one call on its way to the driver, which copies them before it answers."""
+class Block:
+    """A block of arguments where the driver reads it: `offsets` say where its parameters begin."""
 
-    def __init__(self, config: LaunchConfig, arguments: bytes) -> None:
-        self.config = config
+    __slots__ = ("bytes", "offset", "pointers")
+
+    def __init__(self, arguments: bytes, offsets: tuple[int, ...]) -> None:
         self.bytes = ctypes.create_string_buffer(arguments + bytes(64), len(arguments) + 64)
         start = ctypes.addressof(self.bytes)
         self.offset = -start % 64  # where tensor maps want to begin
         ctypes.memmove(start + self.offset, arguments, len(arguments))
-        self.start = start + self.offset
-        self.pointers = (ctypes.c_void_p * 1)(self.start)
+        self.pointers = (ctypes.c_void_p * len(offsets))(*[start + self.offset + at for at in offsets])
+
+
+class Slot:
+    """One call on its way to the driver, which copies arguments before it answers."""
+
+    __slots__ = ("block", "config", "reference")
+
+    def __init__(self, config: LaunchConfig, block: Block) -> None:
+        self.config, self.block = config, block
         self.reference = ctypes.byref(config)
 
 
-class Launch:
-    """A kernel call that can be repeated: only the first fields of its arguments are left to give.
+class Repeatable:
+    """A kernel call that can be repeated: only the first bytes of its arguments are left to give.
 
-    `constants` are the values of the other fields, the last ones, by name. With `early` the kernel waits for the one
-    ahead of it in the stream by itself (griddepcontrol.wait), so it may start as that one ends. Safe to call from
-    several threads.
+    handle     the kernel, as the driver knows it; `name` is for errors
+    front      packs what a call brings into the first bytes of `arguments`
+    offsets    where the kernel's parameters begin in them
+    early      the kernel waits for the one ahead of it in the stream by itself (griddepcontrol.wait), so it may start
+               as that one ends
+
+    Safe to call from several threads.
     """
 
     def __init__(
-        self, variant: Variant, device: torch.device, grid: tuple[int, int, int], threads: int, shared: int,
-        constants: dict[str, Any], early: bool = False,
+        self, name: str, handle: int, device: int, grid: tuple[int, int, int], threads: int, shared: int,
+        front: struct.Struct, arguments: bytes, offsets: tuple[int, ...] = (0,), early: bool = False,
     ) -> None:  # fmt: skip
-        self.variant, self.device = variant, device_index(device)
-        self.handle = ctypes.c_void_p(load(variant, self.device, shared))
-        self.grid, self.threads, self.shared = grid, threads, shared
+        self.name, self.handle, self.device = name, ctypes.c_void_p(handle), device
+        self.grid, self.threads, self.shared, self.early = grid, threads, shared, early
         self.empty = 0 in grid
-        self.front, self.arguments = variant.arguments.bind(constants)
-        self.pack = self.front.pack_into
-        self.packed: dict[tuple[int, ...], bytes] = {}
+        self.front, self.arguments, self.offsets = front, arguments, offsets
+        self.pack = front.pack_into
+        self.packed: dict[tuple[int, ...], Block] = {}
         self.attribute = LaunchAttribute(PROGRAMMATIC_LAUNCH, 0, (ctypes.c_uint * 16)(1))
-        self.early = early
         self.slots: list[Slot] = []
         self.run = library().cuLaunchKernelEx
 
@@ -156,7 +169,7 @@ class Launch:
         config = LaunchConfig(
             self.grid, (self.threads, 1, 1), self.shared, None, ctypes.addressof(self.attribute), int(self.early)
         )
-        return Slot(config, self.arguments)
+        return Slot(config, Block(self.arguments, self.offsets))
 
     def __call__(self, *front: float | bytes) -> None:
         if self.empty:
@@ -165,37 +178,63 @@ class Launch:
             slot = self.slots.pop()
         except IndexError:  # the first call, or a call in another thread is under way
             slot = self.slot()
-        self.pack(slot.bytes, slot.offset, *front)
+        block = slot.block
+        self.pack(block.bytes, block.offset, *front)
         slot.config.stream = raw_stream(self.device)
-        if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):
-            self.recover(slot)
+        if current_device() != self.device or self.run(slot.reference, self.handle, block.pointers, None):
+            self.recover(slot, block)
         self.slots.append(slot)
 
     def at(self, addresses: tuple[int, ...], front: Callable[[tuple[int, ...]], Iterable[float | bytes]]) -> None:
         """As a call with `front(addresses)`, which is packed once for the same addresses."""
         if self.empty:
             return
-        packed = self.packed.get(addresses)
-        if packed is None:
+        block = self.packed.get(addresses)
+        if block is None:
             if len(self.packed) >= MAX_PACKED:
                 self.packed.clear()
-            packed = self.packed[addresses] = self.front.pack(*front(addresses))
+            first = self.front.pack(*front(addresses))
+            block = self.packed[addresses] = Block(first + self.arguments[len(first) :], self.offsets)
         try:
             slot = self.slots.pop()
         except IndexError:
             slot = self.slot()
-        ctypes.memmove(slot.start, packed, len(packed))
         slot.config.stream = raw_stream(self.device)
-        if current_device() != self.device or self.run(slot.reference, self.handle, slot.pointers, None):
-            self.recover(slot)
+        if current_device() != self.device or self.run(slot.reference, self.handle, block.pointers, None):
+            self.recover(slot, block)
         self.slots.append(slot)
 
-    def recover(self, slot: Slot) -> None:
+    def recover(self, slot: Slot, block: Block) -> None:
         """Launches where another device is current, or where this thread had no context."""
         with torch.cuda.device(self.device):
-            status = self.run(slot.reference, self.handle, slot.pointers, None)
+            status = self.run(slot.reference, self.handle, block.pointers, None)
         if status == INVALID_CONTEXT:
             take_context(self.device)
-            status = self.run(slot.reference, self.handle, slot.pointers, None)
+            status = self.run(slot.reference, self.handle, block.pointers, None)
         if status:
-            raise RuntimeError(f"the launch of {self.variant.kernel} fails: CUDA error {status}")
+            raise RuntimeError(f"the launch of {self.name} fails: CUDA error {status}")
+
+
+class Launch(Repeatable):
+    """A call of one of our native kernels. `constants` are the values of its last fields, by name."""
+
+    def __init__(
+        self, variant: Variant, device: torch.device, grid: tuple[int, int, int], threads: int, shared: int,
+        constants: dict[str, Any], early: bool = False,
+    ) -> None:  # fmt: skip
+        self.variant, index = variant, device_index(device)
+        handle, bound = load(variant, index, shared), variant.arguments.bind(constants)
+        super().__init__(variant.kernel, handle, index, grid, threads, shared, *bound, early=early)
+
+
+def parameter_sizes(handle: int) -> list[int] | None:
+    """The sizes of a kernel's parameters; None if the driver is too old to say, or another than we know."""
+    try:
+        ask = library().cuFuncGetParamInfo
+    except (OSError, AttributeError):
+        return None
+    sizes: list[int] = []
+    at, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while ask(ctypes.c_void_p(handle), ctypes.c_size_t(len(sizes)), ctypes.byref(at), ctypes.byref(size)) == 0:
+        sizes.append(size.value)
+    return sizes

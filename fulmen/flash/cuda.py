@@ -8,7 +8,7 @@ and lse, is our own where policy.py says so, else cuDNN's where `sdpa` has it, e
     small         up to 512 queries and keys, D = E of 64 or 128, causal or full, from compute capability 8.0 on; on
                   Hopper up to 256 keys of queries that do not fill the GPU
     single_tile   for Hopper: up to 256 keys of any number of queries, else as `small`
-    backward      for Hopper: D = E of 64 or 128, every option
+    backward      for Hopper, every option: D = E of 64 or 128; in backward_wide.cu D = E of 256, and D 192 with E 128
 
 All copy 16 bytes at a time: inputs whose rows do not start at such addresses are copied first, and for TMA, which sm90
 loads with, those that repeat (stride 0). A cache is never copied: such a call is refused.

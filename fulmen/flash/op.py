@@ -131,12 +131,15 @@ _lib = torch.library.Library("fulmen", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _FACTS = "float scale, int? left, int? right, bool top_left, float? softcap, bool with_lse, bool needs_grad"
 FACTS = 7
+ALONE, PLAIN = 0b111, 0b0111000111  # as `plans.given` counts: q, k, v; of a backward's tensors with o, lse and do
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors = args[:TENSORS]
-    arguments = args[TENSORS:]
-    plan = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
+    tensors, arguments, plan = args[:TENSORS], args[TENSORS:], None
+    if args[3] is None and args[4] is None and args[5] is None:
+        plan = plans.find((ALONE, "flash operator", *arguments), args[:3])
+    if plan is None:
+        plan = planned(("flash operator", *arguments), Residuals(*tensors), arguments)
     o, lse = plan.forward.run(*tensors)
     return o, lse if plan.spec.wants_lse else nothing(o.device)()
 
@@ -154,10 +157,11 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tensors, lse = args[:TENSORS], args[TENSORS + 1]
-    if lse.shape != tensors[0].shape[:3]:
+    if lse.dim() != 3:  # `nothing`
         raise RuntimeError("flash_forward ran with needs_grad=False, so that its lse was not kept, and has no backward")
     arguments = args[TENSORS + 4 :]
-    which, given = given_tensors(args[: TENSORS + 4])
+    alone = args[3] is None and args[4] is None and args[5] is None and args[TENSORS + 3] is None
+    which, given = (PLAIN, (*args[:3], *args[6:9])) if alone else given_tensors(args[: TENSORS + 4])
     key = (which, "flash backward operator", *arguments)
     plan = plans.find(key, given)
     if plan is None:
@@ -302,7 +306,31 @@ class FlashFunction(torch.autograd.Function):
         return None, *run(*tensors, do, dlse), None, None
 
 
+class PlainFunction(torch.autograd.Function):
+    """The same for q, k and v alone and without lse: autograd pays for every argument, None included."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, lse = plan.forward.run(q, k, v, None, None, None)
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        plan: Plan = ctx.plan
+        q, k, v, o, lse = there = ctx.saved_tensors
+        tensors = (q, k, v, None, None, None, o, lse, do, None)
+        run = plan.backward_of(tensors, (*there, do), PLAIN)
+        if run is None:
+            dq, dk, dv, _ = _operator_gradients(tensors[:-2], do, None, plan.arguments)
+        else:
+            dq, dk, dv, _ = run(*tensors)
+        return None, dq, dk, dv
+
+
 _apply = plans.function_call(FlashFunction)
+_apply_plain = plans.function_call(PlainFunction)
 
 
 def _attend(
@@ -310,10 +338,10 @@ def _attend(
     causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str, with_lse: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+    alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
     plain, plan = plain_options(causal, window, softcap, scale, backend), None
     if plain:
-        alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
-        which, given = (7, (q, k, v)) if alone else given_tensors(tensors)
+        which, given = (ALONE, (q, k, v)) if alone else given_tensors(tensors)
         plan = plans.find((which, "flash", causal, window, softcap, scale, backend, with_lse), given)
         if plan is not None and cu_seqlens_k is None and cu_seqlens_q is not None and q.shape[2] != k.shape[2]:
             plan = None  # which is wrong, and checked below
@@ -339,5 +367,7 @@ def _attend(
         check_values(Residuals(*tensors))
     if not plan.needs_grad:
         return plan.forward.run(*tensors)
+    if alone and not with_lse:
+        return _apply_plain(plan, *tensors[:3]), None
     outputs = _apply(plan, *tensors)
     return outputs if with_lse else (outputs, None)

@@ -5,7 +5,7 @@ backends. Where to look:
 
     what "auto" takes      ROWS, `fastest` and, for few queries, `decode`
     a tile                 `sm90_base_tile`, SINGLE_TILES, `small_tile`, HOPPER_TILES and OTHER_TILES for triton
-    cuda's own backward    OWN_BACKWARD, and policy_backward.py
+    cuda's own backward    `cuda_backward`, and policy_backward.py
     when keys are split    `splits`
     the answer             `order` (backends, fastest first) and `choose` (one `Choice`)
 
@@ -116,14 +116,14 @@ class TritonTiles(NamedTuple):
     dkdv: TritonTile
     heads_summed: int  # query heads one program of dkdv sums over
     use_tma: bool  # where strides allow it; else pointers load the tiles
+    joined: TritonTile | None = None  # dq (own) and dkdv (walk: the keys it owns) in one launch
 
     def __str__(self) -> str:
-        return "; ".join(f"{name} {getattr(self, name)}" for name in PASSES)
+        return "; ".join(f"{name} {getattr(self, name)}" for name in (JOINED if self.joined else PASSES))
 
 
-PASSES = ("forward", "dq", "dkdv")
+PASSES, JOINED = ("forward", "dq", "dkdv"), ("forward", "joined")
 SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-OWN_BACKWARD = ((64, 64), (128, 128))  # D/E on Hopper; over cuDNN 1.03 to 1.40, over triton 1.3 to 1.9 (options)
 SMALL_MAX_TOKENS = 512
 
 # -------------------------------------------------------------------------------------------- what "auto" takes
@@ -146,7 +146,7 @@ class Row(NamedTuple):
     first: str
 
 
-# sdpa: ms of triton and cuDNN, forward / backward. cuda: TFLOP/s of cuda and cuDNN; its backward follows if D = E.
+# sdpa: ms of triton and cuDNN, forward / backward. cuda: TFLOP/s of cuda and cuDNN; its own backward follows.
 ROWS = [
     Row(64, True, 0, "sdpa"),  # N 512: 0.030, 0.026; 2048: 0.053 / 0.147, 0.050 / 0.139
     Row(64, True, 1024, "cuda"),  # 1024: 233, 190 (32 heads), 313, 320 (256); 2048: 323, 253; 4096: 467, 433
@@ -338,9 +338,7 @@ def small_tile(spec: FlashSpec, hw: Hardware) -> SmallTile:
     wide, one_block = spec.D == 128, spec.N_KV <= 128
     ring = min(2 if wide else 4, max(2, math.ceil(spec.N_KV / 64)))
     if query_tiles(spec, 16) <= hw.sm_count:
-        if one_block:
-            return SmallTile(1, 4, 128, 1)
-        return SmallTile(1, 4, 64, 2) if wide else SmallTile(1, 4, 128, 2)
+        return SmallTile(1, 4, 128, 1) if one_block else SmallTile(1, 4, 64 if wide else 128, 2)
     if query_tiles(spec, 32) <= hw.sm_count:
         return SmallTile(2, 2, 128, 1) if one_block else SmallTile(2, 2, 64, ring)
     if query_tiles(spec, 64) <= hw.sm_count:
@@ -378,28 +376,29 @@ OTHER_TILES = {
     ("dkdv", 256): TritonTile(32, 32, 8, 1),
 }
 TMA_FLOPS = 8e9  # below, a call is over before its descriptors would be written
+# The backward in one launch, and below which products. us, one launch and two, B2 H8 causal: D 64 N128 6.2, 9.8; N512
+# 15.9, 19.4; N1024 39.5, 39.3 (full 43.8, 39.7); D 128 N128 10.6, 16.2; N512 41.9, 33.8.
+JOINED_TILES = {64: (TritonTile(64, 64, 4, 2), 2e9), 128: (TritonTile(64, 64, 8, 2), 5e8)}
 
 
 def triton_tiles(spec: FlashSpec, hw: Hardware) -> TritonTiles:
     """By what the chip multiplies with and can hold."""
     size = next(width for width in (64, 128, 256) if max(spec.D, spec.E) <= width)
-    large = hw.arch // 10 in (9, 10)
-    rows = OTHER_TILES
-    if large and hw.smem_bytes > 200_000:
-        rows = HOPPER_TILES | (UNEVEN_TILES if min(spec.D, spec.E) <= 128 else {})
+    large, uneven = hw.arch // 10 in (9, 10), UNEVEN_TILES if min(spec.D, spec.E) <= 128 else {}
+    rows = HOPPER_TILES | uneven if large and hw.smem_bytes > 200_000 else OTHER_TILES
     forward, dq, dkdv = (rows[name, size] for name in PASSES)
     if rows is not OTHER_TILES and size == 256 and (hw.arch != 90 or spec.sequences is not None):
         dkdv = dkdv._replace(walk=32)  # 64 was measured on Hopper, not packed
     products = 4 * spec.B * spec.H * spec.N_Q * spec.N_KV * max(spec.D, spec.E)
     use_tma = large and spec.sequences is None and products >= TMA_FLOPS
-    return TritonTiles(forward, dq, dkdv, heads_summed(spec, dkdv, hw), use_tma)
+    joined, most = JOINED_TILES.get(size, (None, 0)) if hw.arch == 90 else (None, 0)
+    return TritonTiles(forward, dq, dkdv, heads_summed(spec, dkdv, hw), use_tma, joined if products < most else None)
 
 
 def heads_summed(spec: FlashSpec, tile: TritonTile, hw: Hardware) -> int:
     """Query heads one program of dkdv sums over: all of a group if that leaves work for the whole GPU, else one."""
     programs = tiles_of(spec, spec.N_KV, tile.own) * spec.B * spec.H_KV
-    uneven = spec.right is not None or spec.left is not None
-    return spec.group if programs >= (4 if uneven else 1) * hw.sm_count else 1
+    return spec.group if programs >= (4 if (spec.left, spec.right) != (None, None) else 1) * hw.sm_count else 1
 
 
 # ------------------------------------------------------------------------------------ arithmetic of tile schedulers
@@ -583,13 +582,14 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    Our own where it was measured (OWN_BACKWARD), `affordable` and not `uneven`. cuDNN's is faster than triton's. It has
-    no option except causal, no gradient of lse, no fixed order of sums, and builds a plan for every new shape.
+    Our own on Hopper if `affordable` and not `uneven`: over cuDNN 0.98 to 1.5, over triton 1.3 to 2.8. cuDNN's is
+    faster than triton's. It has no option except causal, no gradient of lse, no fixed order of sums, and builds a plan
+    for every new shape.
     """
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
-    waits = cudnn and flops(spec) >= SMALL_FLOPS and uneven(spec, hw)
-    own = hw.arch == 90 and (spec.D, spec.E) in OWN_BACKWARD and affordable(spec) and not waits
-    return "cuda" if own else "cudnn" if cudnn else "triton"
+    own = hw.arch == 90 and (spec.D, spec.E) in SM90_HEAD_DIMS and affordable(spec)
+    waits = own and cudnn and flops(spec) >= SMALL_FLOPS and uneven(spec, hw)
+    return "cuda" if own and not waits else "cudnn" if cudnn else "triton"
 
 
 def with_backward(spec: FlashSpec, hw: Hardware, choice: Choice) -> Choice:

@@ -1,4 +1,4 @@
-"""The tile, the workspace and the order of heads of the backward of backend `cuda` (kernels/backward.cu).
+"""The tile, the workspace and the order of heads of the backward of backend `cuda` (kernels/backward.py).
 
 Pure functions of (spec, hw), as in policy.py.
 """
@@ -10,35 +10,43 @@ from typing import NamedTuple
 from fulmen.flash.spec import FlashSpec, tiles_of
 from fulmen.hardware import Hardware
 
-BACKWARD_KEYS = 128  # that a block owns
 MAX_PADDING = 1 << 28
 
 
 class BackwardTile(NamedTuple):
-    """The backward of backend `cuda`: for Hopper, every option; 128 keys a block."""
+    """The backward of backend `cuda`: for Hopper, every option."""
 
     block_m: int  # queries at a time
-    overlap: bool  # s and dp of the next tile start before this one ends
-    persistent: bool = False  # blocks stay, and take tile after tile
+    overlap: bool  # s of the next tile starts before this one ends; with 128 keys dp does, too
     q_stages: int = 3  # tiles of q in flight
     o_stages: int = 2  # the same of do
+    block_n: int = 128  # keys that a block owns; 64: backward_wide.cu
+    keep: bool = False  # which keeps k and v in registers, too
+
+    @property
+    def wide(self) -> bool:
+        return self.block_n == 64
 
     def __str__(self) -> str:
-        return f"{self.block_m} queries x {BACKWARD_KEYS} keys"
+        return f"{self.block_m} queries x {self.block_n} keys"
 
 
-# By D = E. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.90 to 1.00 of it.
+# By D. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.78 to 1.00 of it. Over
+# triton's, with options: D 64 and 128 1.3 to 2.1, wide 1.8 (packed sequences) to 2.8 (softcap).
 BACKWARD_TILES = {
-    64: BackwardTile(128, overlap=False, persistent=True, q_stages=2),  # B4 H32 N4096: 1.31, 1.20
-    128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.17, 1.10
+    64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.31, 1.20
+    128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.14, 1.10
+    192: BackwardTile(64, overlap=True, block_n=64, keep=True),  # E 128, B1 H16 N4096: 0.98, 1.27
+    256: BackwardTile(64, overlap=True, q_stages=2, o_stages=1, block_n=64),  # the same: 1.18 to 1.28, 1.12 to 1.23
 }
 
 
 def backward_tile(spec: FlashSpec) -> BackwardTile:
-    """Persistent blocks pay where walks are short, and with a softcap's registers; else at D 128 their loop costs more
-    than they save (B2 H16 N8192 causal: 1.13)."""
-    tile, options = BACKWARD_TILES[spec.D], (spec.left, spec.sequences, spec.softcap)
-    return tile._replace(persistent=tile.persistent or any(x is not None for x in options))
+    return BACKWARD_TILES[spec.D]
+
+
+def key_tiles(spec: FlashSpec) -> int:
+    return tiles_of(spec, spec.N_KV, backward_tile(spec).block_n)
 
 
 class Workspace(NamedTuple):
@@ -71,7 +79,7 @@ def uneven(spec: FlashSpec, hw: Hardware) -> bool:
 
     Over cuDNN's, which gives every query head its blocks: B1 H40/8 N2048 causal 0.90, N4096 (two waves) 1.18.
     """
-    blocks = spec.B * spec.H_KV * tiles_of(spec, spec.N_KV, BACKWARD_KEYS)
+    blocks = spec.B * spec.H_KV * key_tiles(spec)
     return spec.group > 1 and spec.right is not None and blocks <= hw.sm_count
 
 
@@ -84,17 +92,21 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     1.169; B1 H40/8 N4096 1.128, 1.181.
 
     In deterministic mode the tiles of a head add to a query tile one after the other; those of more heads wait less.
-    Time over that in any order with 1, 2, 4, 8 times as many, causal: B4 H32 N4096 D 64 1.21, 1.10, 1.08, 1.10; B1 H16
-    N16384 D 128 1.08, 1.06, 1.03, 1.02. Full, B4 H32 N4096 D 64: 1.01, 1.01, 1.03. With a window they wait little.
+    Time over that in any order, causal: D 64 B4 H32 N4096 with 16, 32, 64 heads 1.10, 1.08, 1.10; D 128 with 4, 8, 16
+    heads B1 H16 N16384 1.04, 1.01, 1.00; B2 H16 N8192 1.09, 1.06, 1.04; B1 H32 N4096 1.13, 1.10, 1.08; B4 H32 N2048
+    1.40, 1.08, 1.08 (64: 1.17); D 256 with 8, 16 heads B1 H16 N4096 1.25, 1.13. Full, D 128 with 2, 4, 8 heads B2 H16
+    N8192 1.05, 1.02, 1.01; D 256 with 8, 16 heads 1.04, 1.15. With a window they wait little.
     """
     heads = max(1, spec.B * spec.H_KV)
     queries = spec.N_Q
     if spec.left is not None and spec.right is not None:
-        queries = min(queries, spec.left + spec.right + BACKWARD_KEYS)  # that see a tile of keys
+        queries = min(queries, spec.left + spec.right + backward_tile(spec).block_n)  # that see a tile of keys
     size = max(1, queries * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
-    at_once = hw.sm_count // max(1, tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
-    times = 1 if not spec.deterministic or spec.left is not None else 2 if spec.right is None else 4
-    most = min(heads, max(1, at_once, hw.l2_bytes // 2 // size) * times)
+    at_once = hw.sm_count // max(1, key_tiles(spec))
+    enough = hw.l2_bytes // 2 // size
+    if spec.deterministic and spec.left is None:
+        enough = (32 if spec.D == 64 else 16) // (2 if spec.right is None else 1)
+    most = min(heads, max(1, at_once, enough))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
@@ -105,4 +117,4 @@ def lag(spec: FlashSpec, heads: int, hw: Hardware) -> int:
     """
     if spec.right is not None:
         return 2 * hw.sm_count
-    return hw.sm_count + max(hw.sm_count, heads * tiles_of(spec, spec.N_KV, BACKWARD_KEYS))
+    return hw.sm_count + max(hw.sm_count, heads * key_tiles(spec))

@@ -6,16 +6,8 @@ registers and walks the keys its rows may see, BLOCK_N at a time, in base 2:
     s = scale log2(e) q k^T,  m' = max(m, rowmax s),  p = 2^(s - m'),  a = 2^(m - m')
     l = a l + rowsum p,  acc = a acc + p v;     at the end  o = acc / l,  lse = ln 2 (m + log2 l)
 
-Backward: two launches, no atomics, so the same result every time. p comes back as 2^(s - lse), and
-
-    flash_backward_dq_kernel    owns queries, walks keys:  delta = rowsum(do * o) - dlse (stored for the next launch),
-                                ds = p * (do v^T - delta),  dq = scale ds k
-    flash_backward_dkdv_kernel  owns keys, walks queries, of all heads that share them or of one:
-                                dv = p^T do,  dk = scale ds^T q
-
-The second computes s^T and ds^T, so that both are operands as they come out of the tensor cores: nothing is transposed.
-Seven products where five would do; the two more cost less than adding dq up in memory would. Where every query of a
-tile sees every key of a block no mask is computed: causal and windowed calls walk the edges in loops of their own.
+Backward: triton_backward.py. Where every query of a tile sees every key of a block no mask is computed: causal and
+windowed calls walk the edges in loops of their own.
 On Hopper and Blackwell the copy engine (TMA) loads the tiles of large calls; elsewhere, and for packed sequences,
 whose ends it does not know, pointers do. Calls over a cache have a kernel of their own: triton_cache.py.
 """
@@ -36,21 +28,15 @@ from fulmen.dispatch import register
 from fulmen.flash import triton_cache
 from fulmen.flash.policy import TritonTile, TritonTiles
 from fulmen.flash.spec import FlashSpec, Residuals, empty_outputs, tiles_of
+from fulmen.flash.triton_backward import (
+    flash_backward_dkdv_kernel,
+    flash_backward_dq_kernel,
+    flash_backward_joined_kernel,
+    open_tile,
+)
 from fulmen.launch import Launch, Ready, describable, run_all, unsupported_device
 from fulmen.plans import allocator
-from fulmen.tiles import (
-    LN2,
-    LOG2E,
-    find_tile,
-    key_ranges,
-    load_rows,
-    offset_at,
-    padded,
-    query_ranges,
-    store_rows,
-    tanh,
-    visible,
-)
+from fulmen.tiles import LN2, LOG2E, key_ranges, load_rows, padded, store_rows, tanh, visible
 
 MAX_ROW_STRIDE = 1 << 23  # up to here a tile's offsets fit 32 bits
 
@@ -68,29 +54,6 @@ def supports(spec: FlashSpec) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------- forward
-
-
-@triton.jit
-def open_tile(cu_q_ptr, cu_k_ptr, heads, N_Q, N_KV, OF_KEYS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Who am I: (head, first row, begin_q, length_q, begin_k, length_k), of `heads` times the tiles of q or k."""
-    pid = tl.program_id(0)
-    tiles = tl.num_programs(0) // heads
-    tile = pid % tiles  # tiles of a head run side by side, so that its keys stay in the L2 cache
-    head = pid // tiles
-    if REVERSE:  # the longest first
-        tile = tiles - 1 - tile
-    begin_q, begin_k = 0, 0
-    length_q, length_k = N_Q, N_KV
-    if cu_q_ptr is not None:
-        if OF_KEYS:
-            sequence, tile = find_tile(cu_k_ptr, tile, tiles - N_KV // BLOCK, N_KV, BLOCK)
-        else:
-            sequence, tile = find_tile(cu_q_ptr, tile, tiles - N_Q // BLOCK, N_Q, BLOCK)
-        begin_q = offset_at(cu_q_ptr, sequence, N_Q)
-        begin_k = offset_at(cu_k_ptr, sequence, N_KV)
-        length_q = tl.maximum(offset_at(cu_q_ptr, sequence + 1, N_Q) - begin_q, 0)
-        length_k = tl.maximum(offset_at(cu_k_ptr, sequence + 1, N_KV) - begin_k, 0)
-    return head, tile * BLOCK, begin_q, length_q, begin_k, length_k
 
 
 @triton.jit
@@ -140,7 +103,7 @@ def flash_forward_kernel(
     LOAD: tl.constexpr,
 ):  # fmt: skip
     head, m0, begin_q, N_Q_, begin_k, N_KV_ = open_tile(
-        cu_q_ptr, cu_k_ptr, B * H, N_Q, N_KV, False, right is not None, BLOCK_M
+        tl.program_id(0), tl.num_programs(0), cu_q_ptr, cu_k_ptr, B * H, N_Q, N_KV, False, right is not None, BLOCK_M
     )
     b = head // H
     h = head % H
@@ -184,182 +147,6 @@ def flash_forward_kernel(
         tl.store(lse_ptr + head.to(tl.int64) * N_Q + begin_q + row, lse, mask=row < N_Q_)
 
 
-# --------------------------------------------------------------------------------------------- backward
-
-
-@triton.jit
-def logits(s, scale, softcap):
-    """Base-2 logits of the products s = q k^T, and the slope of the cap (1 without)."""
-    if softcap is not None:
-        t = tanh(s * (scale / softcap))
-        return t * (softcap * LOG2E), 1.0 - t * t
-    else:
-        return s * (scale * LOG2E), 1.0
-
-
-@triton.jit
-def dq_keys(
-    dq, q, do, lse, delta, k, v, strides, b, h_kv, position, begin_k, N, start, end, scale, softcap, left, right,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, LOAD: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Adds what the keys from `start` to `end` give to dq, but for the factor `scale`."""
-    for n in tl.range(start, end, BLOCK_N):
-        k_n = load_rows(k, strides[1], b, h_kv, begin_k + n, begin_k + N, D, BLOCK_N, LOAD, MASK)
-        v_n = load_rows(v, strides[2], b, h_kv, begin_k + n, begin_k + N, E, BLOCK_N, LOAD, MASK)
-        s = tl.dot(q, tl.trans(k_n))  # [M, N]
-        dp = tl.dot(do, tl.trans(v_n))
-        s, slope = logits(s, scale, softcap)
-        p = tl.exp2(s - lse[:, None])
-        if MASK:
-            key = n + tl.arange(0, BLOCK_N)
-            seen = visible(position[:, None], key[None, :], left, right) & (key < N)[None, :]
-            p = tl.where(seen, p, 0.0)
-        ds = p * (dp - delta[:, None]) * slope
-        dq = tl.dot(ds.to(k_n.dtype), k_n, dq)  # [M, D]
-    return dq
-
-
-@triton.jit
-def flash_backward_dq_kernel(
-    q, k, v, do,  # pointers, or descriptors with LOAD "tma"
-    o, dq, lse_ptr,
-    dlse_ptr,  # or None
-    delta_ptr,  # written here, for the other kernel
-    cu_q_ptr, cu_k_ptr,
-    strides,  # of q, k, v, do, o, dq
-    B, H, GROUP, N_Q, N_KV,
-    scale,
-    softcap, left, right,
-    TOP_LEFT: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LOAD: tl.constexpr,
-):  # fmt: skip
-    head, m0, begin_q, N_Q_, begin_k, N_KV_ = open_tile(
-        cu_q_ptr, cu_k_ptr, B * H, N_Q, N_KV, False, right is not None, BLOCK_M
-    )
-    b = head // H
-    h = head % H
-    h_kv = h // GROUP
-    row = m0 + tl.arange(0, BLOCK_M)
-    shift = 0 if TOP_LEFT else N_KV_ - N_Q_
-    position = row + shift
-
-    # what stays resident
-    q_m = load_rows(q, strides[0], b, h, begin_q + m0, begin_q + N_Q_, D, BLOCK_M, LOAD, True)
-    do_m = load_rows(do, strides[3], b, h, begin_q + m0, begin_q + N_Q_, E, BLOCK_M, LOAD, True)
-    o_m = load_rows(o, strides[4], b, h, begin_q + m0, begin_q + N_Q_, E, BLOCK_M, "wide", True)
-    delta = tl.sum(o_m.to(tl.float32) * do_m.to(tl.float32), 1)
-    offs = head.to(tl.int64) * N_Q + begin_q + row
-    mask_m = row < N_Q_
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + offs, mask=mask_m, other=0.0)
-    tl.store(delta_ptr + offs, delta, mask=mask_m)
-    lse = tl.load(lse_ptr + offs, mask=mask_m, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row that saw nothing: p = 0
-    dq_m = tl.zeros([BLOCK_M, padded(D)], tl.float32)
-
-    start, full_start, full_end, end = key_ranges(m0 + shift, m0 + BLOCK_M - 1 + shift, N_KV_, left, right, BLOCK_N)
-    if m0 >= N_Q_:
-        full_end = full_start
-        end = start
-    if left is not None:
-        dq_m = dq_keys(
-            dq_m, q_m, do_m, lse, delta, k, v, strides, b, h_kv, position, begin_k, N_KV_, start,
-            tl.minimum(full_start, end), scale, softcap, left, right, D, E, BLOCK_N, LOAD, True,
-        )  # fmt: skip
-    dq_m = dq_keys(
-        dq_m, q_m, do_m, lse, delta, k, v, strides, b, h_kv, position, begin_k, N_KV_, full_start, full_end,
-        scale, softcap, left, right, D, E, BLOCK_N, LOAD, False,
-    )  # fmt: skip
-    dq_m = dq_keys(
-        dq_m, q_m, do_m, lse, delta, k, v, strides, b, h_kv, position, begin_k, N_KV_, full_end, end,
-        scale, softcap, left, right, D, E, BLOCK_N, LOAD, True,
-    )  # fmt: skip
-    store_rows(dq, strides[5], b, h, begin_q + m0, begin_q + N_Q_, dq_m * scale, D, BLOCK_M)
-
-
-@triton.jit
-def dkdv_queries(
-    dk, dv, k, v, q, do, lse_ptr, delta_ptr, strides, b, h, key, shift, begin_q, N, start, end,
-    scale, softcap, left, right,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, LOAD: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Adds what the queries from `start` to `end` give to dk (but for the factor `scale`) and dv."""
-    for m in tl.range(start, end, BLOCK_M):
-        q_m = load_rows(q, strides[0], b, h, begin_q + m, begin_q + N, D, BLOCK_M, LOAD, True)
-        do_m = load_rows(do, strides[3], b, h, begin_q + m, begin_q + N, E, BLOCK_M, LOAD, True)
-        row = m + tl.arange(0, BLOCK_M)
-        lse = tl.load(lse_ptr + row, mask=row < N, other=float("-inf"))
-        delta = tl.load(delta_ptr + row, mask=row < N, other=0.0)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # no such row, or it saw nothing: p = 0
-        s = tl.dot(k, tl.trans(q_m))  # [N, M]
-        s, slope = logits(s, scale, softcap)
-        p = tl.exp2(s - lse[None, :])
-        if MASK:
-            p = tl.where(visible((row + shift)[None, :], key[:, None], left, right), p, 0.0)
-        dv = tl.dot(p.to(do_m.dtype), do_m, dv)  # [N, E]
-        dp = tl.dot(v, tl.trans(do_m), tl.broadcast_to(-delta[None, :], p.shape))  # dp - delta, in fewer registers
-        ds = p * dp * slope
-        dk = tl.dot(ds.to(q_m.dtype), q_m, dk)  # [N, D]
-    return dk, dv
-
-
-@triton.jit
-def flash_backward_dkdv_kernel(
-    q, k, v, do,  # pointers, or descriptors with LOAD "tma"
-    dk, dv,  # with H / HEADS heads
-    lse_ptr, delta_ptr,
-    cu_q_ptr, cu_k_ptr,
-    strides,  # of q, k, v, do, dk, dv
-    B, H, GROUP, N_Q, N_KV,
-    scale,
-    softcap, left, right,
-    TOP_LEFT: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr,  # query heads a program sums over: those that share k and v, or one
-    LOAD: tl.constexpr,
-):  # fmt: skip
-    owners = H // HEADS
-    head, n0, begin_q, N_Q_, begin_k, N_KV_ = open_tile(cu_q_ptr, cu_k_ptr, B * owners, N_Q, N_KV, True, False, BLOCK_N)
-    b = head // owners
-    owner = head % owners
-    h_kv = owner * HEADS // GROUP
-    key = n0 + tl.arange(0, BLOCK_N)
-    shift = 0 if TOP_LEFT else N_KV_ - N_Q_
-
-    # what stays resident
-    k_n = load_rows(k, strides[1], b, h_kv, begin_k + n0, begin_k + N_KV_, D, BLOCK_N, LOAD, True)
-    v_n = load_rows(v, strides[2], b, h_kv, begin_k + n0, begin_k + N_KV_, E, BLOCK_N, LOAD, True)
-    dk_n = tl.zeros([BLOCK_N, padded(D)], tl.float32)
-    dv_n = tl.zeros([BLOCK_N, padded(E)], tl.float32)
-
-    start, full_start, full_end, end = query_ranges(n0, n0 + BLOCK_N - 1, N_Q_, shift, left, right, BLOCK_M)
-    if n0 >= N_KV_:
-        full_end = full_start
-        end = start
-    for i in range(HEADS):
-        h = owner * HEADS + i
-        offs = tl.cast(b * H + h, tl.int64) * N_Q + begin_q
-        if right is not None:
-            dk_n, dv_n = dkdv_queries(
-                dk_n, dv_n, k_n, v_n, q, do, lse_ptr + offs, delta_ptr + offs, strides, b, h, key, shift, begin_q,
-                N_Q_, start, tl.minimum(full_start, end), scale, softcap, left, right, D, E, BLOCK_M, LOAD, True,
-            )  # fmt: skip
-        dk_n, dv_n = dkdv_queries(
-            dk_n, dv_n, k_n, v_n, q, do, lse_ptr + offs, delta_ptr + offs, strides, b, h, key, shift, begin_q,
-            N_Q_, full_start, full_end, scale, softcap, left, right, D, E, BLOCK_M, LOAD, False,
-        )  # fmt: skip
-        if left is not None:
-            dk_n, dv_n = dkdv_queries(
-                dk_n, dv_n, k_n, v_n, q, do, lse_ptr + offs, delta_ptr + offs, strides, b, h, key, shift, begin_q,
-                N_Q_, full_end, end, scale, softcap, left, right, D, E, BLOCK_M, LOAD, True,
-            )  # fmt: skip
-    store_rows(dk, strides[4], b, owner, begin_k + n0, begin_k + N_KV_, dk_n * scale, D, BLOCK_N)
-    store_rows(dv, strides[5], b, owner, begin_k + n0, begin_k + N_KV_, dv_n, E, BLOCK_N)
-
-
 # ---------------------------------------------------------------------------------------------- launches
 
 
@@ -400,13 +187,16 @@ def forward_launch(spec: FlashSpec, tiles: TritonTiles, x: Residuals, o: Tensor,
 
 
 class Backward(NamedTuple):
-    """The tensors of a backward; dk and dv have a head for each query head, in fp32, where heads_summed is 1."""
+    """The tensors of a backward; dk and dv have a head for each query head, in fp32, where heads_summed is 1.
+
+    delta  what the first of two launches leaves for the second; None in a single launch, unless sinks need it
+    """
 
     o: Tensor
     lse: Tensor
     do: Tensor
     dlse: Tensor | None
-    delta: Tensor
+    delta: Tensor | None
     dq: Tensor
     dk: Tensor
     dv: Tensor
@@ -417,6 +207,18 @@ def backward_launches(spec: FlashSpec, tiles: TritonTiles, x: Residuals, y: Back
     dq, dkdv = tiles.dq, tiles.dkdv
     packed = (x.cu_seqlens_q, x.cu_seqlens_k)
     heads = spec.H // max(y.dk.shape[1], 1)
+    if tiles.joined is not None:
+        tile, load = tiles.joined, how_to_load(spec, False, x.q, x.k, x.v, y.do, y.o)
+        programs_q = tiles_of(spec, spec.N_Q, tile.own) * spec.B * spec.H
+        steps = strides(x.q, x.k, x.v, y.do, y.o, y.dq, y.dk, y.dv)
+        joined = Launch(
+            flash_backward_joined_kernel,
+            programs_q + tiles_of(spec, spec.N_KV, tile.walk) * spec.B * y.dk.shape[1],
+            (x.q, x.k, x.v, y.do, y.o, y.dq, y.dk, y.dv, y.lse, y.dlse, y.delta, *packed),
+            (steps, programs_q, *facts(spec), tile.own, tile.walk, heads, load),
+            options(tile),
+        )
+        return [joined]
     return [
         Launch(
             flash_backward_dq_kernel,
@@ -491,7 +293,8 @@ def empty_gradients(spec: FlashSpec, x: Residuals, o: Tensor, lse: Tensor, do: T
     heads, dtype = (spec.H, torch.float32) if each else (spec.H_KV, spec.dtype)
     dq = empty_rows(x.q, spec.H, spec.D)
     dk, dv = empty_rows(x.k, heads, spec.D, dtype), empty_rows(x.v, heads, spec.E, dtype)
-    return Backward(o, lse, do, dlse, torch.empty_like(lse), dq, dk, dv)
+    delta = torch.empty_like(lse) if chosen(spec).joined is None or spec.has_sinks else None
+    return Backward(o, lse, do, dlse, delta, dq, dk, dv)
 
 
 def gradients(spec: FlashSpec, x: Residuals, y: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -502,6 +305,7 @@ def gradients(spec: FlashSpec, x: Residuals, y: Backward) -> tuple[Tensor, Tenso
         for shared, each in ((dk, y.dk), (dv, y.dv)):
             shared.copy_(each.unflatten(1, (spec.H_KV, spec.group)).sum(2))
     if x.sinks is not None:  # a sink of -inf is none: then a row may have seen nothing
+        assert y.delta is not None
         drawn = torch.exp(x.sinks.float()[:, None] - y.lse) * y.delta
         dsinks = -drawn.masked_fill(y.lse == -torch.inf, 0.0).sum((0, 2)).to(x.sinks.dtype)
     return y.dq, dk, dv, dsinks
@@ -522,20 +326,34 @@ def prepare_backward(
     if not preparable(spec):
         return None
     y = empty_gradients(spec, x, o, lse, do, dlse)
-    of_q, of_k = (Ready(launch, spec.device) for launch in backward_launches(spec, chosen(spec), x, y))
-    new = [allocator(t) for t in (y.delta, y.dq, y.dk, y.dv)]
+    launches = [Ready(launch, spec.device) for launch in backward_launches(spec, chosen(spec), x, y)]
+    new_dq, new_dk, new_dv = allocator(y.dq), allocator(y.dk), allocator(y.dv)
+    new_delta = (lambda: None) if y.delta is None else allocator(y.delta)
     plain = y.dk.shape[1] == spec.H_KV and x.sinks is None
+
+    def joined(
+        q: Tensor, k: Tensor, v: Tensor, _s: Any, cu_q: Any, cu_k: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Any
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        launch(q, k, v, do, o, dq, dk, dv, lse, dlse, None, cu_q, cu_k)
+        return dq, dk, dv, None
 
     def again(
         q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_q: Any, cu_k: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        delta, dq, dk, dv = (make() for make in new)
-        of_q(q, k, v, do, o, dq, lse, dlse, delta, cu_q, cu_k)
-        of_k(q, k, v, do, dk, dv, lse, delta, cu_q, cu_k)
+        delta, dq, dk, dv = new_delta(), new_dq(), new_dk(), new_dv()
+        if len(launches) == 1:
+            launches[0](q, k, v, do, o, dq, dk, dv, lse, dlse, delta, cu_q, cu_k)
+        else:
+            launches[0](q, k, v, do, o, dq, lse, dlse, delta, cu_q, cu_k)
+            launches[1](q, k, v, do, dk, dv, lse, delta, cu_q, cu_k)
         if plain:
             return dq, dk, dv, None
         return gradients(spec, Residuals(q, k, v, sinks, cu_q, cu_k), Backward(o, lse, do, dlse, delta, dq, dk, dv))
 
+    if len(launches) == 1 and plain:  # the shortest calls
+        (launch,) = launches
+        return joined
     return again
 
 

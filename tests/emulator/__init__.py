@@ -70,7 +70,8 @@ def operands(section: str) -> list[str]:
 
 
 NOTHING = re.compile(
-    r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^prefetch\.tensormap|^\{\.reg \.pred never"
+    r"^\s*$|^griddepcontrol|^setmaxnreg|^fence\.mbarrier_init|^wgmma\.fence|^prefetch\.(tensormap|global)"
+    r"|^\{\.reg \.pred never"
 )
 CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"ex2\.approx\.ftz\.f32", "{0} = emulator::ex2({1})"),

@@ -22,6 +22,14 @@ CALLS = [
     spec(2, 16, 8192, 64, True, torch.float16),
     *[spec(1, 16, 8192, D, True, **option) for D in (64, 128) for option in (WINDOW, PACKED, CAP, ALL)],
 ]
+CALLS += [
+    spec(1, 16, 8192, D, causal, dtype, E=E, **option)
+    for D, E in ((192, 128), (256, 256))
+    for causal, dtype, option in (
+        (False, torch.bfloat16, {}), (True, torch.bfloat16, {}), (True, torch.float16, {}),
+        *((True, torch.bfloat16, option) for option in (WINDOW, PACKED, CAP, ALL)),
+    )
+]  # fmt: skip
 CALLS += [call._replace(deterministic=True) for call in CALLS]
 
 
@@ -33,7 +41,7 @@ def name_of(call: FlashSpec) -> str:
 def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     """All five of a tile, with dp or dv under way while exponentials are taken."""
     code, usage = cuda.compile_variant(backward.variants(call, tile)[1])
-    assert usage.spilled == 0 or call.sequences is not None
+    assert usage.spilled == 0 or (call.sequences is not None and call.D != 192)
     assert not usage.warnings, usage.warnings  # such as products made one after the other
     assert usage.registers == 168  # of 384 threads
     assert backward.shared_bytes(call, tile) <= TARGETS[90].smem_bytes
@@ -43,13 +51,34 @@ def check_products(call: FlashSpec, tile: BackwardTile) -> None:
     loop = text[text.index("HGMMA.") : text.rindex("HGMMA.")]
     assert not re.search(r"\b(STL|LDL)\b", loop)  # packed, where a tile lies may wait outside
     each = {"s": call.D, "dp": call.E, "dv": tile.block_m, "dk": tile.block_m, "dq": 128, "last dq": 128}
+    if tile.wide:
+        each |= {"dq": call.D, "last dq": 0}  # 64 keys of each piece of 64 columns
     ahead = call.D // 16 if tile.overlap else 0  # s of the first tile
     assert text.count("HGMMA.") == sum(each.values()) // 16 + ahead
-    assert text.count("tnspA") == 16
-    if tile == backward_tile(spec(2, 16, 8192, 128)):  # values moved back to uniform registers would cost 5 %
-        assert not any("R2UR" in line for line in sass.product_loop(text))
-    assert text.count("UBLKRED") == 1
-    assert text.count("UBLKCP.G.S") == 1  # the first to add stores
+    assert text.count("tnspA") == (each["dq"] + each["last dq"]) // 16
+    sums = 1 if not tile.wide else 4 if call.D == 256 else 3  # pieces
+    assert text.count("UBLKRED") == sums
+    assert text.count("UBLKCP.G.S") == sums  # the first to add stores
+    if tile.wide:
+        check_order(call, text)
+    loops = sass.product_loops(text)
+    assert len(loops) == 1 + tile.wide  # one of each consumer
+    if call.softcap is None and (tile.wide or call.left is None):
+        assert not any("R2UR" in line for loop in loops for line in loop)  # values moved back would cost 5 %
+
+
+def check_order(call: FlashSpec, text: str) -> None:
+    """The products of both consumers of backward_wide.cu, by their columns, and how many run on after a wait."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if product := re.search(r"HGMMA\.64x(\d+)x.*gsb0", line):
+            found.append(product[1])
+        elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", line):
+            found.append(f"wait {wait[1]}")
+    dq = "64, wait 0"
+    first = ", ".join(["64, wait 0", f"{call.E}, 64, wait 1", *[dq] * (call.D // 128)])  # s; dv, s of the next tile; dq
+    second = f"64, wait 0, 64, {call.D}, wait 1, 64, wait 1, wait 0"  # dp; dq, dk; dq
+    assert ", ".join(found) in (f"{first}, {second}", f"{second}, {first}")
 
 
 @pytest.mark.parametrize(
@@ -59,21 +88,31 @@ def test_fits_and_overlaps(call):
     check_products(call, backward_tile(call))
 
 
-@pytest.mark.parametrize("change", [{"overlap": False}, {"q_stages": 2}, {"persistent": True}], ids=str)
+@pytest.mark.parametrize("change", [{"overlap": False}, {"q_stages": 2}], ids=str)
 def test_other_tiles_fit(change):
     call = spec(2, 16, 8192, 128, True)
     check_products(call, backward_tile(call)._replace(**change))
 
 
+@pytest.mark.parametrize("change", [{"keep": False}], ids=str)
+def test_other_wide_tiles_fit(change):
+    call = spec(1, 16, 8192, 192, True, E=128)
+    check_products(call, backward_tile(call)._replace(**change))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("call", [spec(1, 16, 8192, 64), spec(1, 16, 8192, 128, True, **ALL)], ids=name_of)
+@pytest.mark.parametrize(
+    "call",
+    [spec(1, 16, 8192, 64), spec(1, 16, 8192, 128, True, **ALL), spec(1, 16, 8192, 192, E=128), spec(1, 16, 8192, 256)],
+    ids=name_of,
+)
 def test_the_prologue_does_not_spill(call, dtype):
     call = call._replace(dtype=dtype)
     for sinks in {torch.float32, dtype}:
         code, usage = cuda.compile_variant(backward.variants(call, backward_tile(call), sinks)[0])
         assert (usage.spilled, usage.warnings) == (0, ())
         assert sass.read_early(sass.disassemble(code)) == []
-        assert usage.registers <= 64
+        assert usage.registers <= (64 if call.E < 256 else 128)  # twice the loads of a thread, half the blocks of an SM
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
@@ -86,12 +125,30 @@ def test_served_and_explained(monkeypatch):
     assert str(choice).endswith("backward 64 queries x 128 keys, 65.0 MiB workspace")
     assert flash.supports(call) is None
     assert not str(dispatch.choose("flash", call._replace(needs_grad=False), "cuda")).count("workspace")
-    assert dispatch.choose("flash", call._replace(D=192), "cuda").backward == "cudnn"
     few = spec(1, 40, 2048, 128, True, H_KV=8, needs_grad=True)  # 128 blocks, and the longest decides
     assert dispatch.choose("flash", few, "cuda").backward == "cudnn"
     for others in (few._replace(N_Q=4096, N_KV=4096), few._replace(H_KV=40), few._replace(right=None)):
         assert dispatch.choose("flash", others, "cuda").backward == "cuda"
     assert dispatch.choose("flash", few._replace(deterministic=True), "cuda").backward == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+@pytest.mark.parametrize(("D", "E"), [(192, 128), (256, 256)])
+def test_wide_heads_are_served_and_explained(monkeypatch, D, E):
+    monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
+    call = spec(1, 16, 4096, D, True, E=E, needs_grad=True)
+    changes: list[dict] = [{}, {"left": 100}, {"softcap": 20.0}, {"has_sinks": True}, {"deterministic": True}]
+    changes += [{"with_lse": True}, {"sequences": 3}]
+    for change in changes:
+        choice = dispatch.choose("flash", call._replace(**change), "cuda")
+        assert (choice.backward, choice.backward_tile.block_n) == ("cuda", 64)
+        assert flash.supports(call._replace(**change)) is None
+    choice = dispatch.choose("flash", call, "cuda")
+    assert choice.workspace == 4 * 16 * (4096 * (D + 2) + 2 * 64) + 4
+    assert str(choice).endswith(f"backward 64 queries x 64 keys, {choice.workspace / 2**20:.1f} MiB workspace")
+    few = spec(1, 8, 2048, D, True, E=E, H_KV=4, needs_grad=True)  # 128 blocks, and the longest decides
+    assert dispatch.choose("flash", few, "cuda").backward == "cudnn"
+    assert dispatch.choose("flash", few._replace(N_Q=4096, N_KV=4096), "cuda").backward == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +186,7 @@ def test_short_packed_sequences_do_not_fill_the_memory(monkeypatch):
 
 
 def test_a_block_for_each_sm(monkeypatch):
-    """If blocks are persistent. Without queries no prologue clears the counter of tiles: each has its own block."""
+    """Without queries no prologue clears the counter of tiles: each has its own block."""
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     monkeypatch.setattr(cuda, "Launch", lambda *args, early: args)
 
@@ -141,7 +198,7 @@ def test_a_block_for_each_sm(monkeypatch):
     assert grid_and_tiles(spec(2, 16, 8192, 64)) == (132, 32 * 64, 32 * 64 + 132 + 256)
     assert grid_and_tiles(spec(1, 2, 512, 64, True)) == (16, 8, 16)
     assert grid_and_tiles(spec(2, 16, 8192, 64, N_Q=0)) == (2 * 32 * 64, 32 * 64, 2 * 32 * 64)
-    assert grid_and_tiles(spec(2, 16, 8192, 128)) == (32 * 64 + 264, 32 * 64, 32 * 64 + 264)
+    assert grid_and_tiles(spec(2, 16, 8192, 128)) == (132, 32 * 64, 32 * 64 + 264)
     assert grid_and_tiles(spec(1, 16, 8192, 128, True, **WINDOW))[0] == 132
 
 
@@ -156,7 +213,7 @@ def test_heads_at_a_time_fit_the_cache():
     hw = TARGETS[90]
     assert swizzle(spec(2, 16, 8192, 128), hw) == 2  # of 32; three would fit
     assert swizzle(spec(2, 16, 8192, 128, True), hw) == 2
-    assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 8  # which wait for each other less
+    assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 16  # which wait for each other less
     assert swizzle(spec(1, 1, 8192, 128, deterministic=True), hw) == 1
     assert swizzle(spec(1, 7, 8192, 128), hw) == 1
     assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 1
@@ -164,3 +221,4 @@ def test_heads_at_a_time_fit_the_cache():
     assert swizzle(spec(1, 40, 4096, 128, True, H_KV=8, left=100), hw) == 8
     assert swizzle(spec(1, 2, 128, 128), hw) == 2
     assert swizzle(spec(1, 2, 0, 128), hw) == 2
+    assert swizzle(spec(1, 16, 4096, 256), hw) == 2  # 64 tiles a head; three would fit

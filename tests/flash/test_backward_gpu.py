@@ -12,7 +12,7 @@ from fulmen.testing import flash as testing
 
 pytestmark = pytest.mark.gpu
 
-BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
+BF16 = {"dtype": torch.bfloat16}
 LENGTHS = {"lengths_q": [700, 1, 0, 450, 130], "lengths_k": [300, 1, 5, 1700, 130]}
 ALL = {"causal": True, "window": (200, None), "softcap": 3.0, "sinks": True, "H_KV": 1}
 CASES = {
@@ -36,6 +36,11 @@ CASES = {
     "packed, all": {**LENGTHS, **ALL},
     "packed, short": {"lengths_q": [1, 2, 0, 3] * 100, "causal": True},
 }
+WIDTHS = {64: 64, 128: 128, 192: 128, 256: 256}  # D, E
+
+
+def inputs(D: int, **options) -> testing.Inputs:
+    return testing.inputs(D=D, E=WIDTHS[D], device="cuda", **options)
 
 
 def served(x: testing.Inputs) -> FlashSpec:
@@ -49,11 +54,11 @@ def served(x: testing.Inputs) -> FlashSpec:
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_against_fp64(case, D, dtype, deterministic, monkeypatch):
     """Twice: the second call's launches are prepared. Results and workspace are NaN before."""
-    x = testing.inputs(D=D, dtype=dtype, device="cuda", **{"H": 4, **CASES[case]})
+    x = inputs(D, dtype=dtype, **{"H": 4, **CASES[case]})
     served(x)
     assert torch.empty(5, device="cuda").isnan().all()
     monkeypatch.setattr(plans, "deterministic", lambda: deterministic)  # torch's own would refuse the oracle
@@ -61,11 +66,11 @@ def test_against_fp64(case, D, dtype, deterministic, monkeypatch):
         testing.check(x, "cuda", use)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("case", ["fewer keys", "all", "packed, all", "packed, short"])
 def test_poisoned_memory(case, D, monkeypatch):
     """Every number of a result is written, and none of the workspace is read before it is."""
-    x = testing.inputs(D=D, **BF16, **{"H": 4, **CASES[case]})
+    x = inputs(D, **BF16, **{"H": 4, **CASES[case]})
     call = served(x)
     cu_k = x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
     tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
@@ -94,11 +99,11 @@ def test_poisoned_memory(case, D, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("case", ["causal", "full", "fewer keys", "window", "all", "packed, all", "packed full"])
 def test_same_bits_in_250_runs(case, D):
     torch.use_deterministic_algorithms(True)
-    x = testing.inputs(D=D, **BF16, **{"B": 1 if "packed" in case else 3, "H": 16, **CASES[case]})
+    x = inputs(D, **BF16, **{"B": 1 if "packed" in case else 3, "H": 16, **CASES[case]})
     served(x)
     attend = testing.backend("cuda")
     first = testing.evaluate(attend, x)
@@ -107,11 +112,11 @@ def test_same_bits_in_250_runs(case, D):
             assert a is None or torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", WIDTHS)
 def test_several_streams_at_once(D):
     """Each call has a workspace of its own."""
     torch.use_deterministic_algorithms(True)
-    calls = [testing.inputs(2, 8, 1500, D, causal=True, seed=seed, **BF16) for seed in range(4)]
+    calls = [inputs(D, B=2, H=8, N_Q=1500, causal=True, seed=seed, **BF16) for seed in range(4)]
     served(calls[0])
     attend = testing.backend("cuda")
     wanted = [testing.evaluate(attend, x) for x in calls]
@@ -140,7 +145,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_auto_takes_it(options, D):
     """From end to end, with the gradient of lse."""
-    x = testing.inputs(**{"H": 32, "N_Q": 2048, "D": D, **OPTIONS[options], **BF16})
+    x = testing.inputs(**{"H": 32, "N_Q": 2048, "D": D, **OPTIONS[options], **BF16, "device": "cuda"})
     call = served(x)
     assert dispatch.pick("flash", call).name == "cuda"
     for use in (("o",), ("o", "lse")):

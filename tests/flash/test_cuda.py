@@ -208,22 +208,20 @@ def backward_of(call: FlashSpec) -> str:
 
 
 def test_whose_gradients(monkeypatch):
-    """Our own at D = E of 64 and 128; else cuDNN's for what it can say and while nobody asks for the same bits every
-    time; else triton's."""
+    """Our own. Where few causal heads share k and v: cuDNN's for what it can say, and while nobody asks for the same
+    bits every time."""
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
-    call = spec(2, 16, 4096, 128, True, needs_grad=True)
     limits = ({"with_lse": True}, {"deterministic": True}, {"softcap": 3.0}, {"left": 5}, {"N_KV": 5000}, PACKED)
-    for options in ({}, {"right": None, "H_KV": 4}, {"D": 64, "E": 64}, *limits):
-        assert backward_of(call._replace(**options)) == "cuda", options
-    for D, E in ((192, 128), (256, 256)):
-        wide = call._replace(D=D, E=E)
-        assert backward_of(wide) == "cudnn"
-        assert backward_of(wide._replace(right=None, H_KV=4)) == "cudnn"
-        for options in limits:
-            assert backward_of(wide._replace(**options)) == "triton", options
-        monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90]._replace(cudnn=91000))
-        assert backward_of(wide) == "triton"
-        assert backward_of(call) == "cuda"
+    for D, E in policy.SM90_HEAD_DIMS:
+        call = spec(2, 16, 4096, D, True, E=E, needs_grad=True)
+        for options in ({}, {"right": None, "H_KV": 4}, *limits):
+            assert backward_of(call._replace(**options)) == "cuda", options
+        few = call._replace(B=1, H_KV=2, H=16)
+        assert backward_of(few) == "cudnn"
+        for options in ({"right": None}, {"H": 2, "N_Q": 700}, *limits):
+            assert backward_of(few._replace(**options)) == "cuda", options
+        monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90]._replace(cudnn=0))
+        assert backward_of(few) == "cuda"
         monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[80])
     assert backward_of(spec(N=128, needs_grad=True)) != "cuda"
@@ -231,10 +229,10 @@ def test_whose_gradients(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd", "fused"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("D", "E", "H_KV"), [(64, 64, 4), (128, 128, 1), (128, 128, 4), (192, 128, 4), (256, 256, 2)])
-def test_gradients_from_our_forward_by_cudnn(D, E, H_KV, causal, layout):
-    x = testing.inputs(2, 4, 700, D, E=E, H_KV=H_KV, causal=causal, layout=layout, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize(("D", "E"), policy.SM90_HEAD_DIMS)
+def test_gradients_from_our_forward_by_cudnn(D, E, layout):
+    """Few causal heads that share k and v."""
+    x = testing.inputs(1, 32, 1024, D, E=E, H_KV=2, causal=True, layout=layout, dtype=torch.bfloat16, device="cuda")
     call = x.spec(needs_grad=True)
     if (why := flash.supports(call)) is not None or backward_of(call) != "cudnn":
         pytest.skip(why or "cuDNN does not serve this")

@@ -139,7 +139,8 @@ __device__ __forceinline__ void tma_store_wait_read() {
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LIST_80 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define LIST_88 LIST_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define LIST_128 LIST_88 ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, " \
+#define LIST_96 LIST_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define LIST_128 LIST_96 ", %96, %97, %98, %99, " \
     "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
     "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -150,7 +151,8 @@ __device__ __forceinline__ void tma_store_wait_read() {
 #define D_64 D_32, D8(32), D8(40), D8(48), D8(56)
 #define D_80 D_64, D8(64), D8(72)
 #define D_88 D_80, D8(80)
-#define D_128 D_88, D8(88), D8(96), D8(104), D8(112), D8(120)
+#define D_96 D_88, D8(88)
+#define D_128 D_96, D8(96), D8(104), D8(112), D8(120)
 // d = a b, or d += a b, of 64 rows and N columns: both operands in shared memory, TRANSPOSED where the sum goes over an
 // operand's rows, or a in registers.
 #define WGMMA_SHARED(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
@@ -160,11 +162,11 @@ __device__ __forceinline__ void tma_store_wait_read() {
                      A ", " B ", add, 1, 1, " TRANSPOSED ";}" \
                      : D_##REGS : "l"(a), "l"(b), "r"(add)); \
     }
-#define WGMMA_REGISTERS(REGS, N, A, B, ADD) \
-    __device__ __forceinline__ void wgmma(float (&d)[REGS], u32 *a, u64 b, int add) { \
+#define WGMMA_REGISTERS(NAME, REGS, N, A, B, ADD, TRANSPOSED) \
+    __device__ __forceinline__ void NAME(float (&d)[REGS], u32 *a, u64 b, int add) { \
         asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##REGS "}, " \
-                     "{" A "}, " B ", add, 1, 1, 1;}" \
+                     "{" A "}, " B ", add, 1, 1, " TRANSPOSED ";}" \
                      : D_##REGS, "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : "l"(b), "r"(add)); \
     }
 
@@ -176,10 +178,13 @@ WGMMA_SHARED(wgmma, 80, 160, "%80", "%81", "%82", "0, 0")
 WGMMA_SHARED(wgmma, 88, 176, "%88", "%89", "%90", "0, 0")
 WGMMA_SHARED(wgmma_transposed, 32, 64, "%32", "%33", "%34", "1, 1")
 WGMMA_SHARED(wgmma_transposed, 64, 128, "%64", "%65", "%66", "1, 1")
+WGMMA_SHARED(wgmma_over_rows, 64, 128, "%64", "%65", "%66", "0, 1")
 WGMMA_SHARED(wgmma_over_rows, 128, 256, "%128", "%129", "%130", "0, 1")
-WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37")
-WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69")
-WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133")
+WGMMA_REGISTERS(wgmma_over_columns, 32, 64, "%32, %33, %34, %35", "%36", "%37", "0")
+WGMMA_REGISTERS(wgmma, 32, 64, "%32, %33, %34, %35", "%36", "%37", "1")
+WGMMA_REGISTERS(wgmma, 64, 128, "%64, %65, %66, %67", "%68", "%69", "1")
+WGMMA_REGISTERS(wgmma, 96, 192, "%96, %97, %98, %99", "%100", "%101", "1")
+WGMMA_REGISTERS(wgmma, 128, 256, "%128, %129, %130, %131", "%132", "%133", "1")
 
 // Where an operand lies, in units of 16 bytes: groups of 8 rows 1024 bytes apart, 128-byte swizzle and, if the sum goes
 // over its rows, panels `panel` bytes apart. (Above an address's 18 bits is the block's rank in its cluster.)
@@ -213,6 +218,16 @@ __device__ __forceinline__ void start_over_rows(float (&y)[COUNT], u32 (&x)[ROWS
     const u64 b = descriptor(z, Z_ROWS * 128);
 #pragma unroll
     for (int j = 0; j < ROWS / 16; j++) wgmma(y, x + 4 * j, b + j * 16 * 128 / 16, add || j > 0);
+    wgmma_commit();
+}
+
+// Starts y = x z over ROWS rows of z, of 64 rows of x, whose columns are those rows.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void start_over_state(float (&y)[COUNT], u32 x, u32 z) {
+    const u64 a = descriptor(x, 16), b = descriptor(z, ROWS * 128);
+#pragma unroll
+    for (int j = 0; j < ROWS / 16; j++)
+        wgmma_over_rows(y, a + (j / 4 * PANEL + j % 4 * 32) / 16, b + j * 16 * 128 / 16, j > 0);
     wgmma_commit();
 }
 

@@ -1,4 +1,4 @@
-"""The launches of the backward for Hopper: backward_prologue.cu and backward.cu.
+"""The launches of the backward for Hopper: the prologue, then backward.cu or backward_wide.cu.
 
 Shared memory of a block (bytes) and registers of a consumer thread, by head dim; tiles are queries x keys:
 
@@ -12,6 +12,16 @@ Shared memory of a block (bytes) and registers of a consumer thread, by head dim
     dk, dv                                           32 + 32                  64 + 64
     s (D128: of the next tile), dq, p, ds      64 + 32 + 32 + 32        32 + 32 + 16 + 16
     sum, of 240                                          224                      224
+
+                                  D 192, E 128, 64 x 64    D = E = 256, 64 x 64
+    k, v                                         40,960                  65,536
+    q, lse and delta, 3 and 2 stages             75,264                  66,560
+    do, 2 stages and 1                           32,768                  32,768
+    p, ds                                        16,384                  16,384
+    dq, 2 and 3 pieces of 64 columns             32,768                  49,152
+    sum, of 232,448                             198,144                 230,400
+    first: dv, s, p, dq, k          64 + 32 + 16 + 32 + 48      128 + 32 + 16 + 32
+    second: dk, dp, ds, dq, v       96 + 32 + 16 + 32 + 32      128 + 32 + 16 + 32
 
 The workspace is fp32 dq, lse and delta of every query, and what blocks count. torch's caching allocator owns it, so
 that calls on several streams, or in CUDA graphs, do not share it.
@@ -28,11 +38,12 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.flash.kernels import combine
 from fulmen.flash.kernels.sm90 import MAX_TILES, MAX_TOKENS, strides
-from fulmen.flash.policy_backward import BACKWARD_KEYS, BackwardTile, lag, swizzle, workspace
+from fulmen.flash.policy_backward import BackwardTile, backward_tile, key_tiles, lag, swizzle, workspace
 from fulmen.flash.spec import FlashSpec, Residuals, tiles_of
 
 THREADS = 384
 PROLOGUE_THREADS, PROLOGUE_SHARED = 256, 32
+PIECE_BYTES = 64 * 64 * 4  # of dq on its way to the workspace
 
 MASK = (
     ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
@@ -67,7 +78,7 @@ def unsupported_reason(spec: FlashSpec) -> str | None:
     if max(spec.N_Q, spec.N_KV) > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} queries and keys, here N_Q={spec.N_Q}, N_KV={spec.N_KV}"
     if key_tiles(spec) * spec.B * spec.H_KV > MAX_TILES:
-        return f"takes up to {MAX_TILES} tiles of {BACKWARD_KEYS} keys, here B={spec.B}, H_KV={spec.H_KV}"
+        return f"takes up to {MAX_TILES} tiles of {backward_tile(spec).block_n} keys, here B={spec.B}, H_KV={spec.H_KV}"
     return None
 
 
@@ -75,14 +86,13 @@ def slots(spec: FlashSpec, tile: BackwardTile) -> int:
     return tiles_of(spec, spec.N_Q, tile.block_m)
 
 
-def key_tiles(spec: FlashSpec) -> int:
-    return tiles_of(spec, spec.N_KV, BACKWARD_KEYS)
-
-
 def shared_bytes(spec: FlashSpec, tile: BackwardTile) -> int:
-    M, N = tile.block_m, BACKWARD_KEYS
-    tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E + 3 * N * M
-    return 2 * tensors + 4 * M * spec.D + tile.o_stages * 8 * M + 56 + 16 * (tile.q_stages + tile.o_stages)
+    M, N = tile.block_m, tile.block_n
+    tensors = N * (spec.D + spec.E) + tile.q_stages * M * spec.D + tile.o_stages * M * spec.E
+    tensors += (2 if tile.wide else 3) * N * M  # p and ds, or three times ds
+    rows = 8 * M * (tile.q_stages if tile.wide else tile.o_stages)
+    staged = (3 if tile.wide and spec.D == 256 else 2) * PIECE_BYTES
+    return 2 * tensors + staged + rows + 56 + 16 * (tile.q_stages + tile.o_stages)
 
 
 # --------------------------------------------------------------------------------------------------- launches
@@ -95,12 +105,15 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
         "LEFT": int(spec.left is not None), "RIGHT": int(spec.right is not None),
         "PACKED": int(spec.sequences is not None),
     }  # fmt: skip
-    main = macros | {
-        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages, "OVERLAP": int(tile.overlap),
-        "PERSISTENT": int(tile.persistent),
+    own = {"KEEP": int(tile.keep)} if tile.wide else {"OVERLAP": int(tile.overlap)}
+    main = macros | own | {
+        "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages,
         "DETERMINISTIC": int(spec.deterministic), "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
-    found = [("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE), ("", main, MAIN)]
+    found = [
+        ("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE),
+        ("_wide" if tile.wide else "", main, MAIN),
+    ]
     return [
         cuda.Variant(
             f"flash/kernels/backward{name}.cu", f"flash_backward{name}_kernel", "90a", tuple(m.items()), fields
@@ -120,7 +133,7 @@ def launches(
     hw = hardware.of(spec.device)
     tiles, heads = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, swizzle(spec, hw)
     behind = min(tiles, lag(spec, heads, hw))
-    resident = min(tiles + behind, hw.sm_count) if tile.persistent and spec.N_Q else tiles + behind
+    resident = min(tiles + behind, hw.sm_count) if spec.N_Q else tiles + behind
     mask = {
         "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0, "right": spec.right or 0,
         "top_left": int(spec.top_left), "sequences": spec.sequences or 0, "slots": slots(spec, tile),
@@ -148,8 +161,8 @@ def launcher(
     dq, dk and dv."""
     before, main = launches(spec, tile, o, do, dq, dk, dv, None if x.sinks is None else x.sinks.dtype)
     rows, drawn, turns, counter = (4 * part for part in workspace(spec, tile)[:4])
-    counted = tile.persistent and spec.N_Q > 0  # else no prologue clears the counter
-    k_map, v_map = (cuda.tensor_maps(t, BACKWARD_KEYS) for t in (x.k, x.v))
+    counted = spec.N_Q > 0  # else no prologue clears the counter
+    k_map, v_map = (cuda.tensor_maps(t, tile.block_n) for t in (x.k, x.v))
     q_map, do_map = (cuda.tensor_maps(t, tile.block_m) for t in (x.q, do)) if spec.N_Q else (k_map, v_map)
 
     def of_prologue(at: tuple[int, ...]) -> tuple[int, ...]:
