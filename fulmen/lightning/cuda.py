@@ -6,7 +6,8 @@ q, or q and k fewer than v. Backward, in u (the bytes of q):
     D = 64    the forward saves a state every `saved_rows` in bf16, 0.125u; from these one launch makes dq, dk and
               dv, which so read the same rows at about the same time: 4u from memory instead of 7u
     D = 128   two launches, dv and dk, then dq: in one the blocks of a head do not fit the GPU side by side; if E is 64
-              dv, then dk and dq, whose products are over E. Heads that share q and k have dq and dk of their own in
+              dv, then dk and dq, whose products are over E; with the gradient of a decay for each token dv and dk from
+              one block, then dq. Heads that share q and k have dq and dk of their own in
               bf16, which are summed in fp32
 
 Few heads and long sequences are split over blocks as in triton_split.py: a launch gathers the states of segments, a
@@ -216,14 +217,20 @@ def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Te
     return whole
 
 
-def backward_sweeps(spec: LightningSpec, saved: bool) -> list[tuple[str, ...]]:
-    """Which gradients share a launch: those of one width, and dq only if it can begin from saved states."""
+def backward_sweeps(spec: LightningSpec, saved: bool, joined: bool = False) -> list[tuple[str, ...]]:
+    """Which gradients share a launch: those of one width, and dq only if it can begin from saved states.
+
+    joined: a block makes both dv and dk.
+    """
     if spec.D != spec.E:
-        return [("dv",), ("dk", "dq")]
+        return [("dv", "dk"), ("dq",)] if joined else [("dv",), ("dk", "dq")]
     return [("dv", "dk", "dq")] if saved else [("dv", "dk"), ("dq",)]
 
 
-def backward_tile(tiles: SweepTiles, names: tuple[str, ...]) -> SweepTile:
+def backward_tile(tiles: SweepTiles, names: tuple[str, ...], products: bool = False) -> SweepTile:
+    """products: with the gradient of a decay for each token."""
+    if products and tiles.backward_of_decay is not None and "dv" in names:
+        return tiles.backward_of_decay
     return tiles.backward if "dv" in names or tiles.backward_of_e is None else tiles.backward_of_e
 
 
@@ -257,11 +264,13 @@ def backward(
     if ddecay is not None and slots is not None:
         heads, number = slots.shape[:2]
         anchors = x.q.new_empty(heads, number, spec.E // 64 * 4, dtype=torch.float32)
-        entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64 * 32, dtype=torch.float32)
+        entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64, dtype=torch.float32)
         grads = grads._replace(anchors=anchors, entered=entered)
-    for names in backward_sweeps(spec, slots is not None and spec.D == 64):
+    joined = ddecay is not None and tiles.backward_of_decay is not None and tiles.backward_of_decay.pair
+    for names in backward_sweeps(spec, slots is not None and spec.D == 64, joined):
         tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered)
-        run(spec, backward_tile(tiles, names), names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
+        tile = backward_tile(tiles, names, ddecay is not None)
+        run(spec, tile, names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
     if ddecay is not None:
         fused.run([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
     return *grads.of_stored_heads(spec, x), dinitial

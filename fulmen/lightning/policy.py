@@ -61,6 +61,7 @@ class SweepTile(NamedTuple):
     outs: int  # warpgroups that compute outputs; 0: a state alone
     save: int = 0  # 1: saves states, 2: reads saved ones
     share: bool = False  # blocks of one head load rows for each other (multicast)
+    pair: bool = False  # one block makes dv and dk, from one state
 
     def __str__(self) -> str:
         return f"{self.stages} stages, {self.outs} warpgroups for outputs"
@@ -76,6 +77,7 @@ class SweepTiles(NamedTuple):
     forward_split: Split
     backward_split: Split
     backward_of_e: SweepTile | None = None  # of dk and dq, where E is not D
+    backward_of_decay: SweepTile | None = None  # of dv and dk with the gradient of a decay for each token, joined
 
     def __str__(self) -> str:
         return str(self.forward)
@@ -133,6 +135,10 @@ SWEEP_TILES = {
     (128, 128): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),
     (128, 64): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1), SweepTile(6, 0), SweepTile(5, 2)),
 }
+
+# (D, E): the backward with the gradient of a decay for each token, if dv and dk come from one block. us of calls, B8
+# H64 N4096, from two blocks and from one: 1 group 1,482, 1,323; 8 groups 1,526, 1,361. At D64 (B4 H32 N8192) 372, 416.
+PAIR_TILES = {(128, 64): SweepTile(3, 2, pair=True)}
 
 
 # ---------------------------------------------------------------------------------- segments, to fill the GPU
@@ -228,5 +234,7 @@ def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
         if spec.per_token:  # whose gradient begins anew at every saved state
             training = training._replace(save=1)
         found = SweepTiles(ahead, training, backward, state, forward, back, *of_e)
+        if spec.per_token:
+            found = found._replace(backward_of_decay=PAIR_TILES.get((spec.D, spec.E)))
         return Choice(backend, backend, found, forward.number, backend)
     return Choice(backend, backend, None, 1, backend)

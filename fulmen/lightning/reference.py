@@ -38,7 +38,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: Tensor) -> tupl
 
 
 class Exponents(NamedTuple):
-    """What has decayed between the N tokens of a sequence, all >= 0; leading dimensions (H,) or (B, H)."""
+    """What has decayed between the N tokens of a sequence; leading dimensions (H,) or (B, H)."""
 
     seen: Tensor  # (N, N): j <= t
     apart: Tensor  # (.., N, N): from token j to t
@@ -57,7 +57,8 @@ def exponents(s: Tensor, N: int, dtype: torch.dtype) -> Exponents:
     # differences of a sum over all rows: in fp32 little would be left of them
     a = s.to(torch.float32 if s.device.type == "mps" else torch.float64).cumsum(2)[..., None]
     total = a[:, :, -1:] if N else a.sum(2, keepdim=True)
-    found = (a - a.mT).clamp(min=0), a, total - a, total
+    # not clamped at 0: where a GPU's parallel sum rounds below it, a clamp would cut off the gradient
+    found = torch.where(distance >= 0, a - a.mT, 0.0), a, total - a, total
     return Exponents(distance >= 0, *(x.to(dtype) for x in found))
 
 

@@ -43,7 +43,7 @@ DECAYS = {
 }  # fmt: skip
 # For each token: a slope of a head, as above, times a random number, or any of these numbers at random.
 TOKEN_DECAYS = {"token": "mixed", "extreme": (0.0, 1e-6, 0.2, 1e4)}
-MAX_MATRIX = 2**28  # bytes of an attention matrix in fp64: autograd keeps about eight of them
+MAX_MATRIX = 9 * 2**25  # bytes of attention matrices in fp64, two of 4,100 rows: autograd keeps about eight times that
 
 
 class Inputs(NamedTuple):

@@ -34,6 +34,7 @@ CASES = {
     "D=128 token": {"N": 200, "D": 128, "decay": "token", "initial_state": True},
     "D=128 token, long": {"H": 1, "N": 600, "D": 128, "decay": "token"},
     "D=128 E=64 token": {"H": 4, "groups": 2, "N": 150, "D": 128, "E": 64, "decay": "token", "layout": "fused"},
+    "D=128 E=64 long": {"H": 2, "groups": 1, "N": 600, "D": 128, "E": 64, "decay": "token", "initial_state": True},
     "D=128 E=64 packed": {"H": 2, "groups": 1, "D": 128, "E": 64, "lengths": [65, 0, 70], "decay": "extreme"},
 }
 SPLIT = {  # over blocks, and how many launches that takes
@@ -103,7 +104,7 @@ def test_summed_over_tokens(options):
     "edit",
     [
         ("w.slot) * EVERY + place;", "w.slot) * EVERY + place / EVERY * EVERY;"),
-        ("if (begins && x.product[w.which].entered) {", "if (false) {"),
+        ("if (begins && product(x, w).entered) {", "if (false) {"),
         ("if (at.decay(n).keep < BEGINS) {", "if (false) {"),
         ("part[0] * since[0]", "part[0]"),
         ("row + 8 < left ?", "false ?"),
@@ -150,7 +151,18 @@ MISTAKES = {
         "D=64", "store_rows(out, from, warp);\n        fence_async();", "store_rows(out, from, warp);", LATE, WRONG,
     ),
     "an output's buffer used again too early": (
-        "D=64 groups", "if (leads) tma_store_wait_read<1>();", "", LATE, WRONG,
+        "D=64 groups", "if (leads) tma_store_wait_read<BUFFERS - 1>();", "", LATE, WRONG,
+    ),
+    "the one buffer of a wide output used again too early": (
+        "D=128 E=64 long", "tma_store_wait_read<BUFFERS - 1>();", "tma_store_wait_read<1>();", LATE, WRONG,
+    ),
+    "half of a wide output's products": (
+        "D=128 E=64 token", "j < 8 * WIDTH; j += 2", "j < 8; j += 2", ANY, WRONG,
+    ),
+    "registers a wide product reads": (
+        "D=128 E=64 token",
+        "            wgmma_wait<0>();\n            pin(y.out);\n            keep_alive(y.q, x.zero);\n",
+        "            y.q[0] = 0;\n", LATE, WRONG,
     ),
     "a buffer that was written by hand is not counted": (
         "D=64 packed groups", "if (leads) tma_store_commit();  // an empty group", "// ", LATE, WRONG,
@@ -169,11 +181,18 @@ MISTAKES = {
     ),
     "a stage released before its rows are read": (
         "D=64 token, groups",
-        "if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);\n"
-        "        if (RING_ROWS) release(at.empty + n % STAGES * 8);",
-        "if (RING_ROWS) release(at.empty + n % STAGES * 8);\n"
-        "        if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);",
+        "multiply_output(x, at, w, n, place.at, begins);\n"
+        "            release(at.empty + n % STAGES * 8);",
+        "release(at.empty + n % STAGES * 8);\n"
+        "            multiply_output(x, at, w, n, place.at, begins);",
         PRESSED, WRONG,
+    ),
+    "products written before they are there": (
+        "D=64 token", "        at.await_empty(n);\n        if (products && n >= STAGES)",
+        "        if (products && n >= STAGES)", LATE, f"{WRONG}|more arrivals",
+    ),
+    "products of the last chunks left out": (
+        "D=64 token", "n < w.chunks + (products ? STAGES : 0)", "n < w.chunks", ANY, WRONG,
     ),
     "a place counted wrong between groups": (
         "D=64 token, groups", "at += group - end;", "at += group - end + 1;", ANY, "below 0",
@@ -181,11 +200,23 @@ MISTAKES = {
     "rows into an output that is yet to be stored": (
         "D=128 token, long", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
     ),
-    "a factor of another block of rows": (
-        "D=64 token", "__shfl_sync(~0u, sum, 8 * block - 1)", "__shfl_sync(~0u, sum, 8 * block)", ANY, WRONG,
+    "bits that have decayed between other rows": (
+        "D=64 token", "d.since[row + 8]}", "d.since[row + 7]}", ANY, WRONG,
     ),
     "a row below 0 stored": (
-        "D=64", "if (left >= C || !(PACKED || w.reverse)) {", "if (true) {", LATE, "below 0",
+        "D=64", "if (left >= C || !(PACKED || reverse(w))) {", "if (true) {", LATE, "below 0",
+    ),
+    "a stage free when one of two outputs is made": (
+        "D=128 E=64 long", "(JOINED ? 12 : OUTS ? 8 : 4)", "(OUTS ? 8 : 4)", PRESSED, "all wait|more arrivals",
+    ),
+    "a state replaced when one of two outputs is made": (
+        "D=128 E=64 long", "JOINED ? 8 : 4)", "4)", PRESSED, "all wait|more arrivals",
+    ),
+    "dk from the state as dv reads it": (
+        "D=128 E=64 token", "b + j * 16 * 128 / 16, j > 0);", "b + j * 2, j > 0);", ANY, WRONG,
+    ),
+    "products of dk with v": (
+        "D=128 E=64 token", "return DK ? at.a(n) : at.rows(n);", "return at.rows(n);", ANY, WRONG,
     ),
 }  # fmt: skip
 

@@ -200,6 +200,25 @@ def test_what_is_expected_a_few_heads_at_a_time(options, kind, monkeypatch):
         torch.testing.assert_close(found.low, wanted.low, rtol=1e-2, atol=1e-2)
 
 
+def test_the_oracle_where_sums_are_not_monotone(monkeypatch):
+    """A GPU sums in parallel: with decays of 0 and 1e4 a later sum can be rounded below an earlier one."""
+    x = drawn("extreme", B=1, H=2, N=600, D=8)
+
+    def in_parts(t, dim):
+        first, rest = t[..., ::2], t[..., 1::2]
+        pairs = torch.ops.aten.cumsum(first + rest, dim)
+        return torch.stack((pairs - rest * (1 + 1e-15), pairs), -1).flatten(-2)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", in_parts)
+    s = x.decay.detach().double().requires_grad_()
+    assert (s.cumsum(2).diff(dim=2) < 0).any()
+    apart = reference.exponents(s, 600, torch.float64).apart
+    assert apart.min() > -1e-6
+    (found,) = torch.autograd.grad(apart.sum(), s)
+    i = torch.arange(600).double()  # a decay lies between i tokens and 600 - i
+    torch.testing.assert_close(found, (i * (600 - i)).expand_as(found))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_segments_with_passed_state(backend):
     """The decay of a segment's first token acts on the state that enters."""

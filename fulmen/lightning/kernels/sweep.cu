@@ -10,6 +10,10 @@
 //                 through shared memory, then state = state * lambda^64 + (c * lambda^..)^T b;
 //     outputs     OUTS warpgroups take chunks in turn and compute out = (a b^T * mask) c + (a state^T) * lambda^..
 //
+// With JOINED one block makes dv and dk, whose states are one, dS = sum q do^T: its stages hold q, do, k and v, one output
+// warpgroup takes all chunks of dv, the other all of dk = f(v, do, q), both its panels, from the state over its rows. So dv
+// and dk of D = 128, E = 64 load 6 tiles a chunk with the rows for DOTS, instead of 13, and keep one state instead of three.
+//
 // Who waits for what: a stage has a `full` barrier, on which TMA counts bytes and for which the warpgroups wait, and an
 // `empty` one, on which their warps arrive and for which the producer waits. The published state has two buffers with
 // the same pair of barriers between the state's warpgroup and the outputs'. What one chunk must wait for, the state, is
@@ -34,7 +38,7 @@
 // enters it, at this state's part of q . dq.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
-// (heads share rows of a tensor), PACKED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
+// (heads share rows of a tensor), PACKED, JOINED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
 // may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128, are a cluster; each copies half of a and b
 // into the shared memory of both (multicast), which halves the reads from L2.
 
@@ -42,12 +46,15 @@
 #include "cuda/include/tile_scheduler.cuh"
 #include "lightning/kernels/walk.cuh"
 #include "lightning/kernels/tokens.cuh"
+#include "lightning/kernels/state.cuh"
 
 __device__ __forceinline__ void produce(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
     int group = 0;
     const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
-    const Product &product = x.product[w.which];
-    const bool rows = RING_ROWS && product.out;
+    const Product &product = w.product(x);
+    const bool fourth = RING_ROWS && product.out;
+    const int map = JOINED ? x.sweep[1].a : product.rows, head = w.head_of(x, map);
+#pragma unroll 1
     for (int n = 0; n < w.chunks; n++) {
         if (w.grouped && w.opens_group(n)) {
             mbarrier_wait(at.saved_empty, group % 2 ^ 1);
@@ -60,7 +67,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
         }
         const u32 full = at.full + n % STAGES * 8, row = w.row(n);
         at.await_empty(n);
-        mbarrier_expect(full, RING_ROWS && !rows ? STAGE - PANEL : STAGE);
+        mbarrier_expect(full, RING_ROWS && !fourth ? STAGE - PANEL : STAGE);
         if (CLUSTER > 1) {          // a panel from each block, to all of them
             const int i = w.tile;
             if (OUTS) tma_load_multicast(3, at.a(n) + i * PANEL, x.map[sweep.a], full, 64 * i, row, head_a, w.b);
@@ -73,213 +80,10 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
             }
         }
         tma_load(at.c(n), x.map[sweep.c], full, 64 * w.tile, row, head_c, w.b);
-        if (rows) tma_load(at.rows(n), x.map[product.rows], full, 64 * w.tile, row, w.head_of(x, product.rows), w.b);
+        if (fourth) tma_load(at.rows(n), x.map[map], full, 64 * w.tile, row, head, w.b);
     }
     if (CLUSTER > 1)                // no block ends while another has yet to arrive on its `empty` barriers
         for (int n = w.chunks; n < w.chunks + STAGES; n++) at.await_empty(n);
-}
-
-// A warp has no more use for a stage, into which every block of the cluster loads for all of them.
-__device__ __forceinline__ void release(u32 barrier) {
-    const int lane = threadIdx.x % 32;
-    if (lane >= CLUSTER) return;
-    if (CLUSTER == 1) mbarrier_arrive(barrier);
-    else mbarrier_arrive_at(barrier, lane);
-}
-
-// Rows of b and c that belong to another sequence: every warpgroup zeroes them for itself, before it uses any.
-__device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n, int group) {
-    if (!PACKED || w.left(n) >= C) return;
-    const int from = w.ends_first() ? 0 : w.left(n), to = w.ends_first() ? C - w.left(n) : C;
-    for (int unit = from * 8 + threadIdx.x % 128; unit < to * 8; unit += 128)
-#pragma unroll
-        for (int i = 0; i < PANELS + 1; i++) store_zeros(at.b(n) + i * PANEL + unit * 16);
-    fence_async();
-    named_barrier_sync<128>(1 + group);
-}
-
-// ---------------------------------------------------------------------------------------------------- state
-
-// What the warpgroup that keeps the state holds.
-struct State {
-    float state[D / 2];             // [v, k]
-    u32 saved[DOTS ? D / 4 : 1];    // by the forward
-    u32 hi[8], lo[8];               // lambda^(rows walked after row j), for pairs of rows, in twice the digits of bf16
-    int warp, walked;
-
-    // fp32, from or to memory: [k, v] or, swapped, [v, k].
-    template <bool LOAD>
-    __device__ __forceinline__ void move(float *x, float times, const Walk &w, bool swapped) {
-        const int lane = threadIdx.x % 32, along_v = swapped ? D : 1, along_k = swapped ? 1 : V;
-        x += (long long)w.number * D * V + (64 * w.tile + 16 * warp + lane / 4) * along_v + 2 * (lane % 4) * along_k;
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) {
-            float &here = x[8 * (i / 2 % 2) * along_v + (8 * (i / 4) + i % 2) * along_k];
-            if (LOAD) state[i] = here * times;
-            else here = state[i] * times;
-        }
-    }
-
-    // From a saved state, which lies transposed.
-    __device__ __forceinline__ void take_saved(u32 saved) {
-#pragma unroll
-        for (int k = 0; k < D / 16; k++) {
-            u32 y[4];
-            load_transposed(y, saved, 16 * k, warp);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                state[8 * k + 2 * i] = low(y[i]);
-                state[8 * k + 2 * i + 1] = high(y[i]);
-            }
-        }
-    }
-
-    // c of a chunk, transposed, times what its rows have decayed at the chunk's end.
-    __device__ __forceinline__ void take_c(u32 (&c)[16], u32 from, const Decays &d, float rate, bool reverse, int rows) {
-        if (TOKENS) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const uint2 left = d.left[4 * i + threadIdx.x % 4];
-                hi[i] = left.x, lo[i] = left.y;
-            }
-        } else if (rows != walked) {  // once, and again where a sequence ends
-            walked = rows;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                float f[2];
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int j = 8 * i + 2 * (threadIdx.x % 4) + e, turn = reverse ? C - 1 - j : j;
-                    f[e] = exp2_(rate * max(rows - (reverse ? 0 : 1) - turn, 0));
-                }
-                hi[i] = pack(f[0], f[1]);
-                lo[i] = pack(f[0] - low(hi[i]), f[1] - high(hi[i]));
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            u32 y[4];
-            load_transposed(y, from, 16 * j, warp);
-#pragma unroll
-            for (int i = 0; i < 4; i++) c[4 * j + i] = times(y[i], hi[2 * j + i / 2], lo[2 * j + i / 2]);
-        }
-    }
-
-    // What the forward saved before the chunk at a place, in the order of `state`; and its product with that, summed.
-    __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int place) {
-        const int lane = threadIdx.x % 32;
-        const char *from = x.saved + ((w.saved_slot(x, place) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
-#pragma unroll
-        for (int i = 0; i < D / 4; i++)
-            saved[DOTS ? i : 0] = load_coherent(reinterpret_cast<const u32 *>(from + (i % 2 * 8 * D + i / 2 * 8) * 2));
-    }
-
-    __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int place, float times) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < D / 4; i++) {
-            const u32 two = saved[DOTS ? i : 0];
-            sum = fmaf(state[2 * i + 1], high(two), fmaf(state[2 * i], low(two), sum));
-        }
-#pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        if (threadIdx.x % 32 == 0) x.product[w.which].anchors[(w.saved_slot(x, place) * TILES + w.tile) * 4 + warp] = sum * times;
-    }
-
-    // Without decay c goes into the product as it lies in shared memory.
-    __device__ __forceinline__ void start_add(u32 c, u32 b) {
-        const u64 x = descriptor(c, PANEL), z = descriptor(b, PANEL);
-        pin(state);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < C / 16; j++) wgmma_transposed(state, x + j * 16 * 128 / 16, z + j * 16 * 128 / 16, 1);
-        wgmma_commit();
-    }
-};
-
-// All others wait for this warpgroup: c of the next chunk is fetched while a product runs, and stages and rows are
-// counted, not computed from n.
-__device__ __forceinline__ void keep_state(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep) {
-    const bool leads = threadIdx.x == 0, reports = threadIdx.x % 32 == 0;
-    const int partial = w.partial(), rest = w.length % C;
-    const float whole = exp2_(w.rate * C);
-    float *enters = w.whole ? sweep.first_enters : sweep.enters, *leaves = w.whole ? sweep.first_leaves : sweep.leaves;
-    State y;
-    u32 c[2][16] = {};              // of this chunk and of the next
-    y.warp = threadIdx.x / 32, y.walked = 0;
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) y.state[i] = 0.0f;
-    if (enters) y.move<true>(enters, sweep.enters_times, w, sweep.swapped);
-    int opens = 0, group = 0;       // the chunk that opens the next group, and which group that is
-    int stage = 0, parity = 0;      // of the ring, counted
-    float passed = 1.0f;            // what is left of the state that entered
-    const bool anchors = DOTS && x.product[w.which].anchors;  // of a sweep right to left
-    auto meets = [&](int n) { return anchors && (w.chunks - 1 - n) % EVERY == 0; };
-    auto fetch = [&](int n, u32 (&c)[16]) {
-        mbarrier_wait(at.full + 8 * stage, parity);
-        zero_rows(at, w, n, 0);
-        const u32 from = at.ring + stage * STAGE + PANELS * PANEL;
-        if (DECAY) y.take_c(c, from, at.decays[stage], w.rate, w.reverse, n == partial ? rest : C);
-    };
-    auto step = [&](int n, const int turn, u32 (&c)[16], u32 (&next)[16]) {
-        const u32 chunk = at.ring + stage * STAGE, state = at.states + turn * STATE, free = at.empty + 8 * stage;
-        if (SAVE == 2 && w.grouped && n == opens) {
-            mbarrier_wait(at.saved_full, group++ % 2);
-            y.take_saved(at.saved);
-            __syncwarp();
-            if (reports) mbarrier_arrive(at.saved_empty);
-            opens = n ? n + EVERY : (w.chunks - 1) % EVERY + 1;
-        }
-        if (OUTS) {
-            if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the store of what this buffer held must have read it
-                if (leads) tma_store_wait_read<0>();
-                named_barrier_sync<128>(1);
-            }
-            mbarrier_wait(at.state_empty + 8 * turn, n / 2 % 2 ^ 1);
-            store_rows(y.state, state, y.warp);
-            fence_async();
-            __syncwarp();
-            if (reports) mbarrier_arrive(at.state_full + 8 * turn);
-            if (SAVE == 1 && n % EVERY == 0) {
-                named_barrier_sync<128>(1);
-                if (leads) {
-#pragma unroll
-                    for (int i = 0; i < PANELS; i++)
-                        tma_store(state + i * PANEL, x.map[7], 64 * i, 64 * w.tile, w.slot + n / EVERY, w.head);
-                    tma_store_commit();
-                }
-            }
-        }
-        if (DOTS && meets(n + 1)) y.load_saved(x, w, w.chunks - 2 - n);  // behind the fence, which would wait for it
-        if constexpr (DECAY) {
-            const float keep = TOKENS ? at.decays[stage].keep : n == partial ? exp2_(w.rate * rest) : whole;
-            passed *= keep;
-#pragma unroll
-            for (int i = 0; i < D / 2; i++) y.state[i] *= keep;
-            pin(y.state);
-            wgmma_fence();
-            start_over_rows<C>(y.state, c, chunk, true);
-        } else {
-            y.start_add(chunk + PANELS * PANEL, chunk);
-        }
-        if (DECAY) keep_alive(next, x.zero);  // of the chunk before, whose product is over
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-        if (n + 1 < w.chunks) fetch(n + 1, next);
-        wgmma_wait<0>();
-        pin(y.state);
-        release(free);
-        if (DOTS && meets(n)) y.write_anchor(x, w, w.chunks - 1 - n, sweep.leaves_times);
-    };
-    if (DOTS && w.chunks && meets(0)) y.load_saved(x, w, w.chunks - 1);
-    if (w.chunks) fetch(0, c[0]);
-    for (int n = 0; n < w.chunks; n += 2) {
-        step(n, 0, c[0], c[1]);
-        if (n + 1 < w.chunks) step(n + 1, 1, c[1], c[0]);
-    }
-    if (DECAY) keep_alive(c[0], x.zero), keep_alive(c[1], x.zero);
-    if (leaves) y.move<false>(leaves, sweep.leaves_times, w, sweep.swapped);
-    if (TOKENS && !OUTS && leads && w.tile == 0) x.keeps[w.number] = passed;
-    if (SAVE == 1 && leads) tma_store_wait_read<0>();
 }
 
 // -------------------------------------------------------------------------------------------------- outputs
@@ -288,19 +92,43 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
 // where there are too few, is multiplied before the other part is added.
 constexpr bool APART = DECAY && OUTS == 1;
 
+// What a warpgroup does: its share of a sweep's chunks, or of two sweeps with one state all chunks of dv or of dk.
+enum Kind { SHARED_OUT, OF_DV, OF_DK };
+
 // What a warpgroup that makes outputs holds.
+template <Kind KIND>
 struct Outputs {
+    static constexpr int STEP = KIND == SHARED_OUT ? OUTS : 1;
+    static constexpr int WIDTH = KIND == OF_DK ? PANELS : 1;  // panels of its output
+    static constexpr int BUFFERS = 2 / WIDTH;
+
+    static constexpr bool DK = KIND == OF_DK;
+    int who;                        // of the output warpgroups
+
+    // Where its tiles lie: dk = f(v, do, q) in the stage of dv = f(k, q, do), whose fourth tile is v.
+    __device__ __forceinline__ u32 a(const Shared &at, int n) const { return DK ? at.rows(n) : at.a(n); }
+    __device__ __forceinline__ u32 b(const Shared &at, int n) const { return DK ? at.c(n) : at.b(n); }
+    __device__ __forceinline__ u32 c(const Shared &at, int n) const { return DK ? at.b(n) : at.c(n); }
+    __device__ __forceinline__ u32 rows(const Shared &at, int n) const { return DK ? at.a(n) : at.rows(n); }
+
+    static __device__ __forceinline__ bool reverse(const Walk &w) { return JOINED || w.reverse; }
+    __device__ __forceinline__ const Product &product(const Args &x, const Walk &w) const {
+        return x.product[DK ? 1 : w.which];
+    }
+
     u32 seen;                       // without decay: which of its 32 pairs of rows have the earlier one first
-    float mask[DECAY && !TOKENS ? 18 : 1];  // with decay: scale * lambda^(rows apart) or 0; one for each diagonal
+    float mask[TOKENS ? 32 : DECAY ? 18 : 1];  // with decay: scale * lambda^(rows apart) or 0; if constant, one for each diagonal
     float since[2];                 // scale * lambda^(rows since the state)
-    float p[32], out[32], inter[APART ? 32 : 1];
+    float p[32], out[32 * WIDTH], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
     float sum[2], of_state = 0.0f;  // of this thread: products of two rows, of which so much comes from the state
-    int who, warp, buffer, parity;  // parity: of the rows that come into the buffer
+    int warp, buffer, parity;  // parity: of the rows that come into the buffer
     bool leads, reports;
 
     // Rows 16 warp + g + 8 r and columns 8 j + 2 t + e: 8 (2 warp + r - j) + g - 2 t - e apart.
-    static __device__ __forceinline__ int which(int i) { return 2 * (i / 4 + 1 - i / 2 % 2) + i % 2; }
+    static __device__ __forceinline__ int which(int i) {
+        return TOKENS ? i : DECAY ? 2 * (i / 4 + 1 - i / 2 % 2) + i % 2 : 0;
+    }
 
     __device__ __forceinline__ void prepare(const Args &x, const Walk &w, int role) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -312,7 +140,7 @@ struct Outputs {
         for (int i = 0; i < 32; i++) {
             const int row = 16 * warp + g + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * t + i % 2;
             const int apart = w.reverse ? column - row : row - column;
-            if (DECAY && !TOKENS) mask[DECAY && !TOKENS ? which(i) : 0] = apart < 0 ? 0.0f : x.scale * exp2_(w.rate * apart);
+            if (DECAY && !TOKENS) mask[which(i)] = apart < 0 ? 0.0f : x.scale * exp2_(w.rate * apart);
             seen |= (u32)(apart >= 0) << i;
             p[i] = 0.0f;
         }
@@ -322,18 +150,18 @@ struct Outputs {
             since[r] = x.scale * exp2_(w.rate * (w.reverse ? C - 1 - row : row + 1));
         }
 #pragma unroll
-        for (int i = 0; i < 32; i++) out[i] = inter[APART ? i : 0] = 0.0f;
+        for (int i = 0; i < 32 * WIDTH; i++) out[i] = inter[APART ? i : 0] = 0.0f;
     }
 
     __device__ __forceinline__ float decayed(int i) const {
-        return DECAY ? p[i] * mask[DECAY && !TOKENS ? which(i) : 0] : seen >> i & 1 ? p[i] : 0.0f;
+        return DECAY ? p[i] * mask[which(i)] : seen >> i & 1 ? p[i] : 0.0f;
     }
 
     __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
 
     // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
     __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int row, int into) {
-        const Product &y = x.product[w.which];
+        const Product &y = product(x, w);
         if (RING_ROWS || !leads || !y.out) return;
         const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
         tma_store_wait_read<0>();   // of the output that was there
@@ -348,7 +176,7 @@ struct Outputs {
     ) const {
         float each[4] = {}, other[4] = {};  // four chains, as one sum waits for the other
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
+        for (int j = 0; j < 8 * WIDTH; j += 2) {
             u32 two[4];
             load_rows_of(two, from, j, warp);
 #pragma unroll
@@ -369,16 +197,17 @@ struct Outputs {
         of_state = (row < left ? part[0] * since[0] : 0.0f) + (row + 8 < left ? part[1] * since[1] : 0.0f);
     }
 
-    // Its products with q or k, summed over the columns.
+    // Its products with q or k, summed over the columns, into the chunk's stage.
     __device__ __forceinline__ void multiply_output(
-        const Args &x, const Shared &at, const Walk &w, int n, int left, bool begins
+        const Args &x, const Shared &at, const Walk &w, int n, int place, bool begins
     ) {
+        const int left = w.length - place * C;
         float part[2];
         if (RING_ROWS) {
-            multiply_rows<false>(at.rows(n), out, sum, out, part);
+            multiply_rows<false>(rows(at, n), out, sum, out, part);
         } else {
             mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
-            if (begins && x.product[w.which].entered) {
+            if (begins && product(x, w).entered) {
                 multiply_rows<true>(output(at), out, sum, inter, part);
                 keep_part(part, left);
             } else {
@@ -392,30 +221,27 @@ struct Outputs {
             sum[1] += __shfl_xor_sync(~0u, sum[1], bit);
             of_state += __shfl_xor_sync(~0u, of_state, bit);
         }
-    }
-
-    // Behind the output's fence, which would wait for these stores.
-    __device__ __forceinline__ void write_products(const Args &x, const Walk &w, int place, int left) {
-        const Product &y = x.product[w.which];
-        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
-        if (lane % 4) return;
-        const int part = (w.b * x.h + w.h) * TILES + w.tile, chunk = (w.head * x.slots + w.slot) * EVERY + place;
-        float *to = y.out + (long long)part * x.n + (w.first + place * C + row);
-        if (row < left) to[0] = sum[0];
-        if (row + 8 < left) to[8] = sum[1];
-        if (y.entered) y.entered[(long long)chunk * (TILES * 32) + (32 * w.tile + 8 * warp + lane / 4)] = of_state;
+        const int lane = threadIdx.x % 32;
+        if (lane % 4 == 0) {
+            Sums &y = at.sums[n % STAGES];
+            y.rows[16 * warp + lane / 4] = sum[0], y.rows[16 * warp + lane / 4 + 8] = sum[1];
+            y.of_state[8 * warp + lane / 4] = of_state;
+        }
+        __syncwarp();
     }
 
     // Starts p = a b^T.
     __device__ __forceinline__ void start_p(const Shared &at, const Walk &w, int n) {
         at.await_full(n);
         zero_rows(at, w, n, 1 + who);
-        pin(p);
+        if (JOINED) fresh(p);
+        else pin(p);
         wgmma_fence();
-        start_over_columns<D, C>(p, at.a(n), at.b(n));
+        start_over_columns<DK ? V : D, C>(p, a(at, n), b(at, n));
     }
 
-    __device__ __forceinline__ void mask_p() {
+    __device__ __forceinline__ void mask_p(const Args &x, const Shared &at, int n) {
+        if (TOKENS) find_mask(mask, seen, at.decay(n), x.scale, warp);
         if (!DECAY) asm volatile("" : "+r"(seen));  // else its bits are taken apart ahead of the walk, for 32 registers
 #pragma unroll
         for (int i = 0; i < 16; i++) q[i] = pack(decayed(2 * i), decayed(2 * i + 1));
@@ -425,75 +251,87 @@ struct Outputs {
     __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n, const Place &place) {
 #pragma unroll
         for (int r = 0; TOKENS && r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
-        if (DECAY) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+        if (DECAY && WIDTH == 1) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
-        if (!DECAY) {               // with decay, p is masked while the product below runs, for which it must wait
-            mask_p();
+        if (DECAY && WIDTH > 1) {   // p is masked first: its registers and those of two panels are too many at a time
+            mask_p(x, at, n);
             pin(q);
             mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         }
-        pin(out);
+        if (!DECAY) {               // with decay, p is masked while the product below runs, for which it must wait
+            mask_p(x, at, n);
+            pin(q);
+            mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+        }
+        if (JOINED) fresh(out);
+        else pin(out);
         pin(inter);
         wgmma_fence();
-        if constexpr (APART) start_over_columns<D, C>(inter, at.a(n), at.state(n));
-        else start_over_columns<D, C>(out, at.a(n), at.state(n));
-        if (TOKENS && w.reverse) mask_blocks<true>(q, p, at.decay(n), x.scale, warp);
-        else if (TOKENS) mask_blocks<false>(q, p, at.decay(n), x.scale, warp);
-        else if (DECAY) mask_p();
+        if constexpr (APART) start_over_columns<D, C>(inter, a(at, n), at.state(n));
+        else if constexpr (DK) start_over_state<V>(out, a(at, n), at.state(n));
+        else start_over_columns<D, C>(out, a(at, n), at.state(n));
+        if (DECAY && WIDTH == 1) mask_p(x, at, n);
         if (DECAY && !APART) {
             wgmma_wait<0>();
             pin(out);
-            if (DOTS && x.product[w.which].entered) {
+            if (DOTS && KIND == SHARED_OUT && product(x, w).entered) {
                 of_state = INFINITY_;
                 if (at.decay(n).keep < BEGINS) {
                     float part[2], none[2];
-                    multiply_rows<false>(at.rows(n), out, part, out, none);
+                    multiply_rows<false>(rows(at, n), out, part, out, none);
                     keep_part(part, w.length - place.at * C);
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 32; i++) out[i] *= since[i / 2 % 2];
+            for (int i = 0; i < 32 * WIDTH; i++) out[i] *= since[i / 2 % 2];
             pin(out);
         }
         pin(q);
         wgmma_fence();
-        start_over_rows<C>(out, q, at.c(n), !APART);
+        start_over_rows<C>(out, q, c(at, n), !APART);
     }
 
     __device__ __forceinline__ void deliver(
         const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n, const Place &place
     ) {
-        const bool begins = DOTS && APART && at.decay(n).keep < BEGINS, products = DOTS && x.product[w.which].out;
+        const bool begins = DOTS && APART && at.decay(n).keep < BEGINS;
+        const bool products = DOTS && KIND != OF_DV && product(x, w).out;
         pin(out);
         pin(inter);
-        keep_alive(q, x.zero);
+        if (WIDTH == 1) keep_alive(q, x.zero);
+        else asm volatile("" : "+r"(warp));  // else addresses are computed ahead of the walk, for more registers than there are
         if (reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
-        if (!RING_ROWS) release(at.empty + n % STAGES * 8);
+        if (!products) release(at.empty + n % STAGES * 8);
 #pragma unroll
-        for (int i = 0; i < 32; i++)
+        for (int i = 0; i < 32 * WIDTH; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
             else if (!DECAY) out[i] *= since[0];
-        if (products) multiply_output(x, at, w, n, w.length - place.at * C, begins);
-        if (RING_ROWS) release(at.empty + n % STAGES * 8);
+        if (products) {
+            multiply_output(x, at, w, n, place.at, begins);
+            release(at.empty + n % STAGES * 8);
+        }
         const u32 from = output(at);
-        buffer ^= 1, parity ^= DOTS && !buffer;
-        if (leads) tma_store_wait_read<1>();
+        if (BUFFERS == 2) buffer ^= 1, parity ^= DOTS && !buffer;
+        if (leads) tma_store_wait_read<BUFFERS - 1>();
         named_barrier_sync<128>(2 + who);
         store_rows(out, from, warp);
         fence_async();
         named_barrier_sync<128>(2 + who);
         const int row = TOKENS ? w.first + place.at * C : w.row(n), left = TOKENS ? w.length - place.at * C : w.left(n);
-        if (left >= C || !(PACKED || w.reverse)) {  // the copy engine drops rows beyond the end, but takes none below 0
-            if (leads) tma_store(from, x.map[sweep.to], 64 * w.tile, row, w.h, w.b), tma_store_commit();
-            if (products) write_products(x, w, place.at, left);
+        if (left >= C || !(PACKED || reverse(w))) {  // the copy engine drops rows beyond the end, but takes none below 0
+            if (leads) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; i++) tma_store(from + i * PANEL, x.map[sweep.to], 64 * (w.tile + i), row, w.h, w.b);
+                tma_store_commit();
+            }
             return;
         }
-        if (products) write_products(x, w, place.at, left);
         if (leads) tma_store_commit();  // an empty group: groups are counted to know when a buffer is free again
         const int skip = w.ends_first() ? C - left : 0;
-        for (int unit = threadIdx.x % 128; unit < left * 8; unit += 128) {
-            const int r = skip + unit / 8, u = unit % 8;
+#pragma unroll 1
+        for (int unit = threadIdx.x % 128; unit < left * 8 * WIDTH; unit += 128) {
+            const int r = skip + unit / (8 * WIDTH), u = unit % (8 * WIDTH);
             uint4 y;
             asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(swizzled(from, r, u)) : "memory");
@@ -505,35 +343,46 @@ struct Outputs {
 };
 
 // The product a b^T of the next chunk is started before this one's output is delivered.
+template <Kind KIND>
 __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int role) {
-    Outputs y;
+    using Y = Outputs<KIND>;
+    Y y;
     y.prepare(x, w, role);
-    int n = y.who;
+    int n = KIND == SHARED_OUT ? y.who : 0;
     if (n >= w.chunks) return;
     Place place(w, n);
     if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
-    for (; n + OUTS < w.chunks; n += OUTS) {
+    for (; n + Y::STEP < w.chunks; n += Y::STEP) {
         y.start_out(x, at, w, n, place);
         const Place here = place;
-        place.next(w, OUTS);
+        place.next(w, Y::STEP);
         if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, y.buffer ^ 1);
-        y.start_p(at, w, n + OUTS);
-        wgmma_wait<1>();
+        if (Y::WIDTH > 1) {         // q and the next p are too many registers at a time
+            wgmma_wait<0>();
+            pin(y.out);
+            keep_alive(y.q, x.zero);
+        }
+        y.start_p(at, w, n + Y::STEP);
+        if (Y::WIDTH == 1) wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n, here);
     }
     y.start_out(x, at, w, n, place);
     wgmma_wait<0>();
+    if (Y::WIDTH > 1) keep_alive(y.q, x.zero);
     y.deliver(x, at, w, sweep, n, place);
     if (y.leads) tma_store_wait_read<0>();
 }
 
 // Registers of a thread: what the producer gives away, the other warpgroups take.
-constexpr int OF_PRODUCER = 40, OF_STATE = OUTS == 1 ? 232 : 152, OF_OUTPUT = OUTS == 1 ? 232 : 160;
+constexpr int OF_PRODUCER = DOTS ? 56 - 8 * JOINED : 40;
+constexpr int OF_STATE = OUTS == 1 ? (DOTS ? 224 : 232) : JOINED ? 168 : DOTS ? 136 : 152;
+constexpr int OF_OUTPUT = OUTS == 1 ? (DOTS ? 224 : 232) : 160, OF_DV_BESIDE_DK = 136;
 constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
+constexpr int OF_ALL = OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT - JOINED * (OF_OUTPUT - OF_DV_BESIDE_DK);
 static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
-              && OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
+              && OF_ALL <= (2 + OUTS) * AT_LAUNCH), "given away, and taken");
 
 #if SHARE
 #define CLUSTER_DIMS __cluster_dims__(HEAD_DIM / 64, 1, 1)
@@ -548,15 +397,15 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(at.full + 8 * i, TOKENS ? 2 : 1);
-            mbarrier_init(at.empty + 8 * i, (OUTS ? 8 : 4) * CLUSTER);
+            mbarrier_init(at.empty + 8 * i, (JOINED ? 12 : OUTS ? 8 : 4) * CLUSTER);
         }
-        for (int i = 0; i < 4; i++) mbarrier_init(at.state_full + 8 * i, 4);  // and state_empty
+        for (int i = 0; i < 2; i++) mbarrier_init(at.state_full + 8 * i, 4), mbarrier_init(at.state_empty + 8 * i, JOINED ? 8 : 4);
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
         for (int i = 0; DOTS && !RING_ROWS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
         fence_barrier_init();
     }
-    if (CLUSTER > 1) cluster_sync();
+    if (SHARE) cluster_sync();
     else __syncthreads();
     wait_for_previous_kernel();
     Walk w;
@@ -569,8 +418,12 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
     } else if (role == 0) {
         if (OUTS) take_registers<OF_STATE>();
         keep_state(x, at, w, sweep);
+    } else if (JOINED && __shfl_sync(~0u, threadIdx.x & 128, 0)) {  // role 1; asked by its number, all four are a jump by a table
+        take_registers<OF_DV_BESIDE_DK>();
+        if constexpr (JOINED) make_outputs<OF_DV>(x, at, w, x.sweep[0], role);
     } else if (OUTS) {
         take_registers<OF_OUTPUT>();
-        make_outputs(x, at, w, sweep, role);
+        if constexpr (JOINED) make_outputs<OF_DK>(x, at, w, x.sweep[1], role);
+        else make_outputs<SHARED_OUT>(x, at, w, sweep, role);
     }
 }

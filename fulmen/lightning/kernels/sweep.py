@@ -14,7 +14,8 @@ from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
 
 CHUNK = 64
-DECAYS = 7 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
+DECAYS = 3 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
+SUMS = 6 * CHUNK  # bytes of the products of its rows
 Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
 
 
@@ -54,7 +55,7 @@ PRODUCT = cuda.Struct(
     "Product",  # of a sweep: q . dq or k . dk of every row
     ("out", "float *"),  # (heads, tiles, rows), or null
     ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
-    ("entered", "float *"),  # (heads, chunks, tiles, 32): of dq the part of q . dq that comes from the state, or null
+    ("entered", "float *"),  # (heads, chunks, tiles): of dq the part of q . dq that comes from the state, or null
     ("rows", "int"),  # the map of q or k
     align=16,
 )  # fmt: skip
@@ -88,10 +89,10 @@ def sizes(spec: LightningSpec, names: tuple[str, ...]) -> tuple[int, int]:
 def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = ("o",), products: bool = False) -> int:
     """The ring, states on their way, outputs on theirs, barriers, decays of tokens."""
     panel, panels = 64 * 128, sizes(spec, names)[0] // 64
-    decays = tile.stages * DECAYS + 16 * (1 + tile.outs) if spec.per_token else 0
+    decays = tile.stages * (DECAYS + (SUMS if products else 0)) + 16 * (1 + tile.outs) if spec.per_token else 0
     if not tile.outs:
         return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
-    states, rows = (3 if tile.save == 2 else 2) * panels, int(products and panels == 1)
+    states, rows = (3 if tile.save == 2 else 2) * panels, int(tile.pair or (products and panels == 1))
     return tile.stages * ((2 * panels + 1 + rows) * panel + 16) + (states + 2 * tile.outs) * panel + 64 + decays
 
 
@@ -103,7 +104,7 @@ def variant(
         "HEAD_DIM": K, "TILES": V // 64, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
         "TOKENS": int(spec.per_token), "DOTS": int(products), "GROUPED": int(spec.groups is not None),
         "PACKED": int(spec.sequences is not None), "EVERY": saved_rows(spec) // CHUNK, "SAVE": tile.save,
-        "SHARE": int(tile.share),
+        "SHARE": int(tile.share), "JOINED": int(tile.pair),
     }  # fmt: skip
     return cuda.Variant("lightning/kernels/sweep.cu", "lightning_sweep_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 
@@ -197,11 +198,11 @@ class SweepLaunch:
                 self.pointers += [(i, state), (i + 2, state + NOT_CUT)] if state is not None else []
         values += (3 - len(names)) * [0] * len(SWEEP.fields)
         self.pointers += [(len(values) + i, DECAY + i) for i in range(3)]
-        skipped = cut.whole if only_cut else 0
+        skipped, kinds = cut.whole if only_cut else 0, len(names) - tile.pair  # of blocks
         segments = spec.states if cut.segment_offsets is not None else cut.number
-        values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, len(names), spec.scale, not_last, 0, cut.whole, skipped]
+        values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, kinds, spec.scale, not_last, 0, cut.whole, skipped]
         self.values = values + self.of_tokens(spec, names, tensors, decay, products, len(values))
-        blocks = (segment_count(spec, cut) - skipped) * len(names) * (sizes(spec, names)[1] // 64)
+        blocks = (segment_count(spec, cut) - skipped) * kinds * (sizes(spec, names)[1] // 64)
         var = variant(spec, tile, names, products)
         self.launch = launch_of(var, spec.device, blocks, threads(tile), shared_bytes(spec, tile, names, products))
 

@@ -3,29 +3,34 @@
 
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
-constexpr bool RING_ROWS = DOTS && PANELS == 1;                      // rows of q or k are a fourth tile of a stage
-constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a
+constexpr bool RING_ROWS = DOTS && (PANELS == 1 || JOINED);          // rows of q or k are in a stage, too
+constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
 constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 static_assert(!SHARE || TILES == PANELS, "a block loads the panel of its tile");
 static_assert(!TOKENS || DECAY, "a decay for each token is a decay");
+static_assert(!JOINED || (DOTS && TILES == 1 && PANELS == 2 && OUTS == 2), "a warpgroup each for dv and dk, twice as wide");
 
 // Of a chunk whose rows have a decay each: what its rows and its state are multiplied with.
 struct Decays {
     float since[C];                 // bits that have decayed from the chunk's first row to this one, both included
     float into[C];                  // of the state, where a row reads it; times scale
     uint2 left[C / 2];              // of pairs of rows, where they enter the state: in twice the digits of bf16
-    float inner[C];                 // what is left at this row, times scale, of what was there before its block of 16
-    float outer[3][C];              // what is left of this row before block 1, 2 or 3, if it comes before that
     float keep, unused[3];          // of the state
+};
+
+// Of a chunk's rows: their products with q or k, and parts of what comes of them from the state.
+struct Sums {
+    float rows[C], of_state[C / 2];
 };
 
 struct Shared {
     u32 ring, states, staging, saved;
     u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
     Decays *decays;
+    Sums *sums;
     __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
         staging = states + (OUTS ? 2 * STATE : 0);
@@ -37,7 +42,9 @@ struct Shared {
         saved_full = state_empty + 16;
         saved_empty = saved_full + 8;
         rows_full = saved_empty + 8;
-        decays = reinterpret_cast<Decays *>(shared + ((rows_full + (DOTS && !RING_ROWS ? 16 * OUTS : 0) - base + 15) & ~15u));
+        const u32 end = rows_full + (DOTS && !RING_ROWS ? 16 * OUTS : 0);
+        decays = reinterpret_cast<Decays *>(shared + ((end - base + 15) & ~15u));
+        sums = reinterpret_cast<Sums *>(decays + STAGES);
     }
     __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
     __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
@@ -135,6 +142,15 @@ struct Walk {
     // The number of the state that is saved before the chunk at a place.
     __device__ __forceinline__ long long saved_slot(const Args &x, int place) const {
         return (long long)head * x.slots + slot + place / EVERY;
+    }
+
+    // Whose products are written: of dv and dk in one block, dk's.
+    __device__ __forceinline__ const Product &product(const Args &x) const { return x.product[JOINED ? 1 : which]; }
+
+    // `number`, found again where a register for it is one too many.
+    __device__ __forceinline__ int number_again(const Args &x) const {
+        const int all = blockIdx.x / TILES / x.sweeps + x.start;
+        return whole || (PACKED && x.segment_offsets) ? all : all - x.whole;
     }
 
     // The head of a tensor that has this block's rows.
