@@ -33,6 +33,9 @@ def arguments(config: Any, layer: int) -> dict[str, Any]:
     heads = config_size(config, "num_attention_heads")
     scalar = config_value(config, "query_pre_attn_scalar", None) if model.startswith("gemma") else None
     softcap = config_value(config, "attn_logit_softcapping", None) if model == "gemma2" else None
+    both_ways = bool(config_value(config, "use_bidirectional_attention", False))
+    if both_ways and model != "gemma3_text":
+        raise ValueError(f"config has use_bidirectional_attention, which is known of 'gemma3_text', not of {model!r}")
     return {
         "embed_dim": config_size(config, "hidden_size"),
         "num_heads": heads,
@@ -42,8 +45,8 @@ def arguments(config: Any, layer: int) -> dict[str, Any]:
         "qk_norm": NORMS.get(model),
         "norm_eps": config_value(config, "rms_norm_eps", 1e-6),
         "rope": _rotary(config, kind),
-        "causal": not config_value(config, "use_bidirectional_attention", False),
-        "window": _window(config, model, kind),
+        "causal": not both_ways,
+        "window": _window(config, model, kind, both_ways),
         "softcap": None if softcap is None else number("config has attn_logit_softcapping", softcap),
         "sinks": model == "gpt_oss",
         "scale": None if scalar is None else number("config has query_pre_attn_scalar", scalar) ** -0.5,
@@ -83,11 +86,16 @@ def _kind(config: Any, layer: int) -> str | None:
     return kinds[layer] if kinds else None
 
 
-def _window(config: Any, model: str, kind: str | None) -> tuple[int, None] | None:
+def _window(config: Any, model: str, kind: str | None, both_ways: bool) -> tuple[int, int | None] | None:
     everywhere = model in NO_BIAS and config_value(config, "sliding_window", None)
     if not everywhere and (kind != "sliding_attention" or model in ("llama", "olmo2")):
         return None
-    return config_size(config, "sliding_window") - 1, None  # theirs counts the token itself
+    size = config_size(config, "sliding_window")  # counts the token itself
+    if not both_ways:
+        return size - 1, None
+    if isinstance(config, Mapping):  # as in a file, both sides together; an object of transformers has one side
+        size = size // 2 + 1
+    return size - 1, size - 1
 
 
 def _rotary(config: Any, kind: str | None) -> Rotary:

@@ -34,7 +34,7 @@ from fulmen.boundary import check_scale
 from fulmen.layers import weights
 from fulmen.layers.cache import StateCache
 from fulmen.layers.fused import fused_call, kernels_for
-from fulmen.layers.fused.projections import Facts, few_rows, has_no_hooks, project
+from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_plain, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Inputs,
@@ -51,7 +51,7 @@ from fulmen.layers.inputs import (
 )
 from fulmen.layers.pool import StatePool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value, rotary_of
-from fulmen.layers.sequences import Sequences
+from fulmen.layers.sequences import MAX_DRAFT, Sequences
 from fulmen.layers.tensor_parallel import (
     Heads,
     HeadsNorm,
@@ -258,6 +258,9 @@ class LightningAttention(weights.AttentionLayer):
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.out_proj)
         x = call.x
         q, k, v, gate = self._projected(x, call)
+        y = self._stepped(q, k, v, gate, call)
+        if y is not None:
+            return call.back(y)
         o, state = self._attend(q, k, v, call)
         (y,) = project(self._gated(o.transpose(1, 2).flatten(2), gate), self.out_proj, early=True)
         if isinstance(cache, StateCache) and state is not None:
@@ -345,6 +348,43 @@ class LightningAttention(weights.AttentionLayer):
         if norm is not None:
             o = norm(o)
         return o if gate is None else o * torch.sigmoid(gate)
+
+    def _stepped(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, call: Inputs) -> Tensor | None:
+        """y of few rows on a pool, whose norm and gate are part of the launches before and after; None: they are not.
+
+        The step leaves o * weight * sigmoid(gate) and sums of o^2, the last projection divides by the norm. Not in
+        fp16, where the former could overflow before it is divided.
+        """
+        pool, norm, H, E = call.cache, self.norm, q.shape[1], v.shape[3]
+        if (
+            not isinstance(pool, StatePool)
+            or self.cp is not None
+            or norm is None
+            or norm.features != norm.groups * H * E
+            or norm.weight.dtype != q.dtype  # a copy would be on its way when the step begins
+            or q.dtype == torch.float16
+            or q.shape[2] > MAX_DRAFT
+            or self.backend not in ("auto", "triton")
+            or torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or not are_few(call.x)
+            or kernels_for("linear", q) is None
+            or not is_plain(self.out_proj)
+            or not has_no_hooks(norm, kind=HeadsNorm)
+            or torch._C._is_any_autocast_enabled()
+        ):
+            return None
+        if gate is not None:
+            gate = gate.unflatten(2, (H, E)).transpose(1, 2)
+        found = pool.gated(q, k, v, self.decay, self.scale, gate, norm.weight_for(q))
+        if found is None:
+            return None
+        z, squares = found[0].transpose(1, 2).flatten(2), found[1]
+        y = few_rows(z, self.out_proj, squares=squares, facts=Facts(None, norm.eps, early=True))
+        if y is not None:
+            return y[0]
+        mean = squares.sum(0).view(*z.shape[:2], 1) / z.shape[2]
+        return self.out_proj((z / torch.sqrt(mean + norm.eps)).to(z.dtype))
 
     def _fuses_gate(self, o: Tensor, gate: Tensor | None) -> bool:
         """Whether the kernels of norm and gate have the layer's options."""

@@ -13,7 +13,7 @@ nothing is read on the host, so that a step can be captured in a CUDA graph and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -159,23 +159,42 @@ class StatePool(Pool):
 
         backend  of `lightning_attention`. Up to 8 tokens are a `lightning_step`, by its backend of that name or "auto".
         """
+        counted = self._counted(q)
+        if q.shape[2] <= MAX_DRAFT:
+            o = self._step(q, k, v, decay, scale, backend if backend in dispatch.kernels("step") else "auto")
+        else:
+            _, _, slots, accepted, _ = self.sequences.first(q.shape[0])
+            o = self._attend(q, k, v, decay, scale, backend, slots, accepted)
+        if counted:
+            self._served = self.sequences.steps
+        return o
+
+    def gated(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, gate: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `attend`, of up to 8 tokens on a GPU, with a norm's weight and a gate: as in `step.op.stepped`."""
+        counted = self._counted(q)
+        found = self._step(q, k, v, decay, scale, "triton", gate=gate, weight=weight)
+        if counted and found is not None:
+            self._served = self.sequences.steps
+        return found
+
+    def _counted(self, q: Tensor) -> bool:
+        """Whether the host sees this call; raises if it is the second of one step."""
         served = self.sequences
         counted = not torch.compiler.is_compiling() and not is_capturing(q.device)
         if counted and served.stepped and self._served == served.steps:
             raise ValueError("the layer was called twice after one Sequences.step: its states have the tokens already")
-        B, N = q.shape[0], q.shape[2]
-        _, _, slots, accepted, _ = served.first(B)
-        if N <= MAX_DRAFT:
-            backend = backend if backend in dispatch.kernels("step") else "auto"
-            o = stepped(  # early: the layer's projection came before, and writes no state
-                q, k, v, decay, self.state, slots=slots, draft=self.draft,
-                accepted=None if self.draft is None else accepted, scale=scale, backend=backend, early=True,
-            )  # fmt: skip
-        else:
-            o = self._attend(q, k, v, decay, scale, backend, slots, accepted)
-        if counted:
-            self._served = served.steps
-        return o
+        return counted
+
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, backend: str, **gating: Tensor | None
+    ) -> Any:
+        _, _, slots, accepted, _ = self.sequences.first(q.shape[0])
+        return stepped(  # early: the layer's projection came before, and writes no state
+            q, k, v, decay, self.state, slots=slots, draft=self.draft,
+            accepted=None if self.draft is None else accepted, scale=scale, backend=backend, early=True, **gating,
+        )  # fmt: skip
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, backend: str, slots: Tensor,

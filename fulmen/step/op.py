@@ -72,15 +72,19 @@ def lightning_step(
 def stepped(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor, *, slots: Tensor | None,
     draft: tuple[Tensor, ...] | None, accepted: Tensor | None, scale: float, backend: str, early: bool = False,
-) -> Tensor:  # fmt: skip
+    gate: Tensor | None = None, weight: Tensor | None = None,
+) -> Any:  # fmt: skip
     """`lightning_step`, by default.
 
-    early  whether the launch before this one writes q, k, v and a decay of each token at most, and began after all
-           others had ended: all else may be read before it has ended. Compilers and modes do not know of it.
+    early   whether the launch before this one writes q, k, v, the gate and a decay of each token at most, and began
+            after all others had ended: all else may be read before it has ended. Compilers and modes do not know of it.
+    weight  (H * E,), of an RMSNorm over all heads that o is about to pass, and gate (B, H, T, E) or None. The result is
+            o * weight * sigmoid(gate) and sums of o^2 (parts, B * T), in fp32; None if this is no plain eager call.
     """
-    tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted, None)
+    tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted, None, gate, weight)
     if type(draft) is tuple and len(draft) in (2, 3):
-        tensors = (q, k, v, decay, state, slots, *draft[:2], accepted, draft[2] if len(draft) == 3 else None)
+        third = draft[2] if len(draft) == 3 else None
+        tensors = (q, k, v, decay, state, slots, *draft[:2], accepted, third, gate, weight)
     plan = None
     if type(scale) is float and type(backend) is str and (draft is None) == (tensors[6] is None):
         which, given = plans.given(tensors)
@@ -88,15 +92,17 @@ def stepped(
     if plan is None:
         x = check_inputs(q, k, v, decay, state, slots, draft, accepted, scale)
         refuse_derivatives_we_lack("lightning_step", x)
-        tensors, scale = x, float(scale)
+        tensors, scale = x._replace(gate=gate, weight=weight), float(scale)
         if not isinstance(backend, str):
             raise dispatch.unknown("step", backend)
         if not is_plain_eager(*tensors):
-            return torch.ops.fulmen.lightning_step(*x[:-1], scale, backend, x.draft_decay)
+            if weight is not None:
+                return None
+            return torch.ops.fulmen.lightning_step(*x[:OPERANDS], scale, backend, x.draft_decay)
         plan = _planned(tensors, scale, backend, early)
     elif plan.spec.device.type == "cpu":
         check_values(decay, slots, state.shape[0])
-    o: Tensor = plan.forward.run(*tensors)
+    o = plan.forward.run(*tensors)
     _note_change((state,) if draft is None else (state, *draft))
     return o
 
@@ -110,13 +116,12 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str, early: bool =
     plan = plans.find(key, given)
     if plan is not None:
         return plan
-    spec = spec_of(x, scale)._replace(early=early)
+    spec = spec_of(x, scale)._replace(early=early, gated=x.weight is not None)
     kernel = dispatch.pick("step", spec, backend)
 
     @outside_autocast
-    def forward(*tensors: Any) -> Tensor:
-        o: Tensor = kernel.forward(spec, Tensors(*tensors))
-        return o
+    def forward(*tensors: Any) -> Any:
+        return kernel.forward(spec, Tensors(*tensors))
 
     def prepare(*tensors: Any) -> Any:
         assert kernel.prepare is not None
@@ -129,6 +134,9 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str, early: bool =
 
 
 # ------------------------------------------------------------------------- the torch.library boundary
+
+
+OPERANDS = 9  # tensors that the operator takes before the scale
 
 
 def _step(*args: Any) -> Tensor:
@@ -144,7 +152,7 @@ def _step_fake(*args: Any) -> Tensor:
 
 def _arguments(*args: Any) -> tuple[Tensors, float, str]:
     """What the operator takes, the last of which may be missing."""
-    *tensors, scale, backend, draft_decay = args if len(args) > len(Tensors._fields) + 1 else (*args, None)
+    *tensors, scale, backend, draft_decay = args if len(args) > OPERANDS + 2 else (*args, None)
     return Tensors(*tensors)._replace(draft_decay=draft_decay), scale, backend
 
 

@@ -45,7 +45,8 @@ class StepSpec(NamedTuple):
     has_draft: bool = False
     per_token: bool = False  # the decay is (B, H, T)
     groups: int | None = None  # heads of q and k, where they are fewer than v's H
-    early: bool = False  # the launch before this one writes q, k, v and a decay of each token alone
+    early: bool = False  # the launch before this one writes q, k, v, a gate and a decay of each token alone
+    gated: bool = False  # o is multiplied by a norm's weight and perhaps a gate, and its squares are a second result
 
     @property
     def group(self) -> tuple[int, int, int]:
@@ -68,6 +69,8 @@ class Tensors(NamedTuple):
     draft_v: Tensor | None
     accepted: Tensor | None
     draft_decay: Tensor | None = None
+    gate: Tensor | None = None  # (B, H, T, E), with a weight: see `op.gated`
+    weight: Tensor | None = None  # (H * E,)
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -10,6 +10,10 @@ With a draft the accepted tokens come first, in a loop whose length is the row's
 and the new tokens only reach o. Programs of other columns and heads read the same stored tokens, so a second kernel
 stores the new ones. A row without a slot writes zeros to o and leaves. Offsets of slots are 64-bit.
 
+With a weight (`op.gated`) o is about to pass an RMSNorm over all heads, and perhaps a gate. What is stored is
+o * weight * sigmoid(gate), and beside it each program's sum of o^2, with which `layers/fused/linear.py` completes the
+norm.
+
 EARLY, from Hopper on: both kernels start while the one before still runs (`spec.early`; programmatic dependent launch).
 States, drafts and a constant decay are read before the first one waits for it. The first lets the second start only
 after its own wait, so that q, k and v are there when the second starts; it has them in registers when it waits.
@@ -115,12 +119,13 @@ def lightning_step_kernel(
     draft_v_ptr,
     accepted_ptr,  # (B,) int32, with a draft
     draft_decay_ptr,  # with a draft, if the decay has strides
+    gate_ptr,  # with a weight, or None
+    weight_ptr,  # (H * E,), or None
     o_ptr,
-    strides,  # of q, k, v and o: (B, heads, T) each
-    decay_strides,  # of a decay for each token; zeros: it is constant
+    squares_ptr,  # (H * column tiles, B * T), fp32, with a weight
+    strides,  # of q, k, v, o, a decay for each token and the gate: (B, heads, T) each; zeros: there is none
     slot_strides,  # of state, draft_k, draft_v and draft_decay
-    slots,
-    H,
+    sizes,  # slots, H
     scale,
     GROUPS: tl.constexpr,  # how many of the H share one head of q, of k and of v
     PER_TOKEN: tl.constexpr,
@@ -134,6 +139,7 @@ def lightning_step_kernel(
     BLOCK_D: tl.constexpr = padded(D)
     ROUNDS: tl.constexpr = state_ptr.dtype.element_ty == tl.bfloat16
     TILES: tl.constexpr = (E + BLOCK_V - 1) // BLOCK_V
+    slots, H = sizes
     pid = tl.program_id(0)
     pid_h = pid // TILES % H
     pid_b = pid // TILES // H
@@ -169,6 +175,8 @@ def lightning_step_kernel(
         draft_vs = load_tokens(draft_v_ptr, E, accepted, offs_e, mask_e, DRAFT)
         if PER_TOKEN:
             old = load_factors(draft_decay_ptr + slot * slot_strides[3] + pid_h * DRAFT, 1, accepted, DRAFT)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + pid_h * E + offs_e, mask=mask_e, other=0.0).to(tl.float32)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -176,7 +184,9 @@ def lightning_step_kernel(
     ks = load_tokens(at_head(k_ptr, strides[1], pid_b, head_k, 0), strides[1][2], T, offs_d, mask_d, T)
     vs = load_tokens(at_head(v_ptr, strides[2], pid_b, head_v, 0), strides[2][2], T, offs_e, mask_e, T)
     if PER_TOKEN:
-        keeps = load_factors(at_head(decay_ptr, decay_strides, pid_b, pid_h, 0), decay_strides[2], T, T)
+        keeps = load_factors(at_head(decay_ptr, strides[4], pid_b, pid_h, 0), strides[4][2], T, T)
+    if gate_ptr is not None:
+        gates = load_tokens(at_head(gate_ptr, strides[5], pid_b, pid_h, 0), strides[5][2], T, offs_e, mask_e, T)
     if draft_k_ptr is not None:
         for t in tl.static_range(DRAFT):
             if t < accepted:
@@ -193,16 +203,24 @@ def lightning_step_kernel(
             q = tl.where(some, q, 1.0)
             some = some & taken
         columns = tl.sum(state * q[:, None], axis=0)  # [V]
+        o = tl.where(some, columns * scale, 0.0)
+        if weight_ptr is not None:
+            rows = tl.num_programs(0) // (TILES * H) * T
+            square = tl.sum(tl.where(mask_e, o * o, 0.0), axis=0)
+            tl.store(squares_ptr + (pid_h * TILES + pid % TILES) * rows + pid_b * T + t, square)
+            o *= weight
+        if gate_ptr is not None:
+            o *= tl.sigmoid(gates[t].to(tl.float32))
         o_t = at_head(o_ptr, strides[3], pid_b, pid_h, t)
-        tl.store(o_t + offs_e, tl.where(some, columns * scale, 0.0).to(o_ptr.dtype.element_ty), mask=mask_e)
+        tl.store(o_t + offs_e, o.to(o_ptr.dtype.element_ty), mask=mask_e)
     if draft_k_ptr is None:
         store_state(state_ptrs, state, columns, offs_d, offs_e, mask)
 
 
 @triton.jit
 def lightning_step_draft_kernel(
-    k_ptr, v_ptr, decay_ptr, slots_ptr, draft_k_ptr, draft_v_ptr, draft_decay_ptr, strides, decay_strides, slot_strides,
-    slots, H, H_K, H_V, T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PER_TOKEN: tl.constexpr, EARLY: tl.constexpr,
+    k_ptr, v_ptr, decay_ptr, slots_ptr, draft_k_ptr, draft_v_ptr, draft_decay_ptr, strides, slot_strides, slots, H,
+    H_K, H_V, T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PER_TOKEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stores the new tokens of one head of k, of v and of a decay for each token. Programs are (row, head)."""
     pid_h = tl.program_id(0) % H
@@ -222,7 +240,7 @@ def lightning_step_draft_kernel(
     ks = load_tokens(at_head(k_ptr, strides[1], pid_b, pid_h, 0), strides[1][2], T, offs_d, mask_k, T, True)
     vs = load_tokens(at_head(v_ptr, strides[2], pid_b, pid_h, 0), strides[2][2], T, offs_e, mask_v, T, True)
     if PER_TOKEN:
-        at_s = at_head(decay_ptr, decay_strides, pid_b, pid_h, 0) + offs_t.to(tl.int64) * decay_strides[2]
+        at_s = at_head(decay_ptr, strides[4], pid_b, pid_h, 0) + offs_t.to(tl.int64) * strides[4][2]
         s = tl.load(at_s, mask=mask_t, other=0.0, cache_modifier=".cg")
     if EARLY:
         gdc_launch_dependents()
@@ -239,18 +257,31 @@ def lightning_step_draft_kernel(
 # --------------------------------------------------------------------------------------------- launches
 
 
-def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor) -> list[Launch]:
-    strides = tuple(t.stride()[:3] for t in (x.q, x.k, x.v, o))
+def column_tile(spec: StepSpec, tile: StepTile) -> int:
+    """Columns of E that a program has."""
+    return min(tile.block_v, max(16, triton.next_power_of_2(spec.E)))
+
+
+def empty_squares(spec: StepSpec, tile: StepTile) -> Tensor | None:
+    """Sums of o^2 of the programs of each token, (programs, B * T); None: nobody asks for them."""
+    if not spec.gated:
+        return None
+    programs = spec.H * triton.cdiv(spec.E, column_tile(spec, tile))
+    return torch.empty(programs, spec.B * spec.T, dtype=torch.float32, device=spec.device)
+
+
+def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor, squares: Tensor | None = None) -> list[Launch]:
+    by_token = x.decay if spec.per_token else None
+    strides = tuple((0, 0, 0) if t is None else t.stride()[:3] for t in (x.q, x.k, x.v, o, by_token, x.gate))
     slot_strides = tuple(0 if t is None else t.stride(0) for t in (x.state, x.draft_k, x.draft_v, x.draft_decay))
-    decay_strides = x.decay.stride() if spec.per_token and x.decay is not None else (0, 0, 0)
-    block_v = min(tile.block_v, max(16, triton.next_power_of_2(spec.E)))
+    block_v = column_tile(spec, tile)
     early = spec.early and starts_early(spec.device)
     step = Launch(
         lightning_step_kernel,
         spec.B * spec.H * triton.cdiv(spec.E, block_v),
-        (*x, o),
+        (*x, o, squares),
         (
-            *(strides, decay_strides, slot_strides, spec.slots, spec.H, spec.scale, spec.group, spec.per_token),
+            *(strides, slot_strides, (spec.slots, spec.H), spec.scale, spec.group, spec.per_token),
             *(spec.T, spec.D, spec.E, block_v, early),
         ),
         {"num_warps": tile.num_warps} | starting(early),
@@ -263,7 +294,7 @@ def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor) -> list[Laun
         spec.B * heads,
         (x.k, x.v, x.decay, x.slots, x.draft_k, x.draft_v, x.draft_decay),
         (
-            *(strides, decay_strides, slot_strides, spec.slots, heads, x.k.shape[1], spec.H_KV),
+            *(strides, slot_strides, spec.slots, heads, x.k.shape[1], spec.H_KV),
             *(spec.T, spec.D, spec.E, spec.per_token, early),
         ),
         {"num_warps": 1} | starting(early),
@@ -271,28 +302,29 @@ def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor) -> list[Laun
     return [step, store]
 
 
-def forward(spec: StepSpec, x: Tensors) -> Tensor:
-    o = empty_output(spec, x)
-    run_all(launches(spec, dispatch.choose("step", spec, "triton").tile, x, o), spec.device)
-    return o
+def forward(spec: StepSpec, x: Tensors) -> Tensor | tuple[Tensor, Tensor]:
+    tile = dispatch.choose("step", spec, "triton").tile
+    o, squares = empty_output(spec, x), empty_squares(spec, tile)
+    run_all(launches(spec, tile, x, o, squares), spec.device)
+    return o if squares is None else (o, squares)
 
 
-def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor] | None:
+def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor | tuple[Tensor, Tensor]] | None:
     """A step of calls with these shapes and strides at the least cost for the host."""
     if spec.device.type != "cuda" or triton.knobs.runtime.interpret:
         return None
-    like = empty_output(spec, x)
     tile = dispatch.choose("step", spec, "triton").tile
-    step, *stores = (Ready(launch, spec.device) for launch in launches(spec, tile, x, like))
-    new = allocator(like)
+    like, sums = empty_output(spec, x), empty_squares(spec, tile)
+    step, *stores = (Ready(launch, spec.device) for launch in launches(spec, tile, x, like, sums))
+    new, new_squares = allocator(like), None if sums is None else allocator(sums)
 
-    def again(*tensors: Any) -> Tensor:
-        o = new()
-        step(*tensors, o)
+    def again(*tensors: Any) -> Tensor | tuple[Tensor, Tensor]:
+        o, squares = new(), None if new_squares is None else new_squares()
+        step(*tensors, o, squares)
         for store in stores:
-            _, k, v, decay, _, slots, draft_k, draft_v, _, draft_decay = tensors
+            _, k, v, decay, _, slots, draft_k, draft_v, _, draft_decay, *_ = tensors
             store(k, v, decay, slots, draft_k, draft_v, draft_decay)
-        return o
+        return o if squares is None else (o, squares)
 
     return again
 

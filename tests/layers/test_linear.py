@@ -16,6 +16,7 @@ from fulmen.layers import (
     MultiHeadAttention,
     MultiHeadLatentAttention,
     Sequences,
+    lightning,
 )
 from fulmen.layers.fused.projections import MAX_ROWS, Facts, few_rows, project
 from fulmen.testing import assert_close, expected
@@ -255,6 +256,95 @@ def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> Non
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize(
+    ("B", "heads", "kv_heads", "value_dim"), [(1, 2, 2, 16), (3, 5, 5, 72), (2, 1, 1, 7), (2, 4, 2, 16)]
+)
+@torch.no_grad()
+def test_norm_and_gate_are_part_of_a_lightning_step(
+    B, heads, kv_heads, value_dim, gate, drafts, ran, monkeypatch
+) -> None:
+    """The step multiplies, the last projection divides; accepted and rejected drafts, an empty row, several tokens."""
+    torch.manual_seed(0)
+    sizes = {"head_dim": 16, "value_dim": value_dim, "gate": gate, "bias": drafts, "num_kv_heads": kv_heads}
+    layer = LightningAttention(32, heads, layer=1, num_layers=4, norm_eps=0.1, **sizes).to(DEVICE)
+    nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    results = []
+    for joined in (True, False):
+        with monkeypatch.context() as patch:
+            if not joined:
+                patch.setattr(LightningAttention, "_stepped", lambda *args: None)
+            sequences = Sequences(B + 1, 48, slots=B + 1, drafts=drafts, device=DEVICE)
+            pool = layer.new_pool(sequences)
+            rows, y = [sequences.new() for _ in range(B)] + [None], []
+            for i, tokens in enumerate((1, 3, 1, 2)):
+                ran.clear()
+                sequences.step(rows, tokens)
+                y.append(layer(drawn(B + 1, tokens, 32, dtype=torch.float32, seed=i), cache=pool)[:B])
+                if DEVICE == "cpu":
+                    assert ("gate_kernel" in ran) == (not joined)
+                    assert ran[-1] == "linear_rows_kernel"
+                if drafts and i == 1:
+                    sequences.crop(rows[0], 2)
+        results.append((torch.cat(y, 1), *(t[: B + 1] for t in pool.memory)))
+    for fast, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_norm_that_a_step_began_is_completed_without_the_kernel(ran, monkeypatch) -> None:
+    layer = LightningAttention(32, 2, layer=1, num_layers=4).to(DEVICE)
+    nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    y, few = [], lightning.few_rows
+
+    def without_squares(*args, squares=None, **options):
+        return few(*args, **options) if squares is None else None
+
+    for served in (True, False):
+        with monkeypatch.context() as patch:
+            if not served:
+                patch.setattr(lightning, "few_rows", without_squares)
+            sequences = Sequences(2, 48, slots=2, device=DEVICE)
+            pool = layer.new_pool(sequences)
+            sequences.step([sequences.new(), sequences.new()], 2)
+            ran.clear()
+            y.append(layer(drawn(2, 2, 32, dtype=torch.float32), cache=pool))
+            if DEVICE == "cpu":
+                assert ran == ["linear_rows_kernel", "lightning_step_kernel"] + ["linear_rows_kernel"] * served
+    torch.testing.assert_close(*y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change", ["a hook on the norm", "a hook on out_proj", "fp16", "groups", "groups, GQA", "more rows", "fp64 norm"]
+)
+@torch.no_grad()
+def test_steps_whose_norm_is_a_launch_of_its_own(change, ran) -> None:
+    """The hook is called; in fp16 what is not divided yet could overflow; groups have several divisors; a norm in
+    another dtype would be cast by a launch that the step does not wait for."""
+    options = {"output_norm": 2} if change.startswith("groups") else {}
+    options |= {"num_kv_heads": 2} if change.endswith("GQA") else {}
+    layer, B, seen = LightningAttention(32, 4, layer=1, num_layers=4, **options).to(DEVICE), 3, []
+    x = drawn(B, 1, 32, dtype=torch.float32)
+    if change == "a hook on the norm":
+        layer.norm.register_forward_hook(lambda *args: seen.append(1))
+    if change == "a hook on out_proj":
+        layer.out_proj.register_forward_hook(lambda *args: seen.append(1))
+    if change == "fp16":
+        layer, x = layer.half(), x.half()
+    if change == "fp64 norm":
+        layer.norm.double()
+    if change == "more rows":
+        x, B = drawn(MAX_ROWS + 1, 1, 32, dtype=torch.float32), MAX_ROWS + 1
+    sequences = Sequences(B, 48, slots=B, device=DEVICE)
+    pool = layer.new_pool(sequences)
+    sequences.step([sequences.new() for _ in range(B)])
+    layer(x, cache=pool)
+    assert len(seen) == change.startswith("a hook")
+    if DEVICE == "cpu":
+        assert ("gate_kernel" in ran) == (change != "a hook on the norm")
+
+
 @torch.no_grad()
 def test_steps_of_a_preallocated_cache(ran) -> None:
     layer = LAYERS["grouped"]().to(DEVICE)
@@ -316,6 +406,7 @@ def test_on_a_gpu_and_in_a_graph(kind, B) -> None:
             if not few:
                 patch.setattr("fulmen.layers.fused.projections.are_few", lambda *args: False)
                 patch.setattr("fulmen.layers.latent.are_few", lambda *args: False)
+                patch.setattr("fulmen.layers.lightning.are_few", lambda *args: False)
             return layer(x, cache=pool)
 
     plain, y = step(few=False), [step() for _ in range(3)]

@@ -15,6 +15,7 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma3TextModel,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -146,6 +147,33 @@ def test_hugging_face_layers_without_a_window(name):
     ours = GroupedQueryAttention.from_hf(theirs.module, MODELS[name], layer=1)
     x = torch.randn(2, 11, 32, dtype=torch.float64)
     torch.testing.assert_close(ours(x), theirs(x), **close(MODELS[name]))
+
+
+@torch.no_grad()
+def test_hugging_face_layers_that_see_both_ways():
+    """Against a whole model, which makes the masks. A configuration holds one side of the window, its dict both."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=16, vocab_size=61, intermediate_size=32, pad_token_id=0,
+        sliding_window=6, layer_types=WINDOW["layer_types"], num_hidden_layers=2, use_bidirectional_attention=True,
+    )  # fmt: skip
+    model, seen = Gemma3TextModel(config).double(), {}
+    for i, layer in enumerate(model.layers):
+        nn.init.normal_(layer.self_attn.v_proj.weight)
+        layer.self_attn.register_forward_hook(
+            lambda module, args, kwargs, out, i=i: seen.update({i: (kwargs["hidden_states"], out[0])}), with_kwargs=True
+        )
+    model(torch.randint(1, 61, (2, 20)))
+    for i, window in enumerate([(3, 3), None]):
+        module, (x, want) = model.layers[i].self_attn, seen[i]
+        for given in (config, config.to_dict()):
+            ours = GroupedQueryAttention.from_hf(module, given, layer=i)
+            assert (ours.options.window, ours.options.causal) == (window, False)
+            torch.testing.assert_close(ours(x), want, **close(config))
+    with pytest.raises(
+        ValueError, match="use_bidirectional_attention, which is known of 'gemma3_text', not of 'gemma2'"
+    ):
+        GroupedQueryAttention.from_hf({}, {**MODELS["gemma2"].to_dict(), "use_bidirectional_attention": True})
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

@@ -20,6 +20,8 @@ OPTIONS = [
     {"draft": True, "early": True},
     {"draft": True, "early": True, "state": "bfloat16"},
     {"early": True},
+    {"draft": True, "early": True, "gated": True, "B": 16},
+    {"T": 8, "gated": True, "E": 48},
 ]
 VARIED = [StepCase(arch, **options) for arch in (86, 90) for options in OPTIONS]
 
