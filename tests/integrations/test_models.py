@@ -197,12 +197,12 @@ def test_left_padded_rows_are_those_of_rows_alone(family, static, ends):
     assert_rows_alone(family, got, ids, mask)
 
 
-def assert_rows_alone(family, got, ids, mask):
+def assert_rows_alone(family, got, ids, mask, rough=torch.float32):
     for row in range(ids.shape[0]):
         tokens = mask[row].bool()
         with torch.no_grad():
             want = own(family)(ids[row, tokens][None], use_cache=False).logits[0]
-        assert_close(got[row, tokens], want, family)
+        assert_close(got[row, tokens], want, family, rough)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -557,7 +557,7 @@ def test_ring_layers_are_found_by_their_parts():
     torch.testing.assert_close(torch.cat([first, layer(x[:, 4:], middle)[0]], 1), want, rtol=1e-6, atol=1e-6)
     accelerated.undo()
     assert layer.lightning_attn_ops is functions
-    with pytest.raises(NotImplementedError, match="pack several sequences"):
+    with pytest.raises(NotImplementedError, match="packs several sequences"):
         simple_gla.refuse_packed(model, (), {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False})
     layer.slope = torch.zeros(2, 2)
     model[1].slope = torch.zeros(2, 2)

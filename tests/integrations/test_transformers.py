@@ -157,7 +157,7 @@ def test_nothing_is_made_where_causal_says_it_all():
     everything = torch.ones(3, 9, dtype=torch.bool)
     for N_Q, attention_mask in ((9, None), (9, everything), (1, everything)):
         mask = ours.make_mask(3, N_Q, 9, 9 - N_Q, 0, causal, attention_mask)
-        assert mask is None
+        assert mask is ours.PLAIN
     mask = ours.make_mask(3, 4, 16, 0, 0, causal, everything[:, :4])  # an empty static cache
     assert mask == ours.Mask(causal=True, keys=4)
     padded = ours.make_mask(3, 9, 9, 0, 0, causal, everything.index_fill(1, torch.tensor([0]), False))

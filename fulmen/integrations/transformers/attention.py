@@ -1,7 +1,7 @@
 """Softmax attention in transformers: the attention implementation `fulmen` and its mask function.
 
 transformers makes one mask per forward and kind of layer and hands it to every layer. `make_mask` reads off what the
-mask is made of (causal, window, padding, packed sequences, a static cache's unused tail) and returns None or a `Mask`;
+mask is made of (causal, window, padding, packed sequences, a static cache's unused tail) and returns a `Mask`;
 `attend` turns that into one call of `flash_attention`. No (N_Q, N_KV) tensor is ever made. What causal, window and
 sequence boundaries cannot say raises.
 
@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
@@ -42,6 +43,12 @@ from fulmen.layers.inputs import Counts, many_rows, one_row
 __all__ = ["register", "unregister"]
 
 Window = tuple[int | None, int | None]
+
+BIASES = {"position_bias", "relative_position_bias", "matrix_bd"}  # of positions: T5, Swin, Parakeet
+SELECTORS = ("indexer", "skip_topk", "compressor", "prepare_dynamic_mask")  # of sparse attention
+MAKES_MASKS = re.compile(r"create_\w*masks?(_for_generate)?")  # of transformers.masking_utils
+
+BLOCKS = "blocks of tokens that see ahead, as images do"
 
 _registered: set[str] = set()
 
@@ -78,13 +85,28 @@ def matches(module: torch.nn.Module) -> bool:
 def unsupported_reason(module: torch.nn.Module) -> str | None:
     """Why the module's attention cannot be served, or None."""
     code = code_of(module)
-    if code is not None and "position_bias" in (*code.co_varnames, *code.co_names):
+    if any(getattr(module, name, None) is not None for name in SELECTORS):
+        return "it chooses or compresses its keys, and makes masks of its own for that"
+    if code is not None and BIASES & {*code.co_varnames, *code.co_names}:
         return "it adds biases of positions, which flash_attention does not take"
     if not hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
         return "it has no config of transformers, by which its attention is chosen"
+    if getattr(module.config, "use_bidirectional_attention", None) is True and not getattr(module, "is_causal", True):
+        return "its config has use_bidirectional_attention, by which transformers adds to a causal mask"
     dims = [getattr(module, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim")]
     largest = max((dim for dim in dims if isinstance(dim, int)), default=0)
     return None if largest <= MAX_HEAD_DIM else f"its head dim {largest} is above {MAX_HEAD_DIM}"
+
+
+def model_reason(model: Any) -> str | None:
+    """Why no attention of this model can be served, or None."""
+    flags = [getattr(model, f"_supports_{name}", True) for name in ("sdpa", "flash_attn", "attention_backend")]
+    if not any(flags):
+        return f"transformers says that {type(model).__name__} works with eager attention alone"
+    code = code_of(model)
+    if code is not None and "finfo" in code.co_names and not any(map(MAKES_MASKS.fullmatch, code.co_names)):
+        return f"{type(model).__name__} makes its masks itself, instead of asking for those of its attention"
+    return None
 
 
 def switch(configs: Iterable[Any], backend: str) -> Callable[[], None]:
@@ -160,6 +182,8 @@ class Mask:
     lengths: Tensor | None = None  # int32 (B,): of a static cache, how many leading keys a row has
     order_q: Tensor | None = None  # (B, N): tokens first, where padding stands between tokens
     order_k: Tensor | None = None
+    plain: bool = False  # nothing but causal, for any number of keys
+    packed: bool = False  # by position_ids; a compiled model makes such masks of one sequence, too
     sizes: tuple[int, int, int] | None = dataclasses.field(default=None, compare=False)  # (B, N_Q, N_KV); None: any
     made_of: tuple[Any, Tensor] | None = dataclasses.field(default=None, compare=False)  # mask function, padding mask
 
@@ -175,6 +199,9 @@ class Mask:
 
     def contiguous(self) -> Mask:
         return self
+
+
+PLAIN = Mask(causal=True, plain=True)
 
 
 class Pattern(NamedTuple):
@@ -229,13 +256,15 @@ def make_mask(
     attention_mask: Tensor | Mask | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Mask | None:
+) -> Mask:
     """transformers' mask interface. Reads values, so it synchronises, once, if there is a padding mask or packing."""
     if isinstance(attention_mask, Mask):  # made ahead of the forward
         return attention_mask
-    pattern = _pattern(mask_function, kv_length + kv_offset)
+    pattern = _pattern(mask_function, q_length, kv_length + kv_offset)
     mask = _mask(batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask, torch.device(device))
-    if mask is None or not (pattern.positional or mask.cu_seqlens_q is not None):
+    if mask is None:
+        return PLAIN
+    if not (pattern.positional or mask.cu_seqlens_q is not None):
         return mask
     made_of = None if attention_mask is None else (mask_function, attention_mask)
     return dataclasses.replace(mask, sizes=(batch_size, q_length, kv_length), made_of=made_of)
@@ -245,7 +274,7 @@ def _mask(
     B: int, N_Q: int, N_KV: int, q_offset: int | Tensor, kv_offset: int, pattern: Pattern,
     attention_mask: Tensor | None, device: torch.device,
 ) -> Mask | None:  # fmt: skip
-    """None only where any number of keys may be seen as the module says: plain causal, and no padding anywhere."""
+    """None for a plain causal mask of any number of keys, without padding anywhere."""
     start, keys = q_offset - kv_offset, None
     if pattern.causal and 1 < N_Q < N_KV:
         start = int(start)  # synchronises if it is a tensor: a prompt that goes on in a static cache
@@ -283,6 +312,8 @@ def _known_parts() -> dict[CodeType, str]:
     nothing = torch.zeros(1, 1, dtype=torch.long)
     made = {
         "and": masking.and_masks(),
+        "or": masking.or_masks(),
+        BLOCKS: masking.blockwise_overlay(nothing),
         "causal": masking.causal_mask_function,
         "bidirectional": masking.bidirectional_mask_function,
         "window": masking.sliding_window_overlay(1),
@@ -295,17 +326,42 @@ def _known_parts() -> dict[CodeType, str]:
     return {function.__code__: name for name, function in made.items()}
 
 
-def _pattern(mask_function: Any, kv_end: int) -> Pattern:
-    """Raises if there is anything else in the mask function."""
+def _kind(part: Any) -> tuple[str | None, list[Any]]:
+    """Which of the known parts it is, and what it captured, by name, alphabetically."""
+    code = getattr(part, "__code__", None)
+    captured = [cell.cell_contents for cell in getattr(part, "__closure__", None) or ()]
+    return (_known_parts().get(code) if code is not None else None), captured
+
+
+def _adds_nothing(part: Any, N_Q: int) -> bool:
+    """Whether it is blocks (images) of which there are none, or one query, which has nothing ahead."""
+    kind, captured = _kind(part)
+    return kind == BLOCKS and (N_Q == 1 or not bool((captured[0] >= 0).any()))
+
+
+def _unknown(part: Any) -> NotImplementedError:
+    kind = _kind(part)[0]
+    name = getattr(part, "__qualname__", repr(part)) if kind in (None, "or") else kind
+    return NotImplementedError(
+        f"'fulmen' attends causally or fully, in windows, with padding or packed sequences; this model's mask also has "
+        f"{name!r}: use attn_implementation='sdpa' or 'eager'"
+    )
+
+
+def _pattern(mask_function: Any, N_Q: int, kv_end: int) -> Pattern:
+    """Raises if there is anything else in the mask function. Synchronises once for blocks of tokens on a GPU."""
     causal, left, right, sequence_ids = False, None, None, None
     parts = [mask_function]
     while parts:
         part = parts.pop()
-        code = getattr(part, "__code__", None)
-        kind = _known_parts().get(code) if code is not None else None
-        captured = [cell.cell_contents for cell in getattr(part, "__closure__", None) or ()]  # by name, alphabetically
+        kind, captured = _kind(part)
         if kind == "and":
             parts.extend(captured[0])
+        elif kind == "or":
+            united = [one for one in captured[0] if not _adds_nothing(one, N_Q)]
+            if len(united) != 1:
+                raise _unknown(next((one for one in united if _kind(one)[0] == BLOCKS), part))
+            parts.extend(united)
         elif kind == "positions":  # within packed sequences, where positions go on by one as keys do
             parts.append(captured[0])
         elif kind == "causal":
@@ -319,11 +375,7 @@ def _pattern(mask_function: Any, kv_end: int) -> Pattern:
         elif kind == "chunks" and kv_end <= captured[0]:  # one chunk: no limit
             continue
         elif kind != "bidirectional":
-            name = kind or getattr(part, "__qualname__", repr(part))
-            raise NotImplementedError(
-                f"'fulmen' attends causally or fully, in windows, with padding or packed sequences; this model's mask "
-                f"also has {name!r}: use attn_implementation='sdpa' or 'eager'"
-            )
+            raise _unknown(part)
     return Pattern(causal, left, right, sequence_ids)
 
 
@@ -418,7 +470,7 @@ def _packed(rows: Rows, sequence_ids: Tensor) -> Mask:
     starts[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
     total = starts.numel()
     cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=total).to(torch.int32)
-    return Mask(rows.causal, rows.window, None, cu_seqlens, cu_seqlens)
+    return Mask(rows.causal, rows.window, None, cu_seqlens, cu_seqlens, packed=True)
 
 
 # ------------------------------------------------------------------------------------------- attention
@@ -448,10 +500,13 @@ def attend(
     options["scale"] = None if scaling is None else float(scaling)
     crosses = "Cross" in type(module).__name__  # its keys are another sequence's
     mask = None if attention_mask is None else _fitting(attention_mask, query, key)
-    if mask is None:
+    if mask is None:  # the model made none
         causal = bool(getattr(module, "is_causal", not crosses) if is_causal is None else is_causal)
         mask = _plain_mask(query, key, causal, sliding_window, kwargs)
-    if mask.cu_seqlens_q is None and not crosses:
+    elif mask.plain:
+        mask = _plain_mask(query, key, True, None, kwargs)
+    told = mask.packed and kwargs.get("cu_seq_lens_q") is not None
+    if (mask.cu_seqlens_q is None or told) and not crosses:
         mask = _with_packed(mask, query, kwargs)
     options |= {"causal": mask.causal, "window": mask.window}
     if mask.keys is not None:
@@ -471,7 +526,7 @@ def attend(
     return o.transpose(1, 2).contiguous(), None
 
 
-def _fitting(mask: Mask, q: Tensor, k: Tensor) -> Mask | None:
+def _fitting(mask: Mask, q: Tensor, k: Tensor) -> Mask:
     """The mask for these queries and keys: see the top of the file."""
     sizes = (q.shape[0], q.shape[2], k.shape[2])
     if mask.sizes is None or mask.sizes == sizes:
@@ -490,7 +545,7 @@ def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _plain_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None, kwargs: dict[str, Any]) -> Mask:
-    """What no mask means: causal or not as the module says."""
+    """Without padding: causal or not, in any number of keys."""
     N_Q, N_KV = q.shape[2], k.shape[2]
     window = None
     if sliding_window is not None and sliding_window < N_KV:

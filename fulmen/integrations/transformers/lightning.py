@@ -10,6 +10,7 @@ right here:
 |---|---|---|
 | packed sequences | the state runs on over boundaries | a state for each |
 | padding on the right or between tokens | decays the state | does not |
+| a row without a token in a decoding step | is taken in | is not |
 | beam search | states stay with the old beams | are reordered |
 | positions without `position_ids` | counted from 0 if the first layer is linear | from the tokens in the cache |
 | steps of a batch padded on the left | masked as if no token were in the cache, if the first layer is linear | right |
@@ -88,6 +89,8 @@ class Lightning:
     ) -> tuple[Tensor, None]:
         """transformers' signature. Returns y (B, N, hidden_size), and no weights."""
         x, padding, layer = hidden_states, None, self.module
+        if attention_mask is None:
+            attention_mask = kwargs.get(packing.TOKENS)
         if attention_mask is not None:
             if attention_mask.shape != x.shape[:2]:
                 raise ValueError(

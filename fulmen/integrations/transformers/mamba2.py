@@ -34,7 +34,7 @@ from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm,
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
 CALLS = {"mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"}
-CHECKED = "fulmen_has_no_gaps"  # on a cache
+CHECKED = "fulmen_checked"  # on a cache
 PARTS = ("in_proj", "conv1d", "out_proj", "A_log", "D", "dt_bias", "ssm_state_size", "head_dim", "time_step_limit")
 
 
@@ -66,11 +66,31 @@ def replace(module: Any, backend: str) -> list[Callable[[], None]]:
     if own is not type(module).forward:  # transformers' decorator, which loads offloaded weights of the convolution
         hooks = importlib.import_module("transformers.integrations.accelerate")
         forward = hooks.force_accelerate_hooks("conv1d")(forward)
-    undo = [set_forward(module, types.MethodType(forward, module))]
+    names = tuple(inspect.signature(own).parameters)[1:]
+    undo = [set_forward(module, types.MethodType(functools.partial(keeping_states, forward, names), module))]
     norm = getattr(module, "norm", None)
     if _is_gated_norm(norm):
         undo.append(set_forward(norm, types.MethodType(gated, norm)))
     return undo
+
+
+def keeping_states(forward: Any, names: tuple[str, ...], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The mixer's forward. In a decoding step, rows without a token keep their convolution's and scan's states."""
+    tokens: Tensor | None = kwargs.pop(packing.TOKENS, None)
+    if tokens is None:
+        return forward(module, *args, **kwargs)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = given.get("cache_params")
+    getters = () if cache is None else (cache.get_conv_state, cache.get_recurrent_state)
+    held = [get(module.layer_idx) for get in getters]
+    if not held or any(state is None for state in held):  # the first token: as transformers has it for a prompt
+        return forward(module, **{**given, "attention_mask": tokens})
+    before = [state.clone() for state in held]
+    y = forward(module, **given)
+    for get, old in zip(getters, before, strict=True):
+        state = get(module.layer_idx)
+        state.copy_(torch.where(tokens.view(-1, *[1] * (state.ndim - 1)), state, old))
+    return y
 
 
 def _is_gated_norm(norm: Any) -> bool:
@@ -102,27 +122,45 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 def _refuse_gaps(N: int, given: dict[str, Any]) -> None:
     """Raises if padding stands between tokens: the mixers' convolution and state would take it in.
 
-    Synchronises if there is an `attention_mask` on a GPU; of single tokens, at the first one in a cache alone.
+    That of decoding steps is no matter, as states are kept. Synchronises if there is an `attention_mask` on a GPU; of
+    single tokens, at the first one in a cache alone.
     """
     mask = given.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return
     held = next((given[name] for name in ("past_key_values", "cache_params") if given.get(name) is not None), None)
-    if N == 1 and getattr(held, CHECKED, False):
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        if hasattr(held, CHECKED):
+            delattr(held, CHECKED)
         return
-    if _has_gaps(mask):
-        raise NotImplementedError(
-            "attention_mask has padding between tokens, which the states of Mamba-2 layers would take in: pad on the "
-            "left"
-        )
+    checked = getattr(held, CHECKED, None)
+    if checked is None or mask.shape[1] == N:
+        checked = Checked()
+    if N == 1 and given.get(packing.TOKENS) is not None and not torch.compiler.is_compiling():
+        checked.kept.append(mask.shape[1] - 1)  # not in a graph: it would be compiled again at every step
+    if N > 1 or not checked.steps:
+        if _has_gaps(mask, checked.kept):
+            raise NotImplementedError(
+                "attention_mask has padding between tokens, which the states of Mamba-2 layers would take in: pad on "
+                "the left"
+            )
+        checked.steps = N == 1
     if held is not None:
-        setattr(held, CHECKED, N == 1)
+        setattr(held, CHECKED, checked)
+
+
+class Checked:
+    """On a cache: what is known of the mask of its tokens."""
+
+    def __init__(self) -> None:
+        self.steps = False  # whether the last call was a step, and the mask up to there has no gaps
+        self.kept: list[int] = []  # columns of steps in which rows without a token kept their states
 
 
 @torch.compiler.disable
-def _has_gaps(mask: Tensor) -> bool:
+def _has_gaps(mask: Tensor, kept: list[int]) -> bool:
     mask = mask.bool()
-    return bool((mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1)[:, :-1] > 0)).any())
+    padding = ~mask & (mask.cumsum(1) > 0)
+    padding[:, kept] = False
+    return bool((mask & (padding.cumsum(1) > 0)).any())
 
 
 # ------------------------------------------------------------------- what the mixers call, with their signatures

@@ -49,11 +49,11 @@ KINDS = (
     Kind("flash", attention.matches, attention.unsupported_reason, None, (refuse_weights, packing.announce)),
     Kind(
         "lightning", lightning.matches, lightning.unsupported_reason, lightning.replace,
-        (refuse_weights, packing.check_mask, packing.announce, cache.bring),
+        (refuse_weights, packing.check_mask, packing.tell_tokens, packing.leave_cache, packing.announce, cache.bring),
     ),
     Kind(
         "lightning", mamba2.matches, mamba2.unsupported_reason, mamba2.replace,
-        (packing.check_mask, packing.announce, mamba2.announce),
+        (packing.check_mask, packing.tell_tokens, packing.leave_cache, packing.announce, mamba2.announce),
     ),
     Kind(
         "lightning", simple_gla.matches, simple_gla.unsupported_reason, simple_gla.replace, (simple_gla.refuse_packed,)
@@ -63,6 +63,11 @@ KINDS = (
 # classes that look like one
 MIXER = re.compile(r"(Attention2?|Mixer|MambaLayer|DeltaNet|SSM|RecurrentBlock|Retention)$")
 OTHERS = (
+    (
+        re.compile("^MiniMax(Text01|M1)"),
+        "its code comes with the checkpoint: load the one whose name ends in -hf (MiniMaxAI/MiniMax-Text-01-hf), which "
+        "transformers has code for",
+    ),
     (re.compile("Delta"), "its update is the delta rule, which fulmen does not compute"),
     (re.compile("Mamba|SSM|Mixer"), "its state has a decay for each channel, which fulmen does not compute"),
     (
@@ -189,7 +194,10 @@ def _found(model: Any) -> list[Mixer]:
         kind = next((kind for kind in KINDS if kind.matches(module)), None)
         if kind is not None:
             reason = None if hasattr(module, MARK) or kind.replace is None else replaced_reason(module)
-            mixers.append(Mixer(name, module, kind, reason or kind.unsupported_reason(module)))
+            reason = reason or kind.unsupported_reason(module)
+            if kind.replace is None:
+                reason = reason or attention.model_reason(_models(model, name)[0])
+            mixers.append(Mixer(name, module, kind, reason))
         elif MIXER.search(type(module).__name__) and not hasattr(module, "get_input_embeddings"):
             reason = next(reason for pattern, reason in OTHERS if pattern.search(type(module).__name__))
             mixers.append(Mixer(name, module, None, reason))
@@ -234,7 +242,7 @@ def _replace(accelerated: Accelerated, served: list[Mixer]) -> None:
         owner, *around = _models(model, mixer.name)
         hooks = [(owner, hook) for hook in mixer.kind.hooks]
         if mixer.kind.replace is mamba2.replace and not packing.takes_positions(owner):
-            hooks += [(outer, packing.leave) for outer in around]
+            hooks += [(outer, hook) for outer in around for hook in (packing.leave_cache, packing.leave)]
         for module, hook in hooks:
             if (id(module), hook) not in hooked:
                 hooked.add((id(module), hook))

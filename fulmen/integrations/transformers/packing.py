@@ -1,9 +1,9 @@
 """Packed sequences as transformers announces them: by `cu_seq_lens_q`, or by `position_ids` that start over.
 
 Only the model's forward sees whether there is a padding mask or a cache. So `announce`, a pre-hook of that forward,
-reads `position_ids` there, once, and leaves the offsets on that tensor for the layers. A layer that is computed again
-by gradient checkpointing finds them there. Where the model inside is not given `position_ids`, `leave` puts the offsets
-on the tokens instead.
+reads `position_ids` there, once, and hands the layers a view of that tensor with the offsets on it. The view belongs
+to one forward: a layer that is computed again by gradient checkpointing finds its offsets there, whatever came between.
+Where the model inside is not given `position_ids`, `leave` puts the offsets on the tokens instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from fulmen.boundary import check_offset_values
 
 NAME = "fulmen_offsets"
+TOKENS = "fulmen_tokens"  # an argument of layers: see `tell_tokens`
 
 
 def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -44,11 +45,36 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if positions is None:
         return None
     untold = module.training and given.get("use_cache") is None and not _has_cache(given)
-    packed = positions.ndim == 2 and given.get("attention_mask") is None and (untold or not will_cache(module, given))
-    starts = _starts(positions) if packed else None
-    setattr(positions, NAME, starts)
-    if starts is None or not untold:
+    packed = given.get("attention_mask") is None and (untold or not will_cache(module, given))
+    starts = starts_of(positions) if packed else None
+    if starts is None and not hasattr(positions, NAME):
         return None
+    args, kwargs = (args, kwargs) if len(args) < 2 else ((), given)
+    kwargs = {**kwargs, "position_ids": _marked(positions, starts)}
+    return args, {**kwargs, "use_cache": False} if starts is not None and untold else kwargs
+
+
+@torch.compiler.disable
+def _marked(positions: Tensor, starts: Tensor | None) -> Tensor:
+    view = positions.view(positions.shape)
+    setattr(view, NAME, starts)
+    return view
+
+
+def leave_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of models with layers that keep a state, which belongs to one sequence.
+
+    With several in `cu_seq_lens_q` the model makes no cache; if it is given one, or told to make one, this raises.
+    """
+    given = by_name(module, args, kwargs)
+    offsets = given.get("cu_seq_lens_q")
+    if not isinstance(offsets, Tensor) or offsets.numel() <= 2:
+        return None
+    if _has_cache(given) or given.get("use_cache"):
+        raise ValueError(
+            f"cu_seq_lens_q packs {offsets.numel() - 1} sequences in a row, and a cache keeps one state for a row: "
+            "pass use_cache=False, and no cache"
+        )
     args, kwargs = (args, kwargs) if len(args) < 2 else ((), given)
     return args, {**kwargs, "use_cache": False}
 
@@ -68,6 +94,27 @@ def check_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         )
 
 
+def tell_tokens(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of the same models: in a decoding step, which rows bring a token, bool (B, 1), as `TOKENS`.
+
+    transformers hands layers no mask of one token. Nothing is told if every row brings one, which takes a
+    synchronisation if the mask is on a GPU; without one, where a graph is made, layers are told always.
+    """
+    given = by_name(module, args, kwargs)
+    mask, tokens = given.get("attention_mask"), tokens_of(given)
+    if not isinstance(mask, Tensor) or tokens is None or tokens.shape[1] != 1:
+        return None
+    last = mask[:, -1:].to(device=tokens.device, dtype=torch.bool)
+    if not _makes_graph(last) and bool(last.all()):
+        return None
+    args, kwargs = (args, kwargs) if len(args) < 2 else ((), given)
+    return args, {**kwargs, TOKENS: last}
+
+
+def _makes_graph(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def tokens_of(given: dict[str, Any]) -> Tensor | None:
     """What the model was given: ids (B, N), or embeddings."""
     return next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
@@ -83,8 +130,8 @@ def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tokens = tokens_of(given)
     if tokens is None:
         return
-    announce(module, (), given)
-    starts = offsets(tokens, given)
+    told = announce(module, (), given)
+    starts = offsets(tokens, given if told is None else told[1])
     if starts is not None or hasattr(tokens, NAME):
         setattr(tokens, NAME, starts)
 
@@ -112,8 +159,13 @@ def _has_cache(given: dict[str, Any]) -> bool:
 
 
 @torch.compiler.disable
-def _starts(positions: Tensor) -> Tensor | None:
-    """int32 offsets of the sequences, rows laid end to end: one starts with a row, or where positions do not go on."""
+def starts_of(positions: Tensor) -> Tensor | None:
+    """int32 offsets of the sequences, rows laid end to end: one starts with a row, or where positions do not go on.
+
+    None: one in each row.
+    """
+    if positions.ndim != 2 or positions.shape[1] == 1:
+        return None
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1
     if not bool(starts[:, 1:].any()):

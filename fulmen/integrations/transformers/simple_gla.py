@@ -63,9 +63,18 @@ def replace(module: Any, backend: str) -> list[Callable[[], None]]:
 
 
 def refuse_packed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of the model, whose linear layers are not told of packed sequences."""
-    packing.announce(module, args, kwargs)
-    if getattr(packing.by_name(module, args, kwargs).get("position_ids"), packing.NAME, None) is not None:
+    """A forward pre-hook of the model, whose linear layers are not told of packed sequences.
+
+    Synchronises where `position_ids` are on a GPU, as `packing.announce` does, and in prompts with a cache.
+    """
+    given = packing.by_name(module, args, kwargs)
+    positions, offsets = given.get("position_ids"), given.get("cu_seq_lens_q")
+    name = None
+    if offsets is not None and len(offsets) > 2:
+        name = "cu_seq_lens_q"
+    elif given.get("attention_mask") is None and positions is not None and packing.starts_of(positions) is not None:
+        name = "position_ids"
+    if name is not None:
         raise NotImplementedError(
-            "position_ids pack several sequences in a row, which this model's linear layers would mix: pad them instead"
+            f"{name} packs several sequences in a row, which this model's linear layers would mix: pad them instead"
         )
