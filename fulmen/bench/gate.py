@@ -242,9 +242,22 @@ def _scale(difference: Tensor, exact: Tensor, bound: float, dtype: torch.dtype) 
     square = float(exact.square().sum())
     if not square:
         return 0.0, 0.0
-    rows = exact.numel() // exact.shape[-1] if exact.ndim else 1
-    margin = 4 * bound / math.sqrt(max(rows, 1)) + torch.finfo(dtype).eps / 4
+    margin = 4 * bound / math.sqrt(_independent(exact)) + torch.finfo(dtype).eps / 4
     return float((difference * exact).sum()) / square, margin
+
+
+def _independent(exact: Tensor) -> float:
+    """How many parts of a tensor are rounded on their own: rows, each counted by its share of the squares.
+
+    All rows of a weight's gradient are sums over the same tokens, so there it is the effective rank. Both are 1 where
+    one token, divided by a norm near 0, outweighs the others.
+    """
+    rows = exact.reshape(-1, exact.shape[-1] if exact.ndim else 1)
+    if exact.ndim == 2:
+        gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
+        return max(1.0, float(gram.diagonal().sum() ** 2 / gram.square().sum()))
+    shares = rows.square().sum(1)
+    return max(1.0, float(shares.sum() ** 2 / shares.square().sum()))
 
 
 # ------------------------------------------------------------------------------------------------ the gate

@@ -9,6 +9,7 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.bench import adapters, floors, gate
 from fulmen.bench.competitors import BASELINES
+from fulmen.testing import Expected
 
 CPU = torch.device("cpu")
 CASE = {"B": 2, "H": 4, "H_KV": 2, "N": 40, "D": 16, "dtype": "float32"}
@@ -137,6 +138,20 @@ def test_a_bf16_result_that_is_too_large_everywhere(scale: float) -> None:
     gate.compare(problem, {"o": exact.bfloat16()})
     with pytest.raises(gate.Wrong, match=r"^o: .*times what it must be"):
         gate.compare(problem, {"o": (scale * exact).bfloat16()})
+
+
+def test_rounding_of_one_token_is_not_taken_for_a_scale() -> None:
+    """A token whose norm is near 0 makes a weight's gradient of rank 1: all its rows are off together."""
+    dy, x = torch.randn(2, 200, 64, dtype=torch.float64)
+    spread = dy.T @ x
+    one = 1e4 * dy[:1].T @ x[:1] + spread
+    assert gate._independent(spread) > 20
+    assert gate._independent(one) == pytest.approx(1, abs=0.01)
+    assert gate._independent(torch.cat([1e4 * x[None, :1], x[None, 1:]], 1)) == pytest.approx(1, abs=0.01)
+    assert gate._independent(x[None]) > 150
+    for exact, fine in ((one, True), (spread, False)):
+        wrong = gate._wrong((exact * (1 - 2.8e-4)).float(), Expected(exact * (1 + 1e-4), exact, 3.0), {})
+        assert (wrong == "") is fine, wrong
 
 
 def test_not_finite_anywhere() -> None:
