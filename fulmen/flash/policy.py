@@ -23,7 +23,7 @@ import torch
 
 from fulmen.dispatch import Choice
 from fulmen.flash import policy_cache, sdpa
-from fulmen.flash.policy_backward import affordable, backward_tile, uneven, workspace
+from fulmen.flash.policy_backward import affordable, backward_tile, behind_cudnn, workspace
 from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec, heads_as_queries, tiles_of
 from fulmen.hardware import Hardware
 
@@ -221,9 +221,9 @@ def decode(spec: FlashSpec, hw: Hardware) -> str | None:
 
     us between events, cuda, FlashAttention-2 and triton: D 128, H32/8, B1 1 x 8192 21, 31, 99; B4 1 x 16384 78, 87,
     196; B64 1 x 1024 76, 114, 167; H128/4, B64 1 x 8192 264, 403, 3937; D 64, H64/4, B64 1 x 32768 527, 880, 4584;
-    D 256, H16/2, B32 1 x 32768 521, 485, 4101. Heads as queries: H5/1, B2 1 x 131072 47, 71; H128/1, B64 1 x 2048 39,
-    46; D 256, B128 1 x 4096 147, 250. With options, cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101; D 128,
-    H32/8, softcap 24, 246; 1 x 300 12, 16.
+    D 256, H16/2, B32 1 x 32768 521, 485, 4101; H8/4, B4 1 x 256 14.0, 13.5, 16.4; H32/8, B32 1 x 256 33, 28, 108. Heads
+    as queries: H5/1, B2 1 x 131072 47, 71; H128/1, B64 1 x 2048 39, 46; D 256, B128 1 x 4096 147, 250. With options,
+    cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101; D 128, H32/8, softcap 24, 246; 1 x 300 12, 16.
     """
     rows, decoding = spec.N_Q * spec.group, is_decoding(spec)
     few = rows <= 64
@@ -236,14 +236,15 @@ def decode(spec: FlashSpec, hw: Hardware) -> str | None:
     number = splits(call, tile, hw)
     if not is_plain(spec):
         return "cuda" if few or number > 1 else None
-    if spec.N_KV <= 256:
+    if spec.N_KV <= 256 and spec.D <= 128:  # for which `is_short` has kernels
         return None
     if not (few or decoding):
         return "cuda" if number > 1 else None
     shares_keys = tile.pack_gqa or call.group == 1  # else each head reads its keys for itself
     too_large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for torch
     bottom_right = spec.right is not None and spec.N_Q > 1  # which torch cannot say
-    return "cuda" if shares_keys or too_large or bottom_right else "sdpa"
+    waves = spec.N_KV <= 256 and spec.B * spec.H_KV > hw.sm_count  # of few keys
+    return "cuda" if (shares_keys and not waves) or too_large or bottom_right else "sdpa"
 
 
 def without_cuda(spec: FlashSpec) -> str:
@@ -582,14 +583,13 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    Our own on Hopper if `affordable` and not `uneven`: over cuDNN 0.98 to 1.5, over triton 1.3 to 2.8. cuDNN's is
-    faster than triton's. It has no option except causal, no gradient of lse, no fixed order of sums, and builds a plan
-    for every new shape.
+    Our own on Hopper if `affordable` and not `behind_cudnn`: over triton 1.3 to 2.8. cuDNN's is faster than triton's, has
+    no option except causal, no gradient of lse, no fixed order of sums, and builds a plan for every new shape.
     """
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
     own = hw.arch == 90 and (spec.D, spec.E) in SM90_HEAD_DIMS and affordable(spec)
-    waits = own and cudnn and flops(spec) >= SMALL_FLOPS and uneven(spec, hw)
-    return "cuda" if own and not waits else "cudnn" if cudnn else "triton"
+    behind = own and cudnn and flops(spec) >= SMALL_FLOPS and behind_cudnn(spec, hw)
+    return "cuda" if own and not behind else "cudnn" if cudnn else "triton"
 
 
 def with_backward(spec: FlashSpec, hw: Hardware, choice: Choice) -> Choice:

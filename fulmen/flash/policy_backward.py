@@ -36,7 +36,7 @@ class BackwardTile(NamedTuple):
 BACKWARD_TILES = {
     64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.31, 1.20
     128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.14, 1.10
-    192: BackwardTile(64, overlap=True, block_n=64, keep=True),  # E 128, B1 H16 N4096: 0.98, 1.27
+    192: BackwardTile(64, overlap=True, block_n=64, keep=True),  # E 128, B1 H16 N4096: 0.93 to 0.98, 1.23
     256: BackwardTile(64, overlap=True, q_stages=2, o_stages=1, block_n=64),  # the same: 1.18 to 1.28, 1.12 to 1.23
 }
 
@@ -74,13 +74,17 @@ def affordable(spec: FlashSpec) -> bool:
     return 4 * end <= 2 * 4 * least + MAX_PADDING
 
 
-def uneven(spec: FlashSpec, hw: Hardware) -> bool:
-    """Whether the longest tile of keys under a causal mask decides: each has a block of its own, for a group of heads.
+def behind_cudnn(spec: FlashSpec, hw: Hardware) -> bool:
+    """Whether cuDNN's backward was measured ahead of ours, where it serves a call. Ours over cuDNN's:
 
-    Over cuDNN's, which gives every query head its blocks: B1 H40/8 N2048 causal 0.90, N4096 (two waves) 1.18.
+    Heads that share k and v, causal, and no more tiles of keys than SMs: each tile is one block for its group, and the
+    longest decides. cuDNN gives every query head its blocks. B1 H40/8 N2048 0.90, N4096 (two waves) 1.18.
+    D 192, E 128, causal: B1 H16 N4096 0.93 to 0.98. Full 1.23.
     """
-    blocks = spec.B * spec.H_KV * key_tiles(spec)
-    return spec.group > 1 and spec.right is not None and blocks <= hw.sm_count
+    if spec.right is None:
+        return False
+    one_wave = spec.B * spec.H_KV * key_tiles(spec) <= hw.sm_count
+    return spec.D == 192 or (spec.group > 1 and one_wave)
 
 
 def swizzle(spec: FlashSpec, hw: Hardware) -> int:

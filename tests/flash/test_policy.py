@@ -85,6 +85,8 @@ def hopper(request, monkeypatch):
         (spec(N=300, B=1, grad=False, left=100)._replace(N_Q=1, H_KV=4), "cuda"),
         (spec(N=8192, B=1, grad=False, sequences=4)._replace(N_Q=4, H_KV=4), "triton"),  # not compared
         (spec(N=250, B=64, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
+        (spec(D=256, N=250, B=4, grad=False)._replace(N_Q=1, H_KV=4), "cuda"),
+        (spec(D=256, N=250, B=64, grad=False)._replace(N_Q=1, H_KV=4), "sdpa"),  # more than a wave of heads
         (spec(D=64, N=77, causal=False, grad=False)._replace(N_Q=4096), "cuda"),
         (spec(D=64, N=77, B=64, causal=False, grad=False)._replace(N_Q=16384), "cuda"),  # few keys, much to do
         (spec(D=64, N=256, B=64, causal=False, grad=False)._replace(N_Q=16384), "sdpa"),
