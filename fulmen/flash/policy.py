@@ -243,7 +243,7 @@ def decode(spec: FlashSpec, hw: Hardware) -> str | None:
     shares_keys = tile.pack_gqa or call.group == 1  # else each head reads its keys for itself
     too_large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for torch
     bottom_right = spec.right is not None and spec.N_Q > 1  # which torch cannot say
-    waves = spec.N_KV <= 256 and spec.B * spec.H_KV > hw.sm_count  # of few keys
+    waves = spec.N_KV <= 256 and hw.sm_count < spec.B * spec.H_KV  # of few keys
     return "cuda" if (shares_keys and not waves) or too_large or bottom_right else "sdpa"
 
 
@@ -583,8 +583,8 @@ def sdpa_kernel(spec: FlashSpec, hw: Hardware) -> str:
 def cuda_backward(spec: FlashSpec, hw: Hardware) -> str:
     """Whose backward follows cuda's forward.
 
-    Our own on Hopper if `affordable` and not `behind_cudnn`: over triton 1.3 to 2.8. cuDNN's is faster than triton's, has
-    no option except causal, no gradient of lse, no fixed order of sums, and builds a plan for every new shape.
+    Our own on Hopper if `affordable` and not `behind_cudnn`: over triton 1.3 to 2.8. cuDNN's is faster than triton's.
+    It has no option except causal, no gradient of lse, no fixed order of sums, and builds a plan for every new shape.
     """
     cudnn = sdpa.unsupported_options(spec) is None and sdpa.unsupported_reason(spec, hw, "cudnn") is None
     own = hw.arch == 90 and (spec.D, spec.E) in SM90_HEAD_DIMS and affordable(spec)

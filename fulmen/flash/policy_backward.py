@@ -11,6 +11,7 @@ from fulmen.flash.spec import FlashSpec, tiles_of
 from fulmen.hardware import Hardware
 
 MAX_PADDING = 1 << 28
+LONG_CAUSAL, LONG_FULL = 64, 128  # tiles of keys of a head, from which on L2 does not say how many heads
 
 
 class BackwardTile(NamedTuple):
@@ -95,6 +96,10 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     fit (few tiles: all heads) and a divisor: B2 H16 N8192 1.077, 1.119; B4 H32 N2048 1.066, 1.093; B1 H32 N4096 1.147,
     1.169; B1 H40/8 N4096 1.128, 1.181.
 
+    Of long sequences few heads fit, and the longest tile of the last ones decides; more heads share rows in L2 as well,
+    as all tiles walk the same queries. Time over that of what fits L2, D 128, with 4, 8, 16 heads: B1 H16 N16384 causal
+    0.97, 0.97, 0.96, full 0.99, 0.98, 1.00; B2 H16 N8192 causal 1.00, 0.98, 0.98, full no difference.
+
     In deterministic mode the tiles of a head add to a query tile one after the other; those of more heads wait less.
     Time over that in any order, causal: D 64 B4 H32 N4096 with 16, 32, 64 heads 1.10, 1.08, 1.10; D 128 with 4, 8, 16
     heads B1 H16 N16384 1.04, 1.01, 1.00; B2 H16 N8192 1.09, 1.06, 1.04; B1 H32 N4096 1.13, 1.10, 1.08; B4 H32 N2048
@@ -108,7 +113,8 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     size = max(1, queries * max(spec.group, 1) * (6 * spec.D + 2 * spec.E))
     at_once = hw.sm_count // max(1, key_tiles(spec))
     enough = hw.l2_bytes // 2 // size
-    if spec.deterministic and spec.left is None:
+    long = spec.sequences is None and key_tiles(spec) >= (LONG_FULL if spec.right is None else LONG_CAUSAL)
+    if (spec.deterministic or long) and spec.left is None:
         enough = (32 if spec.D == 64 else 16) // (2 if spec.right is None else 1)
     most = min(heads, max(1, at_once, enough))
     return next(n for n in range(most, 0, -1) if heads % n == 0)

@@ -138,8 +138,8 @@ def test_wide_heads_are_served_and_explained(monkeypatch, D, E):
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     call = spec(1, 16, 4096, D, True, E=E, needs_grad=True)
     assert dispatch.choose("flash", call, "cuda").backward == ("cudnn" if D == 192 else "cuda")  # which is ahead there
-    changes: list[dict] = [{"right": None}, {"left": 100}, {"softcap": 20.0}, {"has_sinks": True}, {"deterministic": True}]
-    changes += [{"with_lse": True}, {"sequences": 3}]
+    changes: list[dict] = [{"right": None}, {"left": 100}, {"softcap": 20.0}, {"has_sinks": True}]
+    changes += [{"deterministic": True}, {"with_lse": True}, {"sequences": 3}]
     for change in changes:
         choice = dispatch.choose("flash", call._replace(**change), "cuda")
         assert (choice.backward, choice.backward_tile.block_n) == ("cuda", 64)
@@ -214,11 +214,13 @@ def test_dq_is_converted_a_wave_after_its_last_sum():
 def test_heads_at_a_time_fit_the_cache():
     hw = TARGETS[90]
     assert swizzle(spec(2, 16, 8192, 128), hw) == 2  # of 32; three would fit
-    assert swizzle(spec(2, 16, 8192, 128, True), hw) == 2
+    assert swizzle(spec(2, 16, 8192, 128, True), hw) == 16  # or the longest tile of the last two heads decides
+    assert swizzle(spec(2, 16, 8192, 128, True, sequences=3), hw) == 2
+    assert swizzle(spec(1, 32, 4096, 128, True), hw) == 4
     assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 16  # which wait for each other less
     assert swizzle(spec(1, 1, 8192, 128, deterministic=True), hw) == 1
     assert swizzle(spec(1, 7, 8192, 128), hw) == 1
-    assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 1
+    assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 8
     assert swizzle(spec(1, 40, 4096, 128, H_KV=8), hw) == 4  # one would fit, and four run at once
     assert swizzle(spec(1, 40, 4096, 128, True, H_KV=8, left=100), hw) == 8
     assert swizzle(spec(1, 2, 128, 128), hw) == 2
