@@ -112,6 +112,14 @@ def flash_attn(x: Any) -> Tensor:
     return flash_attn_func(q, k, v, causal=bool(x.causal)).transpose(1, 2)
 
 
+def flash_attn_4(x: Any) -> Tensor:
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
+
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+    found = flash_attn_func(q, k, v, causal=bool(x.causal))
+    return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)  # some versions return lse, too
+
+
 def fla(name: str, x: Any) -> Tensor:
     from fla.ops import simple_gla  # type: ignore[import-not-found, unused-ignore]
 
@@ -208,13 +216,18 @@ pinned_fa2 = functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
 chunk, fused_chunk = (functools.partial(fla, f"{name}_simple_gla") for name in ("chunk", "fused_chunk"))
 FLA = ("flash-linear-attention", "fla-core")
 FLA_NEEDS = (no_groups, own_heads, on_gpu, fla_installed)
+FLASH_ATTN_NEEDS = (sixteen_bit, same_width, on_gpu)
 
 BASELINES = {
     "sdpa": Baseline("flash", sdpa, (first_query,)),
     "sdpa-fa2": Baseline("flash", sdpa, (on_gpu, sdpa_kernel_for(flash, "flash")), pinned=pinned_fa2),
     "sdpa-cudnn": Baseline("flash", sdpa, (on_gpu, sdpa_kernel_for(flash, "cudnn")), pinned=pinned_cudnn),
     "flash-attn": Baseline(
-        "flash", flash_attn, (sixteen_bit, same_width, on_gpu, installed("flash_attn", "flash-attn")), ("flash-attn",)
+        "flash", flash_attn, (*FLASH_ATTN_NEEDS, installed("flash_attn.flash_attn_interface", "flash-attn")),
+        ("flash-attn",),
+    ),
+    "flash-attn-4": Baseline(
+        "flash", flash_attn_4, (*FLASH_ATTN_NEEDS, installed("flash_attn.cute", "flash-attn-4")), ("flash-attn-4",)
     ),
     "sdpa-layer": Baseline("layer", lambda p: sdpa_layer(p.layer, p.x), (cudnn_layer,), pinned=pinned_cudnn),
     "layer-parts": Baseline("layer_parts", layer_parts.attend("auto")),
