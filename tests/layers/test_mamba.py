@@ -427,7 +427,7 @@ def test_steps_by_kernels(kind, interpreted):
     for plain, fast in zip(*ys, strict=True):
         close(fast, plain, rtol=1e-4, atol=1e-5)
     close(caches[1].state, caches[0].state, rtol=1e-4, atol=1e-5)
-    assert torch.equal(caches[1].conv, caches[0].conv)
+    close(caches[1].conv, caches[0].conv, rtol=1e-4, atol=1e-5)  # rows of another product, whose sums round otherwise
     assert caches[1].length == 6
 
 
