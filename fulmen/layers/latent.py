@@ -34,7 +34,16 @@ from fulmen.layers import weights
 from fulmen.layers.append import append
 from fulmen.layers.cache import End, LatentCache, Step
 from fulmen.layers.fused import fused_call, kernels_for, on_gpu
-from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_its_weights, is_plain, project
+from fulmen.layers.fused.projections import (
+    Facts,
+    are_few,
+    few_rows,
+    has_no_hooks,
+    is_its_weights,
+    is_plain,
+    parameters_of,
+    project,
+)
 from fulmen.layers.inputs import (
     USUAL_N,
     Counts,
@@ -192,6 +201,9 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
         if cache is not None and self._steps(x, call, cache):
+            y = self._chained(x, cache) if isinstance(cache, LatentPool) else None
+            if y is not None:
+                return y
             (y,) = project(self._step(x, cache), self.o_proj, early=True)
             if isinstance(cache, LatentCache):
                 cache.extend(x.shape[1], call.counts, self)
@@ -355,6 +367,41 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             and local(self.kv_b_proj.weight).dtype == x.dtype
             and not torch.is_autocast_enabled(x.device.type)
         )
+
+    def _chained(self, x: Tensor, pool: LatentPool) -> Tensor | None:
+        """y of few rows on a pool: a chain of launches before the attention and one after it; None: no kernels.
+
+        Not in fp16 where c_q is normed: times the norm's weight it could overflow before it is divided.
+        """
+        parts: dict[str, Any] = self._modules  # past Module.__getattr__
+        dtype, q_norm, kv_norm = x.dtype, parts.get("q_a_layernorm"), parts["kv_a_layernorm"]
+        if (
+            torch.compiler.is_compiling()
+            or not are_few(x)
+            or not (x.shape[1] == 1 or x.is_contiguous())
+            or torch._C._is_any_autocast_enabled()
+            or not _is_plain_norm(kv_norm, dtype)
+            or (q_norm is not None and (dtype == torch.float16 or not _is_plain_norm(q_norm, dtype)))
+        ):
+            return None
+        first = parameters_of(parts.get("q_a_proj") or parts["q_proj"], parts["kv_a_proj_with_mqa"])
+        second, last = parameters_of(parts.get("q_b_proj")), parameters_of(parts["o_proj"])
+        up = local(self.kv_b_proj.weight)  # before the first launch: a parametrised module computes its weight here
+        if first is None or second is None or last is None or not up.is_contiguous():
+            return None
+        up = up.view(-1, self.nope_dim + self.value_dim, self.kv_rank)
+        tables = self.rope.from_start(pool.capacity, x.device, dtype)  # as well: kernels may read both early
+        q_eps, q_weight = (0.0, None) if q_norm is None else (q_norm.eps, q_norm.weight)
+        facts = (self.nope_dim, self.rope.interleaved, q_eps, kv_norm.eps)
+        weights = (*first, q_weight, *second, kv_norm.weight, up)
+        found = pool.fused("latent", facts, x, *weights, *tables, like=(x, *weights, *last))
+        if found is None:
+            return None
+        (kv,), (_, end, _, _, table) = pool.memory, pool.sequences.first(x.shape[0])
+        o = self._attend(found[0], kv, end, table, appended=True)
+        y = fused_call("steps", "latent_out", self.nope_dim, o, up, *last)
+        assert y is not None
+        return y[0]
 
     def _step(self, x: Tensor, cache: LatentCache | LatentPool) -> Tensor:
         """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows."""

@@ -34,7 +34,7 @@ from fulmen.boundary import check_scale
 from fulmen.layers import weights
 from fulmen.layers.cache import StateCache
 from fulmen.layers.fused import fused_call, kernels_for
-from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_plain, project
+from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, parameters_of, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Inputs,
@@ -257,10 +257,13 @@ class LightningAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.out_proj)
         x = call.x
-        q, k, v, gate = self._projected(x, call)
-        y = self._stepped(q, k, v, gate, call)
+        joined = isinstance(cache, StatePool) and self._joins_norm(x)
+        y = self._stepped(call) if joined else None
+        if y is None:
+            q, k, v, gate = self._projected(x, call)
+            y = self._stepped(call, (q, k, v, gate)) if joined else None
         if y is not None:
-            return call.back(y)
+            return y
         o, state = self._attend(q, k, v, call)
         (y,) = project(self._gated(o.transpose(1, 2).flatten(2), gate), self.out_proj, early=True)
         if isinstance(cache, StateCache) and state is not None:
@@ -349,42 +352,40 @@ class LightningAttention(weights.AttentionLayer):
             o = norm(o)
         return o if gate is None else o * torch.sigmoid(gate)
 
-    def _stepped(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, call: Inputs) -> Tensor | None:
-        """y of few rows on a pool, whose norm and gate are part of the launches before and after; None: they are not.
+    def _joins_norm(self, x: Tensor) -> bool:
+        """Whether norm and gate can be part of the launches around them, in a step of few rows on a pool."""
+        norm: Any = self._modules.get("norm")
+        return (
+            norm is not None
+            and self.cp is None
+            and (norm.groups, norm.mesh) == (1, None)
+            and norm.weight.dtype == x.dtype  # a copy would be on its way when the step begins
+            and x.dtype != torch.float16  # o times the weight could overflow before out_proj divides it
+            and ((decay := self.decay) is None or decay.stride() == (1,))
+            and x.shape[1] <= MAX_DRAFT
+            and self.backend in ("auto", "triton")
+            and not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled())
+            and are_few(x)
+            and has_no_hooks(norm, kind=HeadsNorm)
+        )
 
-        The step leaves o * weight * sigmoid(gate) and sums of o^2, the last projection divides by the norm. Not in
-        fp16, where the former could overflow before it is divided.
-        """
-        pool, norm, H, E = call.cache, self.norm, q.shape[1], v.shape[3]
-        if (
-            not isinstance(pool, StatePool)
-            or self.cp is not None
-            or norm is None
-            or norm.features != norm.groups * H * E
-            or norm.weight.dtype != q.dtype  # a copy would be on its way when the step begins
-            or q.dtype == torch.float16
-            or q.shape[2] > MAX_DRAFT
-            or self.backend not in ("auto", "triton")
-            or torch.compiler.is_compiling()
-            or torch.is_grad_enabled()
-            or not are_few(call.x)
-            or kernels_for("linear", q) is None
-            or not is_plain(self.out_proj)
-            or not has_no_hooks(norm, kind=HeadsNorm)
-            or torch._C._is_any_autocast_enabled()
-        ):
+    def _stepped(self, call: Inputs, made: tuple[Any, ...] = ()) -> Tensor | None:
+        """y by one chain of launches: from x or, if they are `made`, from q, k, v and the gate. None: no kernels."""
+        x, parts = call.x, self._modules  # past Module.__getattr__
+        pool, norm, last = call.cache, parts["norm"], parameters_of(parts["out_proj"])
+        chain, first = "lightning", made
+        if made and made[3] is not None:
+            first = (*made[:3], made[3].unflatten(2, (-1, self.value_dim)).transpose(1, 2))
+        elif not made:
+            taken = parameters_of(parts["qkv_proj"], parts.get("output_gate"))
+            if taken is None or not self._only_activated() or not (x.shape[1] == 1 or x.is_contiguous()):
+                return None
+            chain, first = "lightning_layer", (x, *taken)
+        if last is None or not isinstance(pool, StatePool) or not isinstance(norm, HeadsNorm):
             return None
-        if gate is not None:
-            gate = gate.unflatten(2, (H, E)).transpose(1, 2)
-        found = pool.gated(q, k, v, self.decay, self.scale, gate, norm.weight_for(q))
-        if found is None:
-            return None
-        z, squares = found[0].transpose(1, 2).flatten(2), found[1]
-        y = few_rows(z, self.out_proj, squares=squares, facts=Facts(None, norm.eps, early=True))
-        if y is not None:
-            return y[0]
-        mean = squares.sum(0).view(*z.shape[:2], 1) / z.shape[2]
-        return self.out_proj((z / torch.sqrt(mean + norm.eps)).to(z.dtype))
+        facts = (self.head_dim, self.value_dim, self.activation, self.scale, norm.eps)
+        found = pool.fused(chain, facts, *first, norm.weight, *last, self.decay, like=(*first, norm.weight, *last))
+        return None if found is None else found[0]
 
     def _fuses_gate(self, o: Tensor, gate: Tensor | None) -> bool:
         """Whether the kernels of norm and gate have the layer's options."""

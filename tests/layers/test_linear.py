@@ -16,7 +16,6 @@ from fulmen.layers import (
     MultiHeadAttention,
     MultiHeadLatentAttention,
     Sequences,
-    lightning,
 )
 from fulmen.layers.fused.projections import MAX_ROWS, Facts, few_rows, project
 from fulmen.testing import assert_close, expected
@@ -274,7 +273,7 @@ def test_norm_and_gate_are_part_of_a_lightning_step(
     for joined in (True, False):
         with monkeypatch.context() as patch:
             if not joined:
-                patch.setattr(LightningAttention, "_stepped", lambda *args: None)
+                patch.setattr(LightningAttention, "_joins_norm", lambda *args: False)
             sequences = Sequences(B + 1, 48, slots=B + 1, drafts=drafts, device=DEVICE)
             pool = layer.new_pool(sequences)
             rows, y = [sequences.new() for _ in range(B)] + [None], []
@@ -290,29 +289,6 @@ def test_norm_and_gate_are_part_of_a_lightning_step(
         results.append((torch.cat(y, 1), *(t[: B + 1] for t in pool.memory)))
     for fast, plain in zip(*results, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_norm_that_a_step_began_is_completed_without_the_kernel(ran, monkeypatch) -> None:
-    layer = LightningAttention(32, 2, layer=1, num_layers=4).to(DEVICE)
-    nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
-    y, few = [], lightning.few_rows
-
-    def without_squares(*args, squares=None, **options):
-        return few(*args, **options) if squares is None else None
-
-    for served in (True, False):
-        with monkeypatch.context() as patch:
-            if not served:
-                patch.setattr(lightning, "few_rows", without_squares)
-            sequences = Sequences(2, 48, slots=2, device=DEVICE)
-            pool = layer.new_pool(sequences)
-            sequences.step([sequences.new(), sequences.new()], 2)
-            ran.clear()
-            y.append(layer(drawn(2, 2, 32, dtype=torch.float32), cache=pool))
-            if DEVICE == "cpu":
-                assert ran == ["linear_rows_kernel", "lightning_step_kernel"] + ["linear_rows_kernel"] * served
-    torch.testing.assert_close(*y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +383,7 @@ def test_on_a_gpu_and_in_a_graph(kind, B) -> None:
                 patch.setattr("fulmen.layers.fused.projections.are_few", lambda *args: False)
                 patch.setattr("fulmen.layers.latent.are_few", lambda *args: False)
                 patch.setattr("fulmen.layers.lightning.are_few", lambda *args: False)
+                patch.setattr("fulmen.layers.attention.are_few", lambda *args: False)
             return layer(x, cache=pool)
 
     plain, y = step(few=False), [step() for _ in range(3)]
