@@ -25,7 +25,7 @@ from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.layers import hf, weights
 from fulmen.layers.append import append
 from fulmen.layers.cache import KVCache, Step
-from fulmen.layers.fused.projections import MAX_ROWS_TOGETHER, are_few, parameters_of, project
+from fulmen.layers.fused.projections import MAX_ROWS_TOGETHER, is_step, parameters_of, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Counts,
@@ -267,14 +267,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     def _appended(self, x: Tensor, pool: KVPool) -> Tensor | None:
         """q (B, H, N, head_dim) of few rows, with k and v in the pool, by one chain of launches; None: no kernels."""
-        if (
-            self.fused_qkv
-            or self.qk_norm is not None
-            or torch.compiler.is_compiling()
-            or not are_few(x, MAX_ROWS_TOGETHER)
-            or not (x.shape[1] == 1 or x.is_contiguous())
-            or torch._C._is_any_autocast_enabled()
-        ):
+        if self.fused_qkv or self.qk_norm is not None or not is_step(x, MAX_ROWS_TOGETHER):
             return None
         parts = self._modules  # past Module.__getattr__
         parameters = parameters_of(parts["q_proj"], parts["k_proj"], parts["v_proj"])

@@ -89,6 +89,17 @@ def are_few(x: Tensor, rows: int = MAX_ROWS) -> bool:
     return on_gpu(x) and x.dtype in DTYPES and x.ndim == 3 and x.shape[0] * x.shape[1] <= rows
 
 
+def is_step(x: Tensor, rows: int = MAX_ROWS) -> bool:
+    """Whether steps' kernels may take x (B, N, K): few rows, evenly spaced, without gradients, compiler or autocast."""
+    return (
+        not torch.compiler.is_compiling()
+        and are_few(x, rows)
+        and (x.shape[1] == 1 or x.is_contiguous())
+        and not torch.is_grad_enabled()
+        and not torch._C._is_any_autocast_enabled()
+    )
+
+
 def few_rows(
     x: Tensor, *linears: nn.Module, norm: Tensor | None = None, squares: Tensor | None = None, facts: Facts = NO_FACTS
 ) -> tuple[Tensor, ...] | None:
@@ -98,13 +109,7 @@ def few_rows(
              a third result are its squares
     squares  of x, if it is such a y: completes the norm
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or not are_few(x, MAX_ROWS if len(linears) == 1 or norm is not None else MAX_ROWS_TOGETHER)
-        or not (x.shape[1] == 1 or x.is_contiguous())
-        or torch._C._is_any_autocast_enabled()
-    ):
+    if not is_step(x, MAX_ROWS if len(linears) == 1 or norm is not None else MAX_ROWS_TOGETHER):
         return None
     parameters = parameters_of(*linears, *[None] * (MAX_WEIGHTS - len(linears)))
     if parameters is None:

@@ -5,22 +5,26 @@ given and those it returns, so that a repeated step computes addresses alone.
 
     lightning           [step, store of a draft, out_proj]         q, k, v, gate -> y
     lightning_layer     [qkv_proj and gate, then the same]         x -> y
+    lightning_rows      [qkv_proj and gate, step, store, norm]     x -> what out_proj reads, of more rows
     grouped             [q, k and v, RoPE and cache]               x -> q
     latent              [down, up, W_k with RoPE and cache]        x -> q
     latent_out          [W_v, o_proj]                              o -> y
+    latent_down         [down, norm]                               x -> c_q and kv_a_proj's output, of more rows
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulmen import dispatch
-from fulmen.launch import Chain
+from fulmen.launch import Chain, Launch
 from fulmen.layers.fused.append import appended
 from fulmen.layers.fused.decode import latent_step, latent_value
+from fulmen.layers.fused.latent import norms
+from fulmen.layers.fused.lightning import gated
 from fulmen.layers.fused.linear import linears
 from fulmen.layers.fused.projections import Facts
 from fulmen.layers.pool import check_held
@@ -30,11 +34,19 @@ from fulmen.step.spec import Tensors, check_inputs, spec_of
 Described = tuple[tuple[Tensor, ...], Chain]
 
 
-Lightning = tuple[int, int, str | None, float, float]  # D, E, activation, scale, eps of the output norm
+class Lightning(NamedTuple):
+    """Of a lightning layer: head dims of k and v, activation of q, k and v, scale of o; eps and groups of the norm."""
+
+    D: int
+    E: int
+    activation: str | None
+    scale: float
+    eps: float
+    groups: int
 
 
 def lightning(
-    facts: Lightning, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, norm: Tensor, weight: Tensor,
+    options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, norm: Tensor, weight: Tensor,
     bias: Tensor | None, decay: Tensor | None, *pool: Tensor | None,
 ) -> Described:  # fmt: skip
     """y (B, T, dim) of q, k, v and the gate, before its sigmoid: (B, H, T, .) each.
@@ -43,32 +55,59 @@ def lightning(
 
     pool  state, slots, draft_k, draft_v, accepted, as in `lightning_step`; all of it contiguous, as the decay
     """
-    (B, H, T, _), (_, E, _, scale, eps), (state, slots, draft_k, draft_v, accepted) = q.shape, facts, pool
-    assert state is not None
-    draft = None if draft_k is None or draft_v is None else (draft_k, draft_v)
-    check_inputs(q, k, v, decay, state, slots, draft, accepted, scale)
-    x = Tensors(q, k, v, decay, state, slots, draft_k, draft_v, accepted, None, gate, norm)
-    spec = spec_of(x, scale)._replace(early=True, gated=True)  # early: the projection writes no state
-    tile = dispatch.choose("step", spec, "triton").tile
-    rows, squares = torch.empty(B, T, H, E, dtype=q.dtype, device=q.device), step.empty_squares(spec, tile)
-    assert squares is not None
-    launches = step.launches(spec, tile, x, rows.transpose(1, 2), squares)
-    last = Facts(None, eps, early=True)
-    y, out = linears(last, rows.view(B, T, -1), None, squares, weight, None, None, bias, None, None)
-    return y, Chain((rows, squares), (*launches, out))
+    facts = Lightning(*options)
+    work, launches = _stepped(facts, (q, k, v, decay, *pool), gate, norm)
+    rows, squares = work
+    y, out = linears(
+        Facts(None, facts.eps, early=True), rows.flatten(2), None, squares, weight, None, None, bias, None, None
+    )
+    return y, Chain(work, (*launches, out))
 
 
-def lightning_layer(
-    facts: Lightning, x: Tensor, qkv: Tensor, gate: Tensor | None, qkv_bias: Tensor | None, gate_bias: Tensor | None,
-    *others: Any,
-) -> Described:  # fmt: skip
-    """y of x (B, T, dim), where q, k and v are the activated projection, as many heads each; `others`: from norm on."""
-    (B, T, _), (D, E, activation, _, _) = x.shape, facts
-    made, first = linears(Facts(activation), x, None, None, qkv, gate, None, qkv_bias, gate_bias, None)
-    heads = made[0].view(B, T, -1, 2 * D + E).transpose(1, 2).split((D, D, E), dim=3)
-    gates = None if gate is None else made[1].view(B, T, -1, E).transpose(1, 2)
-    y, chain = lightning(facts, *heads, gates, *others)
+def lightning_layer(options: tuple[Any, ...], x: Tensor, *others: Any) -> Described:
+    """The same of x (B, T, dim); `others`: weights and biases of qkv_proj and of the gate, then all from norm on."""
+    facts = Lightning(*options)
+    made, first, heads = _heads(facts, x, *others[:4])
+    gates = None if len(made) == 1 else made[1].unflatten(2, (-1, facts.E)).transpose(1, 2)
+    y, chain = lightning(options, *heads, gates, *others[4:])
     return y, Chain((*made, *chain.work), (first, *chain.launches))
+
+
+def lightning_rows(
+    options: tuple[Any, ...], x: Tensor, qkv: Tensor, gate: Tensor | None, qkv_bias: Tensor | None,
+    gate_bias: Tensor | None, norm: Tensor | None, *others: Tensor | None,
+) -> Described:  # fmt: skip
+    """What out_proj reads, (B, T, H * E): normed and gated by a launch of its own. `others`: from the decay on."""
+    facts = Lightning(*options)
+    made, first, heads = _heads(facts, x, qkv, gate, qkv_bias, gate_bias)
+    (rows,), launches = _stepped(facts, (*heads, *others))
+    z, last = gated((facts.groups, facts.eps), rows.flatten(2), made[1] if len(made) > 1 else None, norm)
+    return z, Chain((*made, rows), (first, *launches, last))
+
+
+def _heads(
+    facts: Lightning, x: Tensor, qkv: Tensor, gate: Tensor | None, qkv_bias: Tensor | None, gate_bias: Tensor | None
+) -> tuple[tuple[Tensor, ...], Launch, tuple[Tensor, ...]]:
+    """The projection, activated, and the gate; their launch; and q, k and v, (B, H, T, .), as many heads each."""
+    D, E = facts.D, facts.E
+    made, first = linears(Facts(facts.activation), x, None, None, qkv, gate, None, qkv_bias, gate_bias, None)
+    return made, first, made[0].unflatten(2, (-1, 2 * D + E)).transpose(1, 2).split((D, D, E), dim=3)
+
+
+def _stepped(
+    facts: Lightning, tensors: tuple[Any, ...], gate: Tensor | None = None, norm: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], list[Launch]]:
+    """o (B, T, H, E) and, with a norm, its squares, and the launches of `lightning_step` on these tensors."""
+    q, k, v, decay, state, slots, draft_k, draft_v, accepted = tensors
+    draft = None if draft_k is None else (draft_k, draft_v)
+    check_inputs(q, k, v, decay, state, slots, draft, accepted, facts.scale)
+    x = Tensors(q, k, v, decay, state, slots, draft_k, draft_v, accepted, None, gate, norm)
+    B, H, T, _ = q.shape
+    spec = spec_of(x, facts.scale)._replace(early=True, gated=norm is not None)  # early: the projection writes no state
+    tile = dispatch.choose("step", spec, "triton").tile
+    rows, squares = torch.empty(B, T, H, facts.E, dtype=q.dtype, device=q.device), step.empty_squares(spec, tile)
+    launches = step.launches(spec, tile, x, rows.transpose(1, 2), squares)
+    return (rows,) if squares is None else (rows, squares), launches
 
 
 def grouped(
@@ -112,6 +151,15 @@ def latent(
     step_facts = (nope, interleaved, kv_eps)
     (q,), third = latent_step(step_facts, queries, None, down, kv_norm, cos, sin, begin, table, kv, up)
     return (q.transpose(0, 1),), Chain(work, (*launches, third))
+
+
+def latent_down(
+    eps: float, x: Tensor, q_a: Tensor, kv_a: Tensor, q_a_bias: Tensor | None, kv_a_bias: Tensor | None, q_norm: Tensor
+) -> Described:
+    """c_q, normed, and kv_a_proj's output, of more rows."""
+    (c_q, down), first = linears(Facts(), x, None, None, q_a, kv_a, None, q_a_bias, kv_a_bias, None)
+    (rstd, y), second = norms((eps,), c_q, q_norm)
+    return (y, down), Chain((c_q, rstd), (first, second))
 
 
 def latent_out(nope: int, o: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Described:
