@@ -431,11 +431,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             assert value is not None
             return value[0]
         H, T, nope, E = up.shape[0], B * N, self.nope_dim, self.value_dim
-        q_nope = queries.view(T, H, -1).narrow(2, 0, nope).transpose(0, 1)  # `narrow`: half the time of a slice
-        torch.bmm(q_nope, up.narrow(1, 0, nope), out=found[0].view(H, T, size).narrow(2, 0, R))
+        width = queries.shape[2] // H  # of a head; as_strided: one view instead of two or three
+        q_nope = queries.as_strided((H, T, nope), (width, H * width, 1))
+        torch.bmm(q_nope, up[:, :nope], out=found[0].as_strided((H, T, R), (T * size, size, 1)))
         o = self._attend(q, kv, at.end, at.table).transpose(0, 1).reshape(H, T, R)
         y = torch.empty(B, N, H * E, dtype=down.dtype, device=down.device)
-        torch.bmm(o, up.narrow(1, nope, E).mT, out=y.view(T, H, E).transpose(0, 1))
+        torch.bmm(o, up[:, nope:].mT, out=y.as_strided((H, T, E), (E, H * E, 1)))
         return y
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -444,10 +445,12 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         The kernel that writes the latent norms it. Of few rows the norm of c_q is part of the products around it, but
         in fp16, where c_q times the norm's weight could overflow before it is divided.
         """
-        q_norm, q_up, kv_norm = self.q_a_layernorm, self.q_b_proj, self.kv_a_layernorm
-        linears = self._q_first(), self.kv_a_proj_with_mqa
+        parts: dict[str, Any] = self._modules  # past Module.__getattr__
+        q_norm, q_up, kv_norm = parts.get("q_a_layernorm"), parts.get("q_b_proj"), parts["kv_a_layernorm"]
+        linears = parts.get("q_a_proj") or parts["q_proj"], parts["kv_a_proj_with_mqa"]
         plain = on_gpu(x) and all(norm is None or _is_plain_norm(norm, x.dtype) for norm in (q_norm, kv_norm))
-        if plain and q_norm is not None and q_up is not None and is_plain(q_up) and x.dtype != torch.float16:
+        joins = plain and are_few(x) and x.dtype != torch.float16
+        if joins and q_norm is not None and q_up is not None and is_plain(q_up):
             found = few_rows(x, *linears, norm=q_norm.weight)
             if found is not None:
                 c_q, down, squares = found
