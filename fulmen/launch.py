@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,16 @@ class Launch(NamedTuple):
         return (*tensors, *self.rest)
 
 
+class Chain(NamedTuple):
+    """Launches that follow each other: an operation of several kernels, with one plan.
+
+    work  tensors that one launch writes for a later one; the tensors of a launch may be views of these
+    """
+
+    work: tuple[Tensor, ...]
+    launches: tuple[Launch, ...]
+
+
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
     """Blocks of `rows` rows of a (B, heads, N, size) tensor, whole rows padded to a power of two."""
     strides = [s if n > 1 else max(x.shape[3], 8) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
@@ -114,24 +125,34 @@ class Ready:
                 self.direct = past_triton(self.compiled, launch, self.device)
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        if self.direct is None or hooked(runtime.launch_enter_hook, runtime.launch_exit_hook):
-            self.through_triton(tensors)
-        else:
+        if is_hooked():
+            run_all([self.slow._replace(tensors=tensors)], torch.device("cuda", self.device))
+        elif self.direct is not None:
             self.direct(*[0 if x is None else x.data_ptr() for x in tensors])
+        else:
+            self.through_triton([self.argument(i, x) for i, x in enumerate(tensors)])
 
-    def through_triton(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def at(self, *addresses: int) -> None:
+        """The same of tensors at these addresses, 0 for None: without descriptors, and not for one who `is_hooked`."""
+        if self.direct is not None:
+            self.direct(*addresses)
+        else:
+            self.through_triton([x or None for x in addresses])
+
+    def argument(self, i: int, x: Tensor | None) -> Any:
+        """A tensor as Triton takes it: a descriptor, or an address."""
+        if i not in self.described:
+            return None if x is None else x.data_ptr()
+        descriptor = TensorDescriptor.__new__(TensorDescriptor)  # checked when this was made ready
+        descriptor.__dict__.update(self.described[i], base=x)
+        return descriptor
+
+    def through_triton(self, args: list[Any]) -> None:
         if not self.grid:
             return
-        args: list[Any] = [None if x is None else x.data_ptr() for x in tensors]  # Triton takes addresses for tensors
-        for i, facts in self.described.items():
-            descriptor = TensorDescriptor.__new__(TensorDescriptor)  # checked when this was made ready
-            descriptor.__dict__.update(facts, base=tensors[i])
-            args[i] = descriptor
         if current_device() != self.device:  # Triton launches on whichever device is current
             with torch.cuda.device(self.device):
-                self.through_triton(tensors)
-        elif hooked(runtime.launch_enter_hook, runtime.launch_exit_hook):
-            run(self.slow._replace(tensors=tensors))
+                self.through_triton(args)
         else:
             self.run(self.grid, 1, 1, raw_stream(self.device), *self.start, *args, *self.rest)
 
@@ -189,6 +210,10 @@ def hooked(enter: Any, leave: Any) -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+def is_hooked() -> bool:
+    return hooked(runtime.launch_enter_hook, runtime.launch_exit_hook)
+
+
 def aligned(tensors: Sequence[Tensor | None]) -> bool:
     """Whether all begin at multiples of 16 bytes, for which Triton compiles faster code."""
     return not any(x is not None and x.data_ptr() % 16 for x in tensors)
@@ -220,30 +245,71 @@ def repeat(
         call(*given)
 
 
-def repeated(describe: Callable[..., tuple[tuple[Tensor, ...], Launch]], options: Any) -> Repeated:
-    """Runs what `describe(options, *tensors)` returns: empty outputs, and a launch of the tensors and the outputs."""
+def repeated(describe: Callable[..., tuple[tuple[Tensor, ...], Launch | Chain]], options: Any) -> Repeated:
+    """Runs what `describe(options, *tensors)` returns: empty outputs, and a launch or a chain that fills them.
+
+    Launches take these tensors, outputs and work; of the last two also views. A repeated call looks at addresses alone.
+    """
 
     def general(*tensors: Any) -> tuple[Tensor, ...]:
         outputs, launch = describe(options, *tensors)
-        run_all([launch], tensors[0].device)
+        run_all(chain_of(launch).launches, tensors[0].device)
         return outputs
 
     def prepare(*tensors: Any) -> Callable[..., tuple[Tensor, ...]] | None:
         device = tensors[0].device
         if device.type != "cuda" or runtime.interpret:
             return None
-        outputs, launch = describe(options, *tensors)
-        ready, make = Ready(launch, device), [allocator(x) for x in outputs]
-        missing = (None,) * (len(launch.tensors) - len(tensors) - len(outputs))
+        given = [x if x is None else x.detach() for x in tensors]  # told apart, even if one tensor is given twice
+        outputs, launch = describe(options, *given)
+        chain, count = chain_of(launch), len(outputs)
+        every = (None, *given, *outputs, *chain.work)
+        places, shifts = places_of(chain, every, len(every) - count - len(chain.work))
+        ready = [Ready(one, device) for one in chain.launches]
+        calls = [(one.direct or one.at, itemgetter(*at)) for one, at in zip(ready, places, strict=True)]
+        make = [allocator(x) for x in (*outputs, *chain.work)]
 
         def again(*tensors: Any) -> tuple[Tensor, ...]:
-            outputs = tuple([new() for new in make])
-            ready(*tensors, *outputs, *missing)
-            return outputs
+            if is_hooked():
+                return general(*tensors)
+            made = [new() for new in make]
+            at = [0 if x is None else x.data_ptr() for x in (None, *tensors, *made)]
+            for i, shift in shifts:
+                at.append(at[i] + shift)
+            for launch, addresses in calls:
+                launch(*addresses(at))
+            return tuple(made[:count])
 
         return again
 
     return Repeated(general, prepare)
+
+
+def chain_of(launch: Launch | Chain) -> Chain:
+    return launch if isinstance(launch, Chain) else Chain((), (launch,))
+
+
+def places_of(chain: Chain, every: Sequence[Tensor | None], made: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Where each launch finds its tensors among `every`, of which those from the index `made` on may have views.
+
+    A view comes behind the last of them. For each the second result has the tensor it is of, and its bytes from there.
+    """
+    memory = {x.untyped_storage()._cdata: i for i, x in enumerate(every) if x is not None and i >= made}
+    shifts: list[tuple[int, int]] = []
+
+    def place(x: Tensor | None) -> int:
+        for i, other in enumerate(every):
+            if x is other:
+                return i
+        assert x is not None
+        i = memory[x.untyped_storage()._cdata]
+        shift = x.data_ptr() - every[i].data_ptr()  # type: ignore[union-attr]
+        if not shift:
+            return i
+        shifts.append((i, shift))
+        return len(every) + len(shifts) - 1
+
+    return [[place(x) for x in launch.tensors] for launch in chain.launches], shifts
 
 
 def run_all(launches: Sequence[Launch], device: torch.device) -> None:

@@ -236,21 +236,26 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fused operations without gradients use their kernels on the CPU and in fp32, too; names of those that ran."""
     from fulmen import launch, plans
     from fulmen.boundary import is_plain_eager
+    from fulmen.cuda.launch import address
     from fulmen.layers import fused, latent
     from fulmen.layers.fused import projections
 
     names: list[str] = []
     run, repeated = launch.run, launch.repeated
 
-    def in_order(describe: Any, options: Any) -> Any:
-        """A launch that is repeated takes the call's tensors, then the outputs."""
+    def checked(describe: Any, options: Any) -> Any:
+        """A repeated call finds the addresses of all launches among those of its tensors, the outputs and the work."""
 
         def described(options: Any, *tensors: torch.Tensor | None) -> Any:
-            outputs, one = describe(options, *tensors)
-            given = (*tensors, *outputs)
-            assert all(a is None or a is b for a, b in zip(given, one.tensors, strict=False))
-            assert len(given) <= len(one.tensors)
-            return outputs, one
+            outputs, found = describe(options, *tensors)
+            chain = launch.chain_of(found)
+            every = (None, *tensors, *outputs, *chain.work)
+            places, shifts = launch.places_of(chain, every, 1 + len(tensors))
+            at = [address(x) for x in every]
+            at += [at[i] + shift for i, shift in shifts]
+            for one, place in zip(chain.launches, places, strict=True):
+                assert [at[i] for i in place] == [address(x) for x in one.tensors]
+            return outputs, found
 
         return repeated(described, options)
 
@@ -263,7 +268,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return same and tensors[0].dtype in (torch.float32, torch.float16) and is_plain_eager(*tensors)
 
     monkeypatch.setattr(launch, "run", noted)
-    monkeypatch.setattr(launch, "repeated", in_order)
+    monkeypatch.setattr(launch, "repeated", checked)
     monkeypatch.setattr(fused, "serves", serves)
     for module in (fused, projections, latent):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)

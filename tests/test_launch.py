@@ -217,3 +217,59 @@ def test_small_kernels_go_past_triton():
         finally:
             triton_launch.runtime.launch_enter_hook.remove(heard.append)
         assert heard
+
+
+# -------------------------------------------------------------------------------------------------- chains
+
+
+class Posing:
+    """A tensor on the CPU that says it is on a GPU."""
+
+    def __init__(self, x):
+        self.detach, self.data_ptr, self.device = x.detach, x.data_ptr, torch.device("cuda")
+
+
+@pytest.fixture
+def chained(monkeypatch):
+    """A repeated chain of two launches, and the addresses it launches with."""
+    calls, nobody = [], SimpleNamespace(interpret=False, launch_enter_hook=None, launch_exit_hook=None)
+    monkeypatch.setattr(triton_launch, "runtime", nobody)
+    monkeypatch.setattr(triton_launch, "Ready", lambda one, device: SimpleNamespace(direct=None, at=noted(one.kernel)))
+
+    def noted(name):
+        return lambda *addresses: calls.append((name, addresses))
+
+    def describe(options, x, w, v, nothing):
+        work, y = torch.empty(2, 3, 8), torch.empty(2, 8)
+        middle, last = work.unbind(1)[1:]
+        launches = (
+            triton_launch.Launch("first", 1, (x, nothing, w, work), (), {}),
+            triton_launch.Launch("second", 1, (middle, last, v, y), (), {}),
+        )
+        return (y.T,), triton_launch.Chain((work,), launches)
+
+    return triton_launch.repeated(describe, None), calls
+
+
+def test_a_chain_takes_the_addresses_of_its_call(chained):
+    repeated, calls = chained
+    x, w, v, other = torch.zeros(4, 2, 8).unbind()
+    again = repeated.prepare(Posing(x), Posing(w), Posing(w), None)  # w twice, which no later call need do
+    assert not calls
+    (y,) = again(Posing(v), Posing(other), Posing(x), None)
+    assert (y.shape, y.stride()) == ((8, 2), (1, 8))
+    (_, first), (_, second) = calls
+    work = first[3]
+    assert first == (v.data_ptr(), 0, other.data_ptr(), work)
+    assert second == (work + 32, work + 64, x.data_ptr(), y.data_ptr())
+
+
+def test_a_chain_that_somebody_hears_of_goes_through_triton(chained, monkeypatch):
+    repeated, calls = chained
+    tensors = tuple(map(Posing, torch.zeros(3, 2, 8).unbind()))
+    again, through = repeated.prepare(*tensors, None), []
+    monkeypatch.setattr(triton_launch, "is_hooked", lambda: True)
+    monkeypatch.setattr(triton_launch, "run_all", lambda launches, device: through.extend(launches))
+    again(*tensors, None)
+    assert [one.kernel for one in through] == ["first", "second"]
+    assert not calls

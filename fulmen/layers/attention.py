@@ -24,8 +24,8 @@ from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import MAX_HEAD_DIM, Window
 from fulmen.layers import hf, weights
 from fulmen.layers.append import append
-from fulmen.layers.cache import KVCache
-from fulmen.layers.fused.projections import project
+from fulmen.layers.cache import KVCache, Step
+from fulmen.layers.fused.projections import MAX_ROWS_TOGETHER, is_step, parameters_of, project
 from fulmen.layers.inputs import (
     USUAL_N,
     Counts,
@@ -251,6 +251,37 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     def _step(self, x: Tensor, cache: KVCache | KVPool) -> Tensor:
         """o (B, N, H * head_dim) of tokens that are written after the cache's; where, the device alone knows."""
+        q = self._appended(x, cache) if isinstance(cache, KVPool) else None
+        if q is None:
+            q, at = self._append(x, cache)
+            (k, v), end, table = (t.transpose(1, 2) for t in at.memory), at.end, at.table
+        else:
+            assert isinstance(cache, KVPool)
+            k, v, (_, end, _, _, table) = cache.k, cache.v, cache.sequences.first(x.shape[0])
+        causal, window, softcap, scale, backend = self.options
+        o = flash_attention(
+            q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, backend=backend, kv_lengths=end,
+            page_table=table, sinks=None if self.sinks is None else local_sinks(self.sinks, q.dtype),
+        )  # fmt: skip
+        return o.transpose(1, 2).flatten(2)
+
+    def _appended(self, x: Tensor, pool: KVPool) -> Tensor | None:
+        """q (B, H, N, head_dim) of few rows, with k and v in the pool, by one chain of launches; None: no kernels."""
+        if self.fused_qkv or self.qk_norm is not None or not is_step(x, MAX_ROWS_TOGETHER):
+            return None
+        parts = self._modules  # past Module.__getattr__
+        parameters = parameters_of(parts["q_proj"], parts["k_proj"], parts["v_proj"])
+        if parameters is None:
+            return None
+        rope, turns = self.rope, False
+        tables: tuple[Tensor | None, Tensor | None] = None, None
+        if rope is not None:
+            tables, turns = rope.from_start(pool.capacity, x.device, x.dtype), rope.interleaved
+        found = pool.fused("grouped", (self.head_dim, turns), x, *parameters, *tables, like=(x, *parameters))
+        return None if found is None else found[0]
+
+    def _append(self, x: Tensor, cache: KVCache | KVPool) -> tuple[Tensor, Step]:
+        """The same for other calls, and where the step reads and writes."""
         B, N, _ = x.shape
         D = self.head_dim
         q, k, v = (t.view(B, N, t.shape[2] // D, D) for t in self._projections(x, x))
@@ -266,14 +297,10 @@ class GroupedQueryAttention(weights.AttentionLayer):
             )
         if self.rope is not None and self.qk_norm != "after":
             cos, sin = self.rope.from_start(at.limit, x.device, x.dtype)
-        k_all, v_all = at.memory
         turns = self.rope is not None and self.rope.interleaved
+        k_all, v_all = at.memory
         q, _ = append(q, k, v, k_all, v_all, at.begin, at.table, cos, sin, interleaved=turns)
-        o = flash_attention(
-            q.transpose(1, 2), k_all.transpose(1, 2), v_all.transpose(1, 2), sinks=local_sinks(self.sinks, q.dtype),
-            kv_lengths=at.end, page_table=at.table, **self.options._asdict(),
-        )  # fmt: skip
-        return o.transpose(1, 2).flatten(2)
+        return q.transpose(1, 2), at
 
     def new_pool(self, sequences: Sequences) -> KVPool:
         """Memory of this layer for `sequences`, on its device and in its dtype; the layer takes it as `cache`."""

@@ -34,7 +34,18 @@ from fulmen.layers import weights
 from fulmen.layers.append import append
 from fulmen.layers.cache import End, LatentCache, Step
 from fulmen.layers.fused import fused_call, kernels_for, on_gpu
-from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_its_weights, is_plain, project
+from fulmen.layers.fused.projections import (
+    MAX_ROWS_TOGETHER,
+    Facts,
+    are_few,
+    few_rows,
+    has_no_hooks,
+    is_its_weights,
+    is_plain,
+    is_step,
+    parameters_of,
+    project,
+)
 from fulmen.layers.inputs import (
     USUAL_N,
     Counts,
@@ -192,6 +203,9 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.o_proj, self.options.causal)
         x, rows = call.x, call.rows
         if cache is not None and self._steps(x, call, cache):
+            y = self._chained(x, cache) if isinstance(cache, LatentPool) else None
+            if y is not None:
+                return y
             (y,) = project(self._step(x, cache), self.o_proj, early=True)
             if isinstance(cache, LatentCache):
                 cache.extend(x.shape[1], call.counts, self)
@@ -356,6 +370,36 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             and not torch.is_autocast_enabled(x.device.type)
         )
 
+    def _chained(self, x: Tensor, pool: LatentPool) -> Tensor | None:
+        """y of few rows on a pool: a chain of launches before the attention and one after it; None: no kernels.
+
+        Not in fp16 where c_q is normed: times the norm's weight it could overflow before it is divided.
+        """
+        parts: dict[str, Any] = self._modules  # past Module.__getattr__
+        dtype, q_norm, kv_norm = x.dtype, parts.get("q_a_layernorm"), parts["kv_a_layernorm"]
+        if not is_step(x) or not _is_plain_norm(kv_norm, dtype):
+            return None
+        if q_norm is not None and (dtype == torch.float16 or not _is_plain_norm(q_norm, dtype)):
+            return None
+        first = parameters_of(parts.get("q_a_proj") or parts["q_proj"], parts["kv_a_proj_with_mqa"])
+        second, last = parameters_of(parts.get("q_b_proj")), parameters_of(parts["o_proj"])
+        up = local(self.kv_b_proj.weight)  # before the first launch: a parametrised module computes its weight here
+        if first is None or second is None or last is None or not up.is_contiguous():
+            return None
+        up = up.view(-1, self.nope_dim + self.value_dim, self.kv_rank)
+        tables = self.rope.from_start(pool.capacity, x.device, dtype)  # as well: kernels may read both early
+        q_eps, q_weight = (0.0, None) if q_norm is None else (q_norm.eps, q_norm.weight)
+        facts = (self.nope_dim, self.rope.interleaved, q_eps, kv_norm.eps)
+        weights = (*first, q_weight, *second, kv_norm.weight, up)
+        found = pool.fused("latent", facts, x, *weights, *tables, like=(x, *weights, *last))
+        if found is None:
+            return None
+        (kv,), (_, end, _, _, table) = pool.memory, pool.sequences.first(x.shape[0])
+        o = self._attend(found[0], kv, end, table, appended=True)
+        y = fused_call("steps", "latent_out", self.nope_dim, o, up, *last)
+        assert y is not None
+        return y[0]
+
     def _step(self, x: Tensor, cache: LatentCache | LatentPool) -> Tensor:
         """o (B, N, H * value_dim) of tokens that are written after the cache's; where, the device alone knows."""
         R = self.kv_rank
@@ -386,13 +430,13 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             value = fused_call("decode", "latent_value", self.nope_dim, o, up)
             assert value is not None
             return value[0]
-        H = up.shape[0]
-        w_k, w_v = up.split([self.nope_dim, self.value_dim], dim=1)
-        q_nope = queries.view(B * N, H, -1)[..., : self.nope_dim]
-        torch.bmm(q_nope.transpose(0, 1), w_k, out=found[0].view(H, B * N, size)[..., :R])
-        o = self._attend(q, kv, at.end, at.table).transpose(0, 1).reshape(H, B * N, R)
-        y = torch.empty(B, N, H * self.value_dim, dtype=down.dtype, device=down.device)
-        torch.bmm(o, w_v.mT, out=y.view(B * N, H, self.value_dim).transpose(0, 1))
+        H, T, nope, E = up.shape[0], B * N, self.nope_dim, self.value_dim
+        width = queries.shape[2] // H  # of a head; as_strided: one view instead of two or three
+        q_nope = queries.as_strided((H, T, nope), (width, H * width, 1))
+        torch.bmm(q_nope, up[:, :nope], out=found[0].as_strided((H, T, R), (T * size, size, 1)))
+        o = self._attend(q, kv, at.end, at.table).transpose(0, 1).reshape(H, T, R)
+        y = torch.empty(B, N, H * E, dtype=down.dtype, device=down.device)
+        torch.bmm(o, up[:, nope:].mT, out=y.as_strided((H, T, E), (E, H * E, 1)))
         return y
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -401,16 +445,24 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         The kernel that writes the latent norms it. Of few rows the norm of c_q is part of the products around it, but
         in fp16, where c_q times the norm's weight could overflow before it is divided.
         """
-        q_norm, q_up, kv_norm = self.q_a_layernorm, self.q_b_proj, self.kv_a_layernorm
-        linears = self._q_first(), self.kv_a_proj_with_mqa
+        parts: dict[str, Any] = self._modules  # past Module.__getattr__
+        q_norm, q_up, kv_norm = parts.get("q_a_layernorm"), parts.get("q_b_proj"), parts["kv_a_layernorm"]
+        linears = parts.get("q_a_proj") or parts["q_proj"], parts["kv_a_proj_with_mqa"]
         plain = on_gpu(x) and all(norm is None or _is_plain_norm(norm, x.dtype) for norm in (q_norm, kv_norm))
-        if plain and q_norm is not None and q_up is not None and is_plain(q_up) and x.dtype != torch.float16:
+        joins = plain and are_few(x) and x.dtype != torch.float16
+        if joins and q_norm is not None and q_up is not None and is_plain(q_up):
             found = few_rows(x, *linears, norm=q_norm.weight)
             if found is not None:
                 c_q, down, squares = found
                 found = few_rows(c_q, q_up, squares=squares, facts=Facts(None, q_norm.eps or 0.0, early=True))
             if found is not None:
                 return found[0], down, None, kv_norm.weight
+        taken = parameters_of(*linears) if plain and is_step(x, MAX_ROWS_TOGETHER) else None
+        if taken is not None and q_norm is not None and q_up is not None:
+            found = fused_call("steps", "latent_down", q_norm.eps, x, *taken, q_norm.weight)
+            if found is not None:
+                (queries,) = project(found[0], q_up, early=True)
+                return queries, found[1], None, kv_norm.weight
         first, down = project(x, *linears)
         if plain and first.is_contiguous() and down.is_contiguous():
             if q_norm is None or q_up is None:

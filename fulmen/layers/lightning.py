@@ -31,10 +31,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from fulmen import decay as slopes
 from fulmen.boundary import check_scale
-from fulmen.layers import weights
+from fulmen.layers import hf_lightning, weights
 from fulmen.layers.cache import StateCache
 from fulmen.layers.fused import fused_call, kernels_for
-from fulmen.layers.fused.projections import Facts, are_few, few_rows, has_no_hooks, is_plain, project
+from fulmen.layers.fused.projections import (
+    MAX_ROWS_TOGETHER,
+    Facts,
+    are_few,
+    few_rows,
+    has_no_hooks,
+    parameters_of,
+    project,
+)
 from fulmen.layers.inputs import (
     USUAL_N,
     Inputs,
@@ -50,7 +58,7 @@ from fulmen.layers.inputs import (
     whole,
 )
 from fulmen.layers.pool import StatePool, check_positions_of
-from fulmen.layers.rotary import Rotary, apply_rotary, config_head_dim, config_size, config_value, rotary_of
+from fulmen.layers.rotary import Rotary, apply_rotary, config_size, rotary_of
 from fulmen.layers.sequences import MAX_DRAFT, Sequences
 from fulmen.layers.tensor_parallel import (
     Heads,
@@ -257,10 +265,13 @@ class LightningAttention(weights.AttentionLayer):
         """
         call = Inputs.of(self, x, positions, cache, mask, cu_seqlens, self.out_proj)
         x = call.x
-        q, k, v, gate = self._projected(x, call)
-        y = self._stepped(q, k, v, gate, call)
+        pool = cache if isinstance(cache, StatePool) and self._chains(x) else None
+        y = None if pool is None else self._stepped(x, pool)
+        if y is None:
+            q, k, v, gate = self._projected(x, call)
+            y = None if pool is None else self._stepped_from(q, k, v, gate, x, pool)
         if y is not None:
-            return call.back(y)
+            return y
         o, state = self._attend(q, k, v, call)
         (y,) = project(self._gated(o.transpose(1, 2).flatten(2), gate), self.out_proj, early=True)
         if isinstance(cache, StateCache) and state is not None:
@@ -349,42 +360,67 @@ class LightningAttention(weights.AttentionLayer):
             o = norm(o)
         return o if gate is None else o * torch.sigmoid(gate)
 
-    def _stepped(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, call: Inputs) -> Tensor | None:
-        """y of few rows on a pool, whose norm and gate are part of the launches before and after; None: they are not.
+    # ------------------------------------------------------------------------------- a step of few rows on a pool
 
-        The step leaves o * weight * sigmoid(gate) and sums of o^2, the last projection divides by the norm. Not in
-        fp16, where the former could overflow before it is divided.
+    def _chains(self, x: Tensor) -> bool:
+        """Whether a step on a pool may be a chain of launches (`fused/steps.py`): few rows, a norm nobody looks at."""
+        norm: Any = self._modules.get("norm")  # past Module.__getattr__
+        return (
+            are_few(x, MAX_ROWS_TOGETHER)
+            and x.shape[1] <= MAX_DRAFT
+            and self.cp is None
+            and self.backend in ("auto", "triton")
+            and not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled())
+            and ((decay := self.decay) is None or decay.stride() == (1,))
+            and (
+                norm is None
+                or (
+                    norm.mesh is None
+                    and norm.weight.dtype == x.dtype  # a copy would be on its way when the step begins
+                    and has_no_hooks(norm, kind=HeadsNorm)
+                )
+            )
+        )
+
+    def _joins_norm(self, x: Tensor) -> bool:
+        """Whether norm and gate are part of the launches before and after them: one group of features, in few rows.
+
+        Not in fp16, where o times the norm's weight could overflow before out_proj divides it.
         """
-        pool, norm, H, E = call.cache, self.norm, q.shape[1], v.shape[3]
-        if (
-            not isinstance(pool, StatePool)
-            or self.cp is not None
-            or norm is None
-            or norm.features != norm.groups * H * E
-            or norm.weight.dtype != q.dtype  # a copy would be on its way when the step begins
-            or q.dtype == torch.float16
-            or q.shape[2] > MAX_DRAFT
-            or self.backend not in ("auto", "triton")
-            or torch.compiler.is_compiling()
-            or torch.is_grad_enabled()
-            or not are_few(call.x)
-            or kernels_for("linear", q) is None
-            or not is_plain(self.out_proj)
-            or not has_no_hooks(norm, kind=HeadsNorm)
-            or torch._C._is_any_autocast_enabled()
-        ):
+        norm: Any = self._modules.get("norm")
+        return norm is not None and norm.groups == 1 and x.dtype != torch.float16 and are_few(x)
+
+    def _stepped(self, x: Tensor, pool: StatePool) -> Tensor | None:
+        """y, where q, k and v are the activated projection; None: no kernels."""
+        parts: dict[str, Any] = self._modules
+        norm, gate = parts.get("norm"), parts.get("output_gate")
+        taken = parameters_of(parts["qkv_proj"], gate)
+        if taken is None or not self._only_activated() or not (x.shape[1] == 1 or x.is_contiguous()):
             return None
-        if gate is not None:
-            gate = gate.unflatten(2, (H, E)).transpose(1, 2)
-        found = pool.gated(q, k, v, self.decay, self.scale, gate, norm.weight_for(q))
-        if found is None:
+        last = parameters_of(parts["out_proj"]) if self._joins_norm(x) else None
+        if norm is not None and last is not None:
+            return self._chained("lightning_layer", pool, x, *taken, norm.weight, *last)
+        if (norm is None and gate is None) or self.num_heads * self.value_dim > MAX_GATE_WIDTH:
             return None
-        z, squares = found[0].transpose(1, 2).flatten(2), found[1]
-        y = few_rows(z, self.out_proj, squares=squares, facts=Facts(None, norm.eps, early=True))
-        if y is not None:
-            return y[0]
-        mean = squares.sum(0).view(*z.shape[:2], 1) / z.shape[2]
-        return self.out_proj((z / torch.sqrt(mean + norm.eps)).to(z.dtype))
+        z = self._chained("lightning_rows", pool, x, *taken, None if norm is None else norm.weight)
+        return None if z is None else project(z, parts["out_proj"], early=True)[0]
+
+    def _stepped_from(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, x: Tensor, pool: StatePool
+    ) -> Tensor | None:
+        """y, where other kernels made q, k and v; None: norm and gate take a launch of their own, or no kernels."""
+        last = parameters_of(self.out_proj) if self._joins_norm(x) else None
+        if last is None or self.norm is None:
+            return None
+        gates = None if gate is None else gate.unflatten(2, (-1, self.value_dim)).transpose(1, 2)
+        return self._chained("lightning", pool, q, k, v, gates, self.norm.weight, *last)
+
+    def _chained(self, chain: str, pool: StatePool, *tensors: Tensor | None) -> Tensor | None:
+        norm: Any = self._modules.get("norm")
+        of_norm = (0.0, 1) if norm is None else (norm.eps, norm.groups)
+        facts = (self.head_dim, self.value_dim, self.activation, self.scale, *of_norm)
+        found = pool.fused(chain, facts, *tensors, self.decay, like=tensors)
+        return None if found is None else found[0]
 
     def _fuses_gate(self, o: Tensor, gate: Tensor | None) -> bool:
         """Whether the kernels of norm and gate have the layer's options."""
@@ -455,15 +491,7 @@ class LightningAttention(weights.AttentionLayer):
         layer = getattr(module_or_state_dict, "layer_idx", None) if layer is None else layer
         if layer is None:
             raise ValueError("layer is missing: a state_dict does not tell which of the model's layers it is of")
-        if "query_key_value.weight" in tensors:
-            options = _ring_options(config)
-            tensors = _from_ring(tensors, options["num_heads"], options["head_dim"])
-        elif "q_proj.weight" in tensors:
-            options = _sala_options(config)
-            tensors = _from_sala(tensors, options)
-        else:
-            options = _minimax_options(config)
-        tensors = {name: x for name, x in tensors.items() if name not in MINIMAX_BUFFERS}
+        options, tensors = hf_lightning.converted(tensors, config)
         place: dict[str, Any] = {"layer": layer, "num_layers": config_size(config, "num_hidden_layers")}
         make = functools.partial(cls, **options, **place, backend=backend)
         return weights.loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
@@ -502,98 +530,3 @@ def _refilled(layer: nn.Module, keys: Any) -> None:
     assert isinstance(layer, LightningAttention)
     if layer.decay is not None and layer.decay.is_meta:
         layer._refill(layer.out_proj.weight.device)
-
-
-MINIMAX_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-RING_NAMES = {
-    "query_key_value": "qkv_proj",
-    "dense": "out_proj",
-    "g_proj": "output_gate",
-    "g_norm": "norm",
-    "query_layernorm": "q_norm",
-    "key_layernorm": "k_norm",
-}
-
-
-def _minimax_options(config: Any) -> dict[str, Any]:
-    return {
-        "embed_dim": config_size(config, "hidden_size"),
-        "num_heads": config_size(config, "num_attention_heads"),
-        "head_dim": config_head_dim(config),
-        "activation": config_value(config, "hidden_act"),
-        "preset": "minimax",
-    }
-
-
-def _ring_options(config: Any) -> dict[str, Any]:
-    head_dim = config_head_dim(config)
-    bias = bool(config_value(config, "use_bias", False))
-    if bias != bool(config_value(config, "use_qkv_bias", False)):
-        raise NotImplementedError("config has use_bias and use_qkv_bias differ: the layer has one bias for both")
-    part = number("config has partial_rotary_factor", config_value(config, "partial_rotary_factor", 1.0))
-    turned = int(head_dim * part)
-    return {
-        "embed_dim": config_size(config, "hidden_size"),
-        "num_heads": config_size(config, "num_attention_heads"),
-        "head_dim": head_dim,
-        "preset": "ring",
-        "activation": "silu" if config_value(config, "linear_silu", False) else None,
-        "qk_norm": "before" if config_value(config, "use_qk_norm", True) else None,
-        "rope": Rotary.from_config(config, turned) if config_value(config, "linear_rope", True) else None,
-        "output_norm": config_value(config, "group_norm_size", 1),
-        "norm_eps": config_value(config, "rms_norm_eps", 1e-6),
-        "bias": bias,
-    }
-
-
-def _from_ring(tensors: dict[str, Tensor], heads: int, head_dim: int) -> dict[str, Tensor]:
-    """Our names, and q, k, v of one head after the other instead of all q, all k, all v."""
-    renamed = {}
-    for name, x in tensors.items():
-        part, dot, rest = name.partition(".")
-        if part == "query_key_value" and x.shape[0] == 3 * heads * head_dim:
-            x = x.unflatten(0, (3, heads, head_dim)).transpose(0, 1).flatten(0, 2)
-        renamed[RING_NAMES.get(part, part) + dot + rest] = x
-    return renamed
-
-
-SALA_NAMES = {"o_proj": "out_proj", "z_proj": "output_gate", "o_norm": "norm"}
-SALA_SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0, None: 0.0}
-
-
-def _sala_options(config: Any) -> dict[str, Any]:
-    head_dim = config_size(config, "lightning_head_dim")
-    scale = config_value(config, "lightning_scale", None)
-    if scale not in SALA_SCALES:
-        known = ", ".join(map(repr, SALA_SCALES))
-        raise NotImplementedError(f"config has lightning_scale={scale!r}: must be one of {known}")
-    return {
-        "embed_dim": config_size(config, "hidden_size"),
-        "num_heads": config_size(config, "lightning_nh"),
-        "num_kv_heads": config_size(config, "lightning_nkv"),
-        "head_dim": head_dim,
-        "preset": "sala",
-        "scale": head_dim ** SALA_SCALES[scale],
-        "qk_norm": "before" if config_value(config, "qk_norm", True) else None,
-        "rope": Rotary.from_config(config, head_dim) if config_value(config, "lightning_use_rope", True) else None,
-        "output_norm": 1 if config_value(config, "use_output_norm", False) else None,
-        "gate": bool(config_value(config, "use_output_gate", False)),
-        "norm_eps": config_value(config, "rms_norm_eps", 1e-6),
-        "bias": bool(config_value(config, "attention_bias", False)),
-    }
-
-
-def _from_sala(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
-    """Our names, and one projection: for each head of k and v its queries, its key and its value."""
-    parts = [f"{name}_proj" for name in "qkv"]
-    renamed = {}
-    for name, x in tensors.items():
-        part, dot, rest = name.partition(".")
-        if part not in parts:
-            renamed[SALA_NAMES.get(part, part) + dot + rest] = x
-    for kind in ("weight", "bias"):
-        found = [tensors.get(f"{part}.{kind}") for part in parts]
-        if all(x is not None and x.shape[0] % options["num_kv_heads"] == 0 for x in found):
-            heads = [x.unflatten(0, (options["num_kv_heads"], -1)) for x in found if x is not None]
-            renamed[f"qkv_proj.{kind}"] = torch.cat(heads, 1).flatten(0, 1)
-    return renamed

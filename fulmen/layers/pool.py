@@ -21,6 +21,7 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.boundary import is_capturing
 from fulmen.layers.cache import Step, outside_inference
+from fulmen.layers.fused import fused_call
 from fulmen.layers.sequences import MAX_DRAFT, Sequences, Uncopied
 from fulmen.lightning.op import lightning_attention_with_state
 from fulmen.step.op import stepped
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from fulmen.layers.rotary import Rotary
     from fulmen.layers.weights import AttentionLayer
+
+_note_change = torch._C._increment_version  # so that autograd refuses a backward that saved an earlier state
 
 
 class Pool(Uncopied):
@@ -87,15 +90,36 @@ class PagedPool(Pool):
 
     def at(self, *new: Tensor) -> Step:
         """Where the tokens like `new` (B, N, ...) that `Sequences.step` announced are read and written."""
-        for held, x in zip(self.memory, new, strict=True):
-            if (held.shape[2:], held.dtype, held.device) != (x.shape[2:], x.dtype, x.device):
-                raise ValueError(
-                    f"the pool holds {held.dtype} {tuple(held.shape[2:])} of a token on {held.device}, and the layer "
-                    f"has {x.dtype} {tuple(x.shape[2:])} on {x.device}: make the pool by new_pool() when the layer has "
-                    "its final dtype, device and heads, and call it without autocast"
-                )
+        check_held(self.memory, new)
         lengths, ends, _, _, table = self.sequences.first(new[0].shape[0])
         return Step(self.memory, lengths, ends, table, self.capacity)
+
+    def fused(
+        self, chain: str, facts: Any, *tensors: Tensor | None, like: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """What a chain of `fused/steps.py` makes of these tensors and of the pages, which it writes to; or None.
+
+        like  as in `fused_call`, without the pages
+        """
+        x = tensors[0]
+        assert x is not None
+        begin, _, _, _, table = self.sequences.first(x.shape[0])
+        same = tuple(t for t in (*like, *self.memory) if t is not None)
+        found = fused_call("steps", chain, facts, *tensors, *self.memory, begin, table, like=same)
+        if found is not None:
+            _note_change(self.memory)
+        return found
+
+
+def check_held(memory: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
+    """Raises unless pages of a pool hold tokens like `new` (B, N, ...)."""
+    for held, x in zip(memory, new, strict=True):
+        if (held.shape[2:], held.dtype, held.device) != (x.shape[2:], x.dtype, x.device):
+            raise ValueError(
+                f"the pool holds {held.dtype} {tuple(held.shape[2:])} of a token on {held.device}, and the layer "
+                f"has {x.dtype} {tuple(x.shape[2:])} on {x.device}: make the pool by new_pool() when the layer has "
+                "its final dtype, device and heads, and call it without autocast"
+            )
 
 
 class KVPool(PagedPool):
@@ -106,8 +130,8 @@ class KVPool(PagedPool):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         shape, value_dim = (sequences.pages, num_kv_heads, sequences.page_size), value_dim or head_dim
-        k, v = (_zeros(*shape, size, device=device, dtype=dtype) for size in (head_dim, value_dim))
-        super().__init__(sequences, k.transpose(1, 2), v.transpose(1, 2))  # as `Step` takes them
+        self.k, self.v = (_zeros(*shape, size, device=device, dtype=dtype) for size in (head_dim, value_dim))
+        super().__init__(sequences, self.k.transpose(1, 2), self.v.transpose(1, 2))  # as `Step` takes them
 
 
 class LatentPool(PagedPool):
@@ -169,14 +193,24 @@ class StatePool(Pool):
             self._served = self.sequences.steps
         return o
 
-    def gated(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, gate: Tensor | None, weight: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """As `attend`, of up to 8 tokens on a GPU, with a norm's weight and a gate: as in `step.op.stepped`."""
-        counted = self._counted(q)
-        found = self._step(q, k, v, decay, scale, "triton", gate=gate, weight=weight)
-        if counted and found is not None:
-            self._served = self.sequences.steps
+    def fused(
+        self, chain: str, facts: Any, *tensors: Tensor | None, like: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """What a chain of `fused/steps.py` makes of these tensors and of the states, which take its tokens in; or None.
+
+        like  as in `fused_call`
+        """
+        x, (k, v) = tensors[0], self.draft or (None, None)
+        assert x is not None
+        counted = self._counted(x)
+        _, _, slots, accepted, _ = self.sequences.first(x.shape[0])
+        pool = (self.state, slots, k, v, None if k is None else accepted)
+        same = tuple(t for t in like if t is not None)
+        found = fused_call("steps", chain, facts, *tensors, *pool, like=same)
+        if found is not None:
+            _note_change(self.memory)
+            if counted:
+                self._served = self.sequences.steps
         return found
 
     def _counted(self, q: Tensor) -> bool:
@@ -187,13 +221,11 @@ class StatePool(Pool):
             raise ValueError("the layer was called twice after one Sequences.step: its states have the tokens already")
         return counted
 
-    def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, backend: str, **gating: Tensor | None
-    ) -> Any:
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, backend: str) -> Tensor:
         _, _, slots, accepted, _ = self.sequences.first(q.shape[0])
         return stepped(  # early: the layer's projection came before, and writes no state
             q, k, v, decay, self.state, slots=slots, draft=self.draft,
-            accepted=None if self.draft is None else accepted, scale=scale, backend=backend, early=True, **gating,
+            accepted=None if self.draft is None else accepted, scale=scale, backend=backend, early=True,
         )  # fmt: skip
 
     def _attend(

@@ -72,19 +72,16 @@ def lightning_step(
 def stepped(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor, *, slots: Tensor | None,
     draft: tuple[Tensor, ...] | None, accepted: Tensor | None, scale: float, backend: str, early: bool = False,
-    gate: Tensor | None = None, weight: Tensor | None = None,
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """`lightning_step`, by default.
 
-    early   whether the launch before this one writes q, k, v, the gate and a decay of each token at most, and began
-            after all others had ended: all else may be read before it has ended. Compilers and modes do not know of it.
-    weight  (H * E,), of an RMSNorm over all heads that o is about to pass, and gate (B, H, T, E) or None. The result is
-            o * weight * sigmoid(gate) and sums of o^2 (parts, B * T), in fp32; None if this is no plain eager call.
+    early  whether the launch before this one writes q, k, v and a decay of each token at most, and began after all
+           others had ended: all else may be read before it has ended. Compilers and modes do not know of it.
     """
-    tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted, None, gate, weight)
+    tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted, None)
     if type(draft) is tuple and len(draft) in (2, 3):
         third = draft[2] if len(draft) == 3 else None
-        tensors = (q, k, v, decay, state, slots, *draft[:2], accepted, third, gate, weight)
+        tensors = (q, k, v, decay, state, slots, *draft[:2], accepted, third)
     plan = None
     if type(scale) is float and type(backend) is str and (draft is None) == (tensors[6] is None):
         which, given = plans.given(tensors)
@@ -92,17 +89,15 @@ def stepped(
     if plan is None:
         x = check_inputs(q, k, v, decay, state, slots, draft, accepted, scale)
         refuse_derivatives_we_lack("lightning_step", x)
-        tensors, scale = x._replace(gate=gate, weight=weight), float(scale)
+        tensors, scale = x[:TENSORS], float(scale)
         if not isinstance(backend, str):
             raise dispatch.unknown("step", backend)
         if not is_plain_eager(*tensors):
-            if weight is not None:
-                return None
             return torch.ops.fulmen.lightning_step(*x[:OPERANDS], scale, backend, x.draft_decay)
         plan = _planned(tensors, scale, backend, early)
     elif plan.spec.device.type == "cpu":
         check_values(decay, slots, state.shape[0])
-    o = plan.forward.run(*tensors)
+    o: Tensor = plan.forward.run(*tensors)
     _note_change((state,) if draft is None else (state, *draft))
     return o
 
@@ -116,7 +111,7 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str, early: bool =
     plan = plans.find(key, given)
     if plan is not None:
         return plan
-    spec = spec_of(x, scale)._replace(early=early, gated=x.weight is not None)
+    spec = spec_of(x, scale)._replace(early=early)
     kernel = dispatch.pick("step", spec, backend)
 
     @outside_autocast
@@ -136,7 +131,7 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str, early: bool =
 # ------------------------------------------------------------------------- the torch.library boundary
 
 
-OPERANDS = 9  # tensors that the operator takes before the scale
+TENSORS, OPERANDS = 10, 9  # of a call; that the operator takes before the scale
 
 
 def _step(*args: Any) -> Tensor:

@@ -69,7 +69,7 @@ class Tensors(NamedTuple):
     draft_v: Tensor | None
     accepted: Tensor | None
     draft_decay: Tensor | None = None
-    gate: Tensor | None = None  # (B, H, T, E), with a weight: see `op.gated`
+    gate: Tensor | None = None  # (B, H, T, E), with a weight: see triton.py
     weight: Tensor | None = None  # (H * E,)
 
 

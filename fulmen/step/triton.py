@@ -10,9 +10,8 @@ With a draft the accepted tokens come first, in a loop whose length is the row's
 and the new tokens only reach o. Programs of other columns and heads read the same stored tokens, so a second kernel
 stores the new ones. A row without a slot writes zeros to o and leaves. Offsets of slots are 64-bit.
 
-With a weight (`op.gated`) o is about to pass an RMSNorm over all heads, and perhaps a gate. What is stored is
-o * weight * sigmoid(gate), and beside it each program's sum of o^2, with which `layers/fused/linear.py` completes the
-norm.
+With a weight (`layers/fused/steps.py`) o is about to pass an RMSNorm over all heads, and perhaps a gate. What is stored
+is o * weight * sigmoid(gate), and beside it each program's sum of o^2, with which `linear.py` there completes the norm.
 
 EARLY, from Hopper on: both kernels start while the one before still runs (`spec.early`; programmatic dependent launch).
 States, drafts and a constant decay are read before the first one waits for it. The first lets the second start only
@@ -302,29 +301,28 @@ def launches(spec: StepSpec, tile: StepTile, x: Tensors, o: Tensor, squares: Ten
     return [step, store]
 
 
-def forward(spec: StepSpec, x: Tensors) -> Tensor | tuple[Tensor, Tensor]:
-    tile = dispatch.choose("step", spec, "triton").tile
-    o, squares = empty_output(spec, x), empty_squares(spec, tile)
-    run_all(launches(spec, tile, x, o, squares), spec.device)
-    return o if squares is None else (o, squares)
+def forward(spec: StepSpec, x: Tensors) -> Tensor:
+    o = empty_output(spec, x)
+    run_all(launches(spec, dispatch.choose("step", spec, "triton").tile, x, o), spec.device)
+    return o
 
 
-def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor | tuple[Tensor, Tensor]] | None:
+def prepare(spec: StepSpec, x: Tensors) -> Callable[..., Tensor] | None:
     """A step of calls with these shapes and strides at the least cost for the host."""
     if spec.device.type != "cuda" or triton.knobs.runtime.interpret:
         return None
-    tile = dispatch.choose("step", spec, "triton").tile
-    like, sums = empty_output(spec, x), empty_squares(spec, tile)
-    step, *stores = (Ready(launch, spec.device) for launch in launches(spec, tile, x, like, sums))
-    new, new_squares = allocator(like), None if sums is None else allocator(sums)
+    like = empty_output(spec, x)
+    described = launches(spec, dispatch.choose("step", spec, "triton").tile, x, like)
+    step, *stores = (Ready(launch, spec.device) for launch in described)
+    new = allocator(like)
 
-    def again(*tensors: Any) -> Tensor | tuple[Tensor, Tensor]:
-        o, squares = new(), None if new_squares is None else new_squares()
-        step(*tensors, o, squares)
+    def again(*tensors: Any) -> Tensor:
+        o = new()
+        step(*tensors, None, None, o, None)  # neither gate nor weight
         for store in stores:
-            _, k, v, decay, _, slots, draft_k, draft_v, _, draft_decay, *_ = tensors
+            _, k, v, decay, _, slots, draft_k, draft_v, _, draft_decay = tensors
             store(k, v, decay, slots, draft_k, draft_v, draft_decay)
-        return o if squares is None else (o, squares)
+        return o
 
     return again
 

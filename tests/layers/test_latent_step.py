@@ -26,13 +26,19 @@ def way(request, monkeypatch):
     if request.param == "kernels":
         request.getfixturevalue("interpreted")
     taken = []
-    step = MultiHeadLatentAttention._step
+    step, chained = MultiHeadLatentAttention._step, MultiHeadLatentAttention._chained
 
     def counted(*args):
         taken.append(1)
         return step(*args)
 
+    def counted_chain(*args):
+        y = chained(*args)
+        taken.extend([] if y is None else [1])
+        return y
+
     monkeypatch.setattr(MultiHeadLatentAttention, "_step", counted)
+    monkeypatch.setattr(MultiHeadLatentAttention, "_chained", counted_chain)
     return taken
 
 

@@ -16,7 +16,6 @@ from fulmen.layers import (
     MultiHeadAttention,
     MultiHeadLatentAttention,
     Sequences,
-    lightning,
 )
 from fulmen.layers.fused.projections import MAX_ROWS, Facts, few_rows, project
 from fulmen.testing import assert_close, expected
@@ -224,7 +223,7 @@ LAYERS |= {  # smaller than any tile
 PRODUCTS = ["linear_row_kernel", "linear_rows_kernel"]
 
 
-@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("B", [1, 3, MAX_ROWS + 1])
 @pytest.mark.parametrize("kind", LAYERS)
 @torch.no_grad()
 def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> None:
@@ -241,7 +240,7 @@ def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> Non
                 patch.setattr("fulmen.layers.fused.on_gpu", lambda x: False)
                 patch.setattr("fulmen.layers.fused.projections.on_gpu", lambda x: False)
                 patch.setattr("fulmen.layers.latent.on_gpu", lambda x: False)
-            sequences = Sequences(B, 48, pages=9, page_size=16, slots=B, device=DEVICE)
+            sequences = Sequences(B, 48, pages=3 * B, page_size=16, slots=B, device=DEVICE)
             pool = layer.new_pool(sequences)
             rows, y = [sequences.new() for _ in range(B)], []
             for i, tokens in enumerate((3, 1, 2, 1)):
@@ -249,8 +248,8 @@ def test_steps_on_pools_equal_those_of_modules(kind, B, ran, monkeypatch) -> Non
                 y.append(layer(drawn(B, tokens, 32, dtype=torch.float32, seed=i), cache=pool))
         results.append((torch.cat(y, 1), *pool.memory))
         if DEVICE == "cpu":
-            assert bool(set(ran) & set(PRODUCTS)) == served
-            if served and kind == "latent":
+            assert bool(set(ran) & set(PRODUCTS)) == (served and (kind != "one product" or B <= MAX_ROWS))
+            if served and kind == "latent" and B <= MAX_ROWS:
                 assert "norm_kernel" not in ran[-4:]  # part of the products
     for fast, plain in zip(*results, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
@@ -274,7 +273,7 @@ def test_norm_and_gate_are_part_of_a_lightning_step(
     for joined in (True, False):
         with monkeypatch.context() as patch:
             if not joined:
-                patch.setattr(LightningAttention, "_stepped", lambda *args: None)
+                patch.setattr(LightningAttention, "_joins_norm", lambda *args: False)
             sequences = Sequences(B + 1, 48, slots=B + 1, drafts=drafts, device=DEVICE)
             pool = layer.new_pool(sequences)
             rows, y = [sequences.new() for _ in range(B)] + [None], []
@@ -290,29 +289,6 @@ def test_norm_and_gate_are_part_of_a_lightning_step(
         results.append((torch.cat(y, 1), *(t[: B + 1] for t in pool.memory)))
     for fast, plain in zip(*results, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_norm_that_a_step_began_is_completed_without_the_kernel(ran, monkeypatch) -> None:
-    layer = LightningAttention(32, 2, layer=1, num_layers=4).to(DEVICE)
-    nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
-    y, few = [], lightning.few_rows
-
-    def without_squares(*args, squares=None, **options):
-        return few(*args, **options) if squares is None else None
-
-    for served in (True, False):
-        with monkeypatch.context() as patch:
-            if not served:
-                patch.setattr(lightning, "few_rows", without_squares)
-            sequences = Sequences(2, 48, slots=2, device=DEVICE)
-            pool = layer.new_pool(sequences)
-            sequences.step([sequences.new(), sequences.new()], 2)
-            ran.clear()
-            y.append(layer(drawn(2, 2, 32, dtype=torch.float32), cache=pool))
-            if DEVICE == "cpu":
-                assert ran == ["linear_rows_kernel", "lightning_step_kernel"] + ["linear_rows_kernel"] * served
-    torch.testing.assert_close(*y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,12 @@ def has_no_hooks(*modules: nn.Module | None, kind: type[nn.Module], allowed: int
     for module in modules:
         if type(module) is not kind or is_watched(module, allowed):
             return False
-    return not (
+    return not _hooks_everything()
+
+
+def _hooks_everything() -> bool:
+    """Whether there are hooks on all modules, as profilers set."""
+    return bool(
         _global._global_forward_hooks or _global._global_forward_pre_hooks or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
     )  # fmt: skip
@@ -84,6 +89,17 @@ def are_few(x: Tensor, rows: int = MAX_ROWS) -> bool:
     return on_gpu(x) and x.dtype in DTYPES and x.ndim == 3 and x.shape[0] * x.shape[1] <= rows
 
 
+def is_step(x: Tensor, rows: int = MAX_ROWS) -> bool:
+    """Whether steps' kernels may take x (B, N, K): few rows, evenly spaced, without gradients, compiler or autocast."""
+    return (
+        not torch.compiler.is_compiling()
+        and are_few(x, rows)
+        and (x.shape[1] == 1 or x.is_contiguous())
+        and not torch.is_grad_enabled()
+        and not torch._C._is_any_autocast_enabled()
+    )
+
+
 def few_rows(
     x: Tensor, *linears: nn.Module, norm: Tensor | None = None, squares: Tensor | None = None, facts: Facts = NO_FACTS
 ) -> tuple[Tensor, ...] | None:
@@ -93,25 +109,32 @@ def few_rows(
              a third result are its squares
     squares  of x, if it is such a y: completes the norm
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or not are_few(x, MAX_ROWS if len(linears) == 1 or norm is not None else MAX_ROWS_TOGETHER)
-        or not (x.shape[1] == 1 or x.is_contiguous())
-        or not is_plain(*linears)
-        or torch._C._is_any_autocast_enabled()
-    ):
+    if not is_step(x, MAX_ROWS if len(linears) == 1 or norm is not None else MAX_ROWS_TOGETHER):
         return None
-    weights, biases = [], []
-    for parameters in (m._parameters for m in linears):
-        weight = parameters.get("weight")
-        if weight is None or "bias" not in parameters or not weight.is_contiguous():  # somebody put other tensors there
-            return None
+    parameters = parameters_of(*linears, *[None] * (MAX_WEIGHTS - len(linears)))
+    if parameters is None:
+        return None
+    like = () if squares is None else tuple(t for t in (x, norm, *parameters) if t is not None)  # squares: fp32
+    return fused_call("linear", "linears", facts, x, norm, squares, *parameters, like=like)
+
+
+def parameters_of(*linears: nn.Module | None) -> tuple[Tensor | None, ...] | None:
+    """The weights, then the biases, of these Linear modules; None if a kernel must not read them instead of a call."""
+    weights: list[Tensor | None] = []
+    biases: list[Tensor | None] = []
+    for linear in linears:
+        weight = bias = None
+        if linear is not None:
+            parameters = linear._parameters
+            weight = parameters.get("weight")
+            if type(linear) is not nn.Linear or is_watched(linear) or weight is None or "bias" not in parameters:
+                return None  # the last two: somebody put other tensors there
+            if not weight.is_contiguous():
+                return None
+            bias = parameters["bias"]
         weights.append(weight)
-        biases.append(parameters["bias"])
-    missing = [None] * (MAX_WEIGHTS - len(linears))
-    like = () if squares is None else tuple(t for t in (x, norm, *weights, *biases) if t is not None)  # squares: fp32
-    return fused_call("linear", "linears", facts, x, norm, squares, *weights, *missing, *biases, *missing, like=like)
+        biases.append(bias)
+    return None if _hooks_everything() else (*weights, *biases)
 
 
 def project(x: Tensor, *linears: nn.Module, early: bool = False) -> Sequence[Tensor]:
