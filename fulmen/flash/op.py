@@ -1,8 +1,8 @@
 """Softmax attention: o = softmax(mask(cap(scale q k^T))) v.
 
-The path of a call: look for the plan of an equal call (`fulmen.plans`); without one check
-arguments, build the spec and let `dispatch.pick` choose a kernel. The backward starts from q, k, v, o and lse, the log
-of the softmax's denominator. Compilers and modes see two `torch.library` operators.
+The path of a call: look for the plan of an equal call (`fulmen.plans`); without one check arguments, build the spec and
+let `dispatch.pick` choose a kernel. The backward starts from q, k, v, o and lse, the log of the softmax's denominator.
+Compilers and modes see two `torch.library` operators. Calls with kv_lengths are in cache.py.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from fulmen.boundary import (
     empty_rows,
     is_plain_eager,
     needs_gradient,
-    no_gradient,
     no_second_derivative,
     refuse_derivatives_we_lack,
     register_operator,
 )
-from fulmen.flash.plan import TENSORS, given_tensors, plain_options, plan_for, planned
+from fulmen.flash.cache import attend_cache, fake_nothing
+from fulmen.flash.plan import TENSORS, given_tensors, plain_options, planned
 from fulmen.flash.spec import (
     Causal,
     Residuals,
     Window,
-    check_cache,
     check_inputs,
     check_mask,
-    check_max_kv_length,
     check_values,
     empty_lse,
     spec_of,
@@ -88,7 +86,7 @@ def flash_attention(
     if kv_lengths is None and max_kv_length is None and page_table is None:
         o, _ = _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, False)
     else:
-        o, _ = _attend_cache(
+        o, _ = attend_cache(
             q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, causal, window, softcap, scale,
             max_kv_length, backend, False,
         )  # fmt: skip
@@ -118,7 +116,7 @@ def flash_attention_with_lse(
     """
     if kv_lengths is None and max_kv_length is None and page_table is None:
         return _attend(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, softcap, scale, backend, True)
-    return _attend_cache(
+    return attend_cache(
         q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, causal, window, softcap, scale,
         max_kv_length, backend, True,
     )  # fmt: skip
@@ -144,15 +142,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     return o, lse if plan.spec.wants_lse else nothing(o.device)()
 
 
-def _nothing(x: Tensor) -> Tensor:
-    """`plans.nothing` of a fake tensor."""
-    return x.new_empty(0, dtype=torch.float32)
-
-
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
     with_lse, needs_grad, _ = args[-3:]
-    return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if with_lse or needs_grad else _nothing(q)
+    return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if with_lse or needs_grad else fake_nothing(q)
 
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,7 +167,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, lse = Residuals(*args[:TENSORS]), args[TENSORS + 1]
     dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
-    return dq, dk, dv, _nothing(lse) if x.sinks is None else torch.empty_like(x.sinks)
+    return dq, dk, dv, fake_nothing(lse) if x.sinks is None else torch.empty_like(x.sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -210,75 +203,6 @@ register_operator(
     _backward_fake,
     no_second_derivative("flash_attention"),
 )
-
-
-# ------------------------------------------------------------------------------------- over a cache
-
-
-def _cache_plan(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], backend: str) -> Plan:
-    check_values(x)
-    which, given = plans.given(x)
-    plan = plans.find((which, *key), given)
-    if plan is None:
-        spec = spec_of(x, *facts)
-        plan = plans.keep((which, *key), given, plan_for(spec, dispatch.pick("flash", spec, backend), ()))
-    return plan
-
-
-def _cache_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, kv_lengths: Tensor,
-    page_table: Tensor | None, scale: float, left: int | None, right: int | None, softcap: float | None,
-    with_lse: bool, most: int | None, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x = Residuals(q, k, v, sinks, cu_seqlens_q, None, kv_lengths, page_table)
-    facts = (scale, left, right, False, softcap, with_lse, False, most)
-    plan = _cache_plan(("flash cache operator", *facts, backend), x, facts, backend)
-    o, lse = plan.forward.run(*x)
-    return o, lse if with_lse else nothing(o.device)()
-
-
-def _cache_forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return empty_rows(q, q.shape[1], v.shape[3]), empty_lse(q) if others[-3] else _nothing(q)
-
-
-register_operator(
-    _lib,
-    "flash_cache_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor kv_lengths,"
-    " Tensor? page_table, float scale, int? left, int? right, float? softcap, bool with_lse, int? max_kv_length,"
-    " str backend) -> (Tensor o, Tensor lse)",
-    _cache_forward,
-    _cache_forward_fake,
-    no_gradient("flash_attention over a cache"),
-)
-
-
-def _attend_cache(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    kv_lengths: Tensor | None, page_table: Tensor | None, causal: Causal, window: Window, softcap: float | None,
-    scale: float | None, most: int | None, backend: str, with_lse: bool,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    tensors: Any = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
-    key = ("flash cache", causal, window, softcap, scale, most, backend, with_lse)
-    plain, plan = plain_options(causal, window, softcap, scale, backend) and (most is None or type(most) is int), None
-    if plain:
-        which, given = plans.given(tensors)
-        plan = plans.find((which, *key), given)
-    if plan is None:
-        left, right, top_left = check_mask(causal, window, softcap)
-        tensors = x = check_cache(top_left, *tensors)
-        factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
-        most, cap = check_max_kv_length(most), None if softcap is None else float(softcap)
-        facts = (factor, left, right, False, cap, with_lse, False, most)
-        refuse_derivatives_we_lack("flash_attention", x)
-        if not is_plain_eager(*x):
-            options = (factor, left, right, cap, with_lse, most, backend)
-            return torch.ops.fulmen.flash_cache_forward(*x[:5], *x[6:], *options)
-        if not isinstance(backend, str):
-            raise dispatch.unknown("flash", backend)
-        plan = _cache_plan(key if plain else ("flash cache facts", *facts, backend), x, facts, backend)
-    elif cu_seqlens_q is not None:
-        check_values(Residuals(*tensors))
-    return plan.forward.run(*tensors)
 
 
 # ------------------------------------------------------------------------------------------------ the call
