@@ -44,7 +44,9 @@ def data_of(page: str) -> dict:
 
 def test_writes_all_files_and_the_same_twice(results, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "MAX_PANELS", 1)
-    some = schema.Results(results.runs, [cell for cell in results.cells if (cell.suite, cell.pass_) == ("flash", "forward")])
+    some = schema.Results(
+        results.runs, [cell for cell in results.cells if (cell.suite, cell.pass_) == ("flash", "forward")]
+    )
     first = report.write(some, tmp_path / "a")
     second = report.write(some, tmp_path / "b")
     names = [str(path.relative_to(tmp_path / "a")) for path in first]
@@ -311,6 +313,7 @@ def test_a_later_run_replaces_an_earlier_one():
 
 def test_a_thousand_rows_are_small_and_soon_done(tmp_path, monkeypatch):
     """Of figures one of each kind is drawn; their number is that of the cases and passes."""
+    monkeypatch.setattr(plots, "MAX_PANELS", 1)
     drawn = functools.lru_cache(lambda paint: svg(paint, *given[paint]))
     svg, given = plots.svg, {}
     monkeypatch.setattr(plots, "svg", lambda paint, *more: given.setdefault(paint, more) and drawn(paint))
