@@ -75,12 +75,13 @@ def cpu_name() -> str:
 
 # ---------------------------------------------------------------------------------------------- the commit
 def git(*arguments: str) -> tuple[bool, str]:
-    """Whether git did it, and what it says."""
+    """Whether git did it, and what it prints; or why not, in a line."""
     try:
         done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, errors="replace")
     except OSError as error:
         return False, f"git cannot be run ({error.strerror})"
-    return done.returncode == 0, done.stdout if done.returncode == 0 else done.stderr
+    errors = done.stderr.strip().splitlines() or [""]
+    return done.returncode == 0, done.stdout if done.returncode == 0 else errors[0 if "dubious" in errors[0] else -1]
 
 
 def commit() -> dict[str, Any]:

@@ -296,8 +296,10 @@ class Group:
             return "samples"
         if n >= self.settings.few and task.spent >= self.settings.seconds:
             return "time"
+        if n < low or n % 5:
+            return ""
         begin, end = audit.median_interval(sorted(samples))
-        return "interval" if n >= low and end - begin <= 2 * self.settings.interval * median(samples) else ""
+        return "interval" if end - begin <= 2 * self.settings.interval * median(samples) else ""
 
     def _close(self) -> None:
         """One more exchange and one more call of everyone, checked; then what is measured in passes of its own."""
