@@ -14,7 +14,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from fulmen.bench import floors, schema
@@ -333,10 +332,9 @@ class Crossover(NamedTuple):
     words: str
 
 
-@dataclass
-class Relations:
-    scaling: list[Scaling] = field(default_factory=list)
-    crossovers: list[Crossover] = field(default_factory=list)
+class Relations(NamedTuple):
+    scaling: list[Scaling]
+    crossovers: list[Crossover]
 
 
 def judge_group(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run] | None = None) -> Relations:
@@ -344,7 +342,7 @@ def judge_group(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run] | N
 
     `runs` tells the size of the cache and the ceilings; without it nothing is allowed for them.
     """
-    runs, found = runs or {}, Relations()
+    runs, found = runs or {}, Relations([], [])
     for cell in cells:
         _forget(cell, GROUPS)
     _mark_other_functions(cells)
@@ -354,10 +352,11 @@ def judge_group(cells: Sequence[schema.Cell], runs: Mapping[str, schema.Run] | N
     sized = [cell for cell in timed if number(cell.case.get("N"))]
     for curve in grouped(sized, lambda c: (*_key(c, "N", "N_Q", "N_KV"), c.pass_, c.cache)).values():
         series = grouped(sorted(curve, key=lambda c: c.case["N"]), lambda c: c.competitor)
-        found.scaling += [s for line in series.values() if (s := scaling(line, runs.get(curve[0].run_id))) is not None]
+        fits = (scaling(line, runs.get(curve[0].run_id)) for line in series.values())
+        found.scaling.extend(fit for fit in fits if fit is not None)
         ours = [name for name in series if name.startswith("fulmen")] or list(series)[:1]
         pairs = [(series[a], series[b]) for a in ours for b in series if b not in ours]
-        found.crossovers += [c for a, b in pairs if (c := crossover(a, b)) is not None]
+        found.crossovers.extend(c for a, b in pairs if (c := crossover(a, b)) is not None)
     return found
 
 

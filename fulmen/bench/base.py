@@ -24,18 +24,12 @@ from typing import IO, Any
 
 from fulmen.bench import Refused, environment, runner
 from fulmen.bench.cases import Line
+from fulmen.bench.environment import git
 from fulmen.bench.group import Group
 from fulmen.bench.runner import Selection
 
 WAYS_OUT = "give a folder that holds the other version (`git archive REF | tar -x -C FOLDER`), or run in a clone"
 UNUSED = shutil.ignore_patterns("__pycache__")
-
-
-def git(*arguments: str) -> tuple[bool, str]:
-    """Whether git did it, and what it says, on one line."""
-    done, text = environment.git(*arguments)
-    lines = text.strip().splitlines() or [""]
-    return done, lines[0 if "dubious" in lines[0] else -1]
 
 
 @contextmanager
@@ -44,7 +38,10 @@ def checked_out(ref: str) -> Iterator[tuple[Path, str | None]]:
     with tempfile.TemporaryDirectory(prefix="fulmen-base-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder) / "tree"
         try:
-            sha = copy(ref, tree) if Path(ref).is_dir() else check_out(ref, tree)
+            sha = copy(Path(ref), tree) if Path(ref).is_dir() else check_out(ref, tree)
+            if not (tree / "fulmen" / "__init__.py").is_file():
+                where = "folder" if Path(ref).is_dir() else "commit"
+                raise Refused(f"--base {ref}: there is no package fulmen in that {where}")
             for part in ("bench", "testing"):
                 shutil.rmtree(tree / "fulmen" / part, ignore_errors=True)
                 shutil.copytree(environment.PACKAGE / part, tree / "fulmen" / part, ignore=UNUSED)
@@ -55,12 +52,11 @@ def checked_out(ref: str) -> Iterator[tuple[Path, str | None]]:
                 git("worktree", "remove", "--force", str(tree))
 
 
-def copy(ref: str, tree: Path) -> str | None:
+def copy(folder: Path, tree: Path) -> str | None:
     """A version that lies in a folder."""
-    if not (Path(ref) / "fulmen" / "__init__.py").is_file():
-        raise Refused(f"--base {ref}: there is no package fulmen in that folder")
-    shutil.copytree(Path(ref) / "fulmen", tree / "fulmen", ignore=UNUSED)
-    return environment.archived(Path(ref))
+    if (folder / "fulmen").is_dir():
+        shutil.copytree(folder / "fulmen", tree / "fulmen", ignore=UNUSED)
+    return environment.archived(folder)
 
 
 def check_out(ref: str, tree: Path) -> str:
@@ -69,12 +65,10 @@ def check_out(ref: str, tree: Path) -> str:
         works, why = git("rev-parse", "HEAD")
         why = "git knows no such commit, and there is no such folder" if works else f"no commit can be had here, {why}"
         raise Refused(f"--base {ref}: {why}; {WAYS_OUT}")
-    done, why = git("worktree", "add", "--detach", str(tree), sha)
+    done, why = git("worktree", "add", "--detach", str(tree), sha.strip())
     if not done:
         raise Refused(f"--base {ref}: git says {why}")
-    if not (tree / "fulmen").is_dir():
-        raise Refused(f"--base {ref}: there is no package fulmen in that commit")
-    return sha
+    return sha.strip()
 
 
 @contextmanager

@@ -80,10 +80,6 @@ class Verdict:
     broken: bool = False  # a has a time, b tried and has none
 
     @property
-    def effect(self) -> Effect | None:
-        return self.cycles if self.in_cycles else self.time
-
-    @property
     def name(self) -> str:
         cell, hot = self.cell, " (hot)" if self.cell.cache == "hot" else ""
         return f"{cell.suite}: {cell.competitor}, {cell.pass_}{hot}, {' '.join(schema.case_words(cell.case))}"
@@ -195,7 +191,7 @@ def failures(verdicts: Iterable[Verdict], rule: Mapping[str, float]) -> list[Ver
     """Those that the rule counts as failures: slower by its share, missing in the second file, or broken there."""
 
     def fails(v: Verdict) -> bool:
-        slower = v.verdict == "SLOWER" and v.effect is not None and v.effect.ratio >= 1 + rule.get("slower", math.inf)
+        slower = v.verdict == "SLOWER" and v.time is not None and v.time.ratio >= 1 + rule.get("slower", math.inf)
         return slower or ("missing" in rule and v.missing == "b") or ("broken" in rule and v.broken)
 
     return [v for v in verdicts if fails(v)]

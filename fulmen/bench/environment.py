@@ -1,7 +1,4 @@
-"""Where and with what was measured: the device, versions, the commit, NVML's facts, and the device's ceilings.
-
-Nothing is changed: clocks, power limits and persistence stay as they are.
-"""
+"""Where and with what was measured: the device, versions, the commit, and the device's ceilings."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,82 +21,6 @@ from fulmen.bench import Refused, floors
 from fulmen.bench.timing import Timer
 
 PACKAGE = Path(fulmen.__file__).parent
-THROTTLE = {
-    0x4: "SW power cap", 0x8: "HW slowdown", 0x10: "sync boost", 0x20: "SW thermal slowdown",
-    0x40: "HW thermal slowdown", 0x80: "HW power brake", 0x100: "display clocks",
-}  # fmt: skip
-
-# By the name we record it under: NVML's function less nvmlDeviceGet, its argument, our unit.
-TEMPERATURE = ("Temperature", 0, 1)
-STATE = {"power_w": ("PowerUsage", None, 1e-3), "temperature_c": TEMPERATURE}
-FACTS = {
-    "clock_sm_max_mhz": ("MaxClockInfo", "NVML_CLOCK_SM", 1.0),
-    "clock_memory_max_mhz": ("MaxClockInfo", "NVML_CLOCK_MEM", 1.0),
-    "memory_bus_bits": ("MemoryBusWidth", None, 1),
-    "power_limit_w": ("EnforcedPowerLimit", None, 1e-3),
-    "temperature_c": TEMPERATURE,
-}
-
-
-class Nvml:
-    """NVML through pynvml, for one GPU; every answer is None where it or the driver does not give one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.nvml: Any = None
-        if device.type == "cuda":
-            with contextlib.suppress(Exception):  # pynvml has an error of its own for each way a driver can be missing
-                import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-                pynvml.nvmlInit()
-                self.handle = self._find(pynvml, torch.cuda.current_device() if device.index is None else device.index)
-                self.nvml = pynvml
-
-    @staticmethod
-    def _find(pynvml: Any, index: int) -> Any:
-        """By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's."""
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        with contextlib.suppress(pynvml.NVMLError):
-            if uuid is not None:
-                return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        return pynvml.nvmlDeviceGetHandleByIndex(index)
-
-    def ask(self, name: str, argument: str | int | None = None, unit: float = 1) -> Any:
-        """What nvmlDeviceGet`name` says; text names one of NVML's constants."""
-        with contextlib.suppress(Exception):  # not supported on this GPU, or in this container
-            constant = getattr(self.nvml, argument) if isinstance(argument, str) else argument
-            answer = getattr(self.nvml, f"nvmlDeviceGet{name}")(self.handle, *([] if constant is None else [constant]))
-            return answer * unit if isinstance(answer, int | float) else answer
-        return None
-
-    def known(self, questions: Mapping[str, tuple[str, str | int | None, float]]) -> dict[str, Any]:
-        found = {name: self.ask(*question) for name, question in questions.items()}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def clock_mhz(self) -> float | None:
-        return self.ask("ClockInfo", "NVML_CLOCK_SM", 1.0)
-
-    def throttle(self) -> list[str]:
-        """Why the clock is below what it could be; [] where nothing holds it back or nobody says."""
-        names = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
-        bits = next((bits for bits in map(self.ask, names) if bits is not None), 0)
-        return [word for bit, word in THROTTLE.items() if bits & bit]
-
-    def state(self, throttled: list[str]) -> dict[str, Any]:
-        """What a cell records: throttle reasons, those of before among them, power, temperature."""
-        if self.nvml is None:
-            return {}
-        return {"throttle": sorted({*throttled, *self.throttle()})} | self.known(STATE)
-
-    def facts(self) -> dict[str, Any]:
-        if self.nvml is None:
-            return {}
-        driver: Any = "unknown"
-        processes = self.ask("ComputeRunningProcesses")
-        with contextlib.suppress(Exception):
-            driver = self.nvml.nvmlSystemGetDriverVersion()
-        others = {} if processes is None else {"other_processes": max(0, len(processes) - 1)}  # one of them is us
-        text = driver.decode() if isinstance(driver, bytes) else str(driver)
-        return {"driver": text, "throttle": self.throttle()} | self.known(FACTS) | others
 
 
 def device_of(name: str | None) -> torch.device:
@@ -122,8 +43,8 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def facts(device: torch.device, nvml: Nvml, timer: Timer) -> dict[str, Any]:
-    hw = hardware.of(device)
+def facts(timer: Timer) -> dict[str, Any]:
+    device, hw = timer.device, hardware.of(timer.device)
     found: dict[str, Any] = {
         "device": cpu_name() if device.type == "cpu" else hw.name, "kind": device.type, "arch": hw.arch,
         "cpu": cpu_name(), "threads": torch.get_num_threads(), "platform": platform.platform(),
@@ -142,7 +63,7 @@ def facts(device: torch.device, nvml: Nvml, timer: Timer) -> dict[str, Any]:
         }  # fmt: skip
     elif hasattr(os, "getloadavg"):
         found["load"] = os.getloadavg()[0]
-    return found | nvml.facts()
+    return found | timer.nvml.facts()
 
 
 def cpu_name() -> str:
@@ -154,12 +75,13 @@ def cpu_name() -> str:
 
 # ---------------------------------------------------------------------------------------------- the commit
 def git(*arguments: str) -> tuple[bool, str]:
-    """Whether git did it, and what it says."""
+    """Whether git did it, and what it prints; or why not, in a line."""
     try:
         done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, errors="replace")
     except OSError as error:
         return False, f"git cannot be run ({error.strerror})"
-    return done.returncode == 0, done.stdout if done.returncode == 0 else done.stderr
+    errors = done.stderr.strip().splitlines() or [""]
+    return done.returncode == 0, done.stdout if done.returncode == 0 else errors[0 if "dubious" in errors[0] else -1]
 
 
 def commit() -> dict[str, Any]:
@@ -192,9 +114,9 @@ def source_hash() -> str:
 
 
 # ------------------------------------------------------------------------------------------------ ceilings
-def ceilings(device: torch.device, timer: Timer, known: dict[str, Any]) -> dict[str, float]:
+def ceilings(timer: Timer, known: dict[str, Any]) -> dict[str, float]:
     """What this device reaches, a matrix product and a copy on random data, and what it cannot exceed."""
-    found: dict[str, float] = {}
+    device, found = timer.device, dict[str, float]()
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
         if timer.cuda or dtype == torch.float32:
             n = 1024 if not timer.cuda else 4096 if dtype == torch.float32 else 8192

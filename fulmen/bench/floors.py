@@ -166,27 +166,31 @@ def of_case(op: str, function: str, case: Case, pass_: str) -> Work | None:
 
 def attention(kind: str, shape: Shape, case: Case, pass_: str) -> Work:
     """Softmax attention, or linear attention with or without decay; of states only those of a decoding step count."""
+    shape = shape if kind == "softmax" else shape._replace(N_KV=shape.N_Q)
     B, N, H, D, E, states = shape.B, shape.N_Q, shape.H, shape.D, shape.E, state_bytes(shape, case)
-    keys, causal = shape.keys if kind == "softmax" else shape.queries, case.get("causal", True) is not False
-    forward = 2.0 * B * H * pairs(N, shape.N_KV if kind == "softmax" else N, causal) * (D + E)
+    forward = 2.0 * B * H * pairs(N, shape.N_KV, case.get("causal", True) is not False) * (D + E)
     if kind == "linear":
         steps = 4.0 * B * H * N * D * E
         forward = steps if states else min(steps, forward)
     flops = forward * {"forward": 1, "backward": 2, "total": 3}[pass_]
     recomputed = 0.5 * forward if kind == "softmax" and pass_ != "forward" else 0.0
-    size = float(shape.itemsize)
-    q, o = (size * shape.queries * H * width for width in (D, E))
-    kv = size * keys * shape.H_KV * shape.kv
-    if groups := _int(case, "groups"):  # heads of q and k, where v has H
-        q, kv = (size * shape.queries * elements for elements in (groups * D, groups * D + H * E))
-    decays = 4.0 * shape.queries * H if case.get("per_token") is True else 0.0
-    given = q + kv + decays  # gradients are as large
+    given, o = tensors(shape, case)  # gradients are as large
     reads, writes, usual = {
         "forward": (given, o, given + o),
         "backward": (given + o, given, 2 * given + o),  # reads dO, as large as o
         "total": (given + o, o + given, 3 * given + 2 * o),
     }[pass_]
     return Work(flops, reads + states, writes + states, flops + recomputed, usual + 2 * states)
+
+
+def tensors(shape: Shape, case: Case) -> tuple[float, float]:
+    """Bytes of q, k, v and the decays of tokens, and of o. With `groups` q and k have so many heads, and v has H."""
+    B, N, H, D, E = shape.B, shape.N_Q, shape.H, shape.D, shape.E
+    given = B * N * H * D + shape.keys * shape.H_KV * shape.kv
+    if groups := _int(case, "groups"):
+        given = B * N * (2 * groups * D + H * E)
+    decays = 4.0 * B * N * H if case.get("per_token") is True else 0.0
+    return float(shape.itemsize * given) + decays, float(shape.itemsize * B * N * H * E)
 
 
 def state_bytes(shape: Shape, case: Case) -> float:
@@ -253,16 +257,13 @@ def memory(op: str, case: Case, pass_: str = "total") -> dict[str, float] | None
     shape = Shape.of(case, op)
     if shape is None or not (op.startswith("layer") or op == "train" or family(op)):
         return None
-    inputs = shape.queries * shape.H * shape.D + shape.keys * shape.H_KV * shape.kv
-    if groups := _int(case, "groups"):
-        inputs = shape.queries * (2 * groups * shape.D + shape.H * shape.E)
-    output = shape.queries * shape.H * shape.E
+    given, made = tensors(shape, case)
     if op.startswith("layer") and (sizes := projections_of(case)):
-        inputs, output = shape.queries * sizes[0][0] + sum(a * b for a, b in sizes), shape.queries * sizes[-1][1]
+        given = float(shape.itemsize * (shape.queries * sizes[0][0] + sum(a * b for a, b in sizes)))
+        made = float(shape.itemsize * shape.queries * sizes[-1][1])
     elif op == "train":
-        inputs, output = sum(parameters(shape, case)), shape.queries
-    given, made = (float(shape.itemsize * count) for count in (inputs, output))
-    given += state_bytes(shape, case) + (4.0 * shape.queries * shape.H if case.get("per_token") is True else 0.0)
+        given, made = (float(shape.itemsize * count) for count in (sum(parameters(shape, case)), shape.queries))
+    given += state_bytes(shape, case)
     least = {"inputs": given, "output": made, "gradients": given, "saved": 0.0}
     return least | {"peak": given + made + (given if pass_ != "forward" else 0.0)}
 

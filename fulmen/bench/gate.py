@@ -55,11 +55,6 @@ class Problem:
     def tensors(self) -> dict[str, Tensor]:
         return self.leaves | self.constants | {f"d{name}": dout for name, dout in self.douts.items()}
 
-    def bytes(self) -> int:
-        """Of everything that is read, and of what is written in return: outputs and gradients."""
-        every = [*self.leaves.values(), *self.constants.values(), *self.douts.values()]
-        return sum(t.numel() * t.element_size() for t in [*every, *self.leaves.values(), *self.douts.values()])
-
 
 def exchange(a: Problem, b: Problem) -> None:
     """Swaps the values of two problems of the same shape, in place and past autograd's counters.
@@ -281,13 +276,6 @@ def poisoned() -> Iterator[None]:
             switch.fill_uninitialized_memory = fill
 
 
-def poison_free_memory(device: torch.device, size: int) -> None:
-    """Leaves NaN in the blocks that the next allocations get."""
-    if device.type == "cuda" and size:
-        free, _ = torch.cuda.mem_get_info(device)
-        torch.full((max(1, min(size, free // 4) // 4),), math.nan, device=device)
-
-
 @contextmanager
 def unchanged(problem: Problem) -> Iterator[None]:
     before = {name: x.detach().clone() for name, x in problem.tensors().items()}
@@ -302,23 +290,24 @@ def unchanged(problem: Problem) -> Iterator[None]:
 
 def evaluate(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, dict[str, Any]]:
     """One call under poison, all of it compared."""
+
+    def compared() -> dict[str, dict[str, Any]]:
+        with torch.set_grad_enabled(backward):
+            outs = outputs_of(problem, attend)
+            return compare(problem, outs | (gradients_of(problem, outs) if backward else {}))
+
     with unchanged(problem):
         try:
             with poisoned():
-                return _evaluate(problem, attend, backward)
+                return compared()
         except RuntimeError as error:
             if "No available kernel" not in str(error):  # torch's SDPA, pinned to a kernel that is not deterministic
                 raise
-        poison_free_memory(next(iter(problem.tensors().values())).device, 2 * problem.bytes())
-        return _evaluate(problem, attend, backward)
-
-
-def _evaluate(problem: Problem, attend: Attend, backward: bool) -> dict[str, dict[str, Any]]:
-    if not backward:
-        with torch.no_grad():
-            return compare(problem, outputs_of(problem, attend))
-    outs = outputs_of(problem, attend)
-    return compare(problem, outs | gradients_of(problem, outs))
+        tensors = list(problem.tensors().values())
+        if tensors[0].is_cuda:  # instead, NaN is left in the blocks that the next allocations get
+            size = min(4 * bytes_of(*tensors), torch.cuda.mem_get_info(tensors[0].device)[0] // 4)
+            torch.full((1 + size // 4,), math.nan, device=tensors[0].device)
+        return compared()
 
 
 def gate(problems: Sequence[Problem], attend: Attend, backward: bool = True) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,6 @@ that remembers results is wrong from then on. Results of timed calls are compare
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fulmen import hardware
-from fulmen.bench import audit, environment, floors, gate, kernels, schema, timing
+from fulmen.bench import audit, floors, gate, kernels, schema, timing
 from fulmen.bench.cases import Line
 from fulmen.bench.competitors import Competitor
 from fulmen.bench.gate import Problem, Wrong, compare, exchange, gradients_by_name, outputs_by_name, outputs_of
@@ -33,50 +32,6 @@ from fulmen.bench.timing import Timer
 SIDE_STREAM_MS = 0.05  # what a device may need to fall silent after the call's own stream did
 SIDE_STREAM_SHARE = 0.2
 REPLAYED_MS = 2.0  # calls shorter than this are replayed as a graph: of longer ones the spacer hides the host
-
-
-@dataclass
-class Machine:
-    """Where a run measures; made once."""
-
-    device: torch.device
-    timer: Timer
-    nvml: environment.Nvml
-    stream: torch.cuda.Stream | None = None
-
-    @classmethod
-    def of(cls, device: torch.device) -> Machine:
-        nvml = environment.Nvml(device)
-        return cls(device, Timer(device, nvml.clock_mhz), nvml)
-
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """A stream of our own on a GPU, since the default one cannot be captured."""
-        if self.device.type != "cuda":
-            yield
-            return
-        self.stream = self.stream or torch.cuda.Stream(self.device)
-        outside = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(outside)
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            outside.wait_stream(self.stream)
-
-    def burn_in(self, seconds: float = 0.2) -> None:
-        """Warms up a cool and idle GPU before the first cell."""
-        if self.device.type == "cuda":
-            a = torch.randn(4096, 4096, device=self.device, dtype=torch.bfloat16)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                torch.mm(a, a)
-                torch.cuda.synchronize(self.device)
-
-    def collect_garbage(self) -> None:
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:
@@ -178,10 +133,10 @@ class Group:
     """
 
     def __init__(
-        self, line: Line, entries: Sequence[tuple[Competitor, list[schema.Cell]]], machine: Machine, seed: int,
+        self, line: Line, entries: Sequence[tuple[Competitor, list[schema.Cell]]], timer: Timer, seed: int,
         say: Callable[[str], None] = lambda text: None, passed: dict[Any, dict[str, Any]] | None = None,
     ) -> None:  # fmt: skip
-        self.line, self.entries, self.machine, self.say = line, entries, machine, say
+        self.line, self.entries, self.timer, self.say = line, entries, timer, say
         self.settings, self.rng = line.settings, random.Random(seed)
         self.passed = {} if passed is None else passed
         self.grad = line.case.get("grad", True) is not False
@@ -228,8 +183,8 @@ class Group:
 
     # ------------------------------------------------------------------------------------------- prepare
     def prepare(self) -> None:
-        self.throttled = self.machine.nvml.throttle()
-        with self.machine.on_stream():
+        self.throttled = self.timer.nvml.throttle()
+        with self.timer.on_stream():
             for competitor, cells in self.entries:
                 if why := competitor.refusal or competitor.skip:
                     for cell in cells:
@@ -239,7 +194,7 @@ class Group:
                 with self._guard(competitor, cells):
                     self._prepare(competitor, cells)
                 if any(cell.status != "ok" for cell in cells):
-                    self.machine.collect_garbage()
+                    self.timer.collect_garbage()
 
     def _prepare(self, competitor: Competitor, cells: list[schema.Cell]) -> None:
         self.say(f"{competitor.name}: gate")
@@ -255,7 +210,7 @@ class Group:
                 found[name] = row | {"timed_shape": True}
         self.say(f"{competitor.name}: memory")
         least = floors.memory(competitor.op, floors.computed(competitor.function, self.line.case)) or {}
-        parts = gate.breakdown(problems[0], competitor.attend, self.machine.device, least, self.grad)
+        parts = gate.breakdown(problems[0], competitor.attend, self.timer.device, least, self.grad)
         self.say(f"{competitor.name}: warm-up")
         for cell in cells:
             cell.correctness, cell.memory = found, parts.get(cell.pass_, {})
@@ -283,7 +238,7 @@ class Group:
 
     def _warm_up(self, task: Task) -> None:
         """Compiles, fills caches, learns what a call costs the host and whether it hides on another stream."""
-        timer, settings = self.machine.timer, self.settings
+        timer, settings = self.timer, self.settings
         begin = time.monotonic()
         walls = [timer.wall(task.work(0))]
         if walls[0].device > 1e3 * settings.limit:
@@ -306,7 +261,7 @@ class Group:
     # -------------------------------------------------------------------------------------------- sample
     def sample(self) -> None:
         """One round: every task that is not done once, in an order drawn anew."""
-        with self.machine.on_stream():
+        with self.timer.on_stream():
             if self.round == self.exchange_at:
                 self._exchange()
                 self.check_until = self.round + 2
@@ -325,7 +280,7 @@ class Group:
 
     def _sample(self, task: Task) -> None:
         begin, i = time.monotonic(), self.round % 2
-        sample = task.call(self.machine.timer, i)
+        sample = task.call(self.timer, i)
         task.cell.samples_ms.append(sample.ms)
         if sample.clock_mhz is not None:
             task.cell.clocks_mhz.append(sample.clock_mhz)
@@ -341,13 +296,15 @@ class Group:
             return "samples"
         if n >= self.settings.few and task.spent >= self.settings.seconds:
             return "time"
-        enough = n >= low and n % 5 == 0 and timing.half_width(samples) <= self.settings.interval
-        return "interval" if enough else ""
+        if n < low or n % 5:
+            return ""
+        begin, end = audit.median_interval(sorted(samples))
+        return "interval" if end - begin <= 2 * self.settings.interval * median(samples) else ""
 
     def _close(self) -> None:
         """One more exchange and one more call of everyone, checked; then what is measured in passes of its own."""
         self._exchange()
-        self._each(lambda task: task.check(0, task.call(self.machine.timer, 0).result))
+        self._each(lambda task: task.check(0, task.call(self.timer, 0).result))
         for task in self.tasks:  # what autograd keeps for a leaf belongs to the stream of its first forward still alive
             task.graphs.clear()
         self._each(self._afterwards)
@@ -355,7 +312,7 @@ class Group:
 
     def _afterwards(self, task: Task) -> None:
         """The device's time without the host, what it ran, a loop of calls, and the first call of a fresh process."""
-        timer, cell, settings, cold = self.machine.timer, task.cell, self.settings, task.cell.cache == "cold"
+        timer, cell, settings, cold = self.timer, task.cell, self.settings, task.cell.cache == "cold"
 
         def fresh() -> Callable[[], Any]:
             return Task(task.competitor, cell, task.problems[:1], task.grad).work(0)
@@ -367,12 +324,12 @@ class Group:
         if settings.loop:
             cell.stats["loop"] = timing.loop_ms(timer, fresh(), settings.loop)
         if settings.first_call and task.competitor.ours:
-            cell.stats["first_call_s"] = kernels.first_call(cell, self.machine.device)
+            cell.stats["first_call_s"] = kernels.first_call(cell, self.timer.device)
 
     # -------------------------------------------------------------------------------------------- finish
     def finish(self, run: schema.Run) -> list[schema.Cell]:
         """The cells, judged; those that did not get to the end are marked as interrupted."""
-        state, hw = self.machine.nvml.state(self.throttled), hardware.of(self.machine.device)
+        state, hw = self.timer.nvml.state(self.throttled), hardware.of(self.timer.device)
         started = {id(task.cell) for task in self.tasks}
         for cell in self.cells:
             if cell.status == "ok" and id(cell) not in started:
@@ -384,7 +341,7 @@ class Group:
             stop = task.stop if self.closed else "interrupted"
             cell.stats = timing.summary(cell.samples_ms, stop) | cell.stats | state if cell.samples_ms else {}
             try:
-                if task.competitor.ours and self.machine.timer.cuda:
+                if task.competitor.ours and self.timer.cuda:
                     recorded = kernels.launches(cell.op, cell.case, hw, cell.backend, cell.pass_)
                     cell.resources = kernels.resources(recorded, hw)
             except Exception as error:  # a compiler's error must not cost a measurement
@@ -393,5 +350,5 @@ class Group:
                 audit.judge(cell, run)
         audit.judge_group(self.cells, {run.run_id: run})
         self.tasks, self.problems = [], {}
-        self.machine.collect_garbage()
+        self.timer.collect_garbage()
         return self.cells

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -36,25 +37,21 @@ MAX_WORKERS = 14
 
 
 # -------------------------------------------------------------------------------------------------- recording
-class Launch(NamedTuple):
-    """A Triton launch that was recorded; one of CUDA C++ is a `fulmen.cuda.Launch` that was never loaded."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
 @contextlib.contextmanager
 def recording(hw: hardware.Hardware) -> Iterator[list[Any]]:
-    """Every launch is added to the list instead of being made, and every device is `hw`."""
+    """Every launch is added to the list instead of being made, and every device is `hw`.
+
+    Of Triton's it is a function, a grid, arguments and options; of CUDA C++ a `cuda.Launch` that was never loaded.
+    """
     from triton.runtime.jit import KernelInterface
 
     seen: list[Any] = []
     choose, gpu = dispatch.choose, torch.device("cuda")
 
     def of_triton(kernel: Any, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: seen.append(Launch(kernel, grid, args, options))
+        return lambda *args, **options: seen.append(
+            SimpleNamespace(kernel=kernel, grid=grid, args=args, options=options)
+        )
 
     def of_cuda(
         launch: Any, variant: Any, device: Any, grid: Any, threads: int, shared: int, *_: Any, **__: Any

@@ -23,7 +23,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +63,7 @@ class Finding(NamedTuple):
 
 def _at(flag: str, row: Row, why: str) -> Finding:
     shape = " ".join(f"{k}={row.facts[k]}" for k in ("B", "H", "H_KV", "N", "D") if k in row.facts)
-    kind = row.pass_ or "" if row.kind in ("time", "speedup") else row.kind.replace("_", " ")
+    kind = row.pass_ or "" if row.kind in ("time", "tflops", "speedup") else row.kind.replace("_", " ")
     return Finding(flag, row.where, ", ".join(x for x in (row.competitor, kind, shape) if x), why)
 
 
@@ -88,31 +87,31 @@ def work_of(facts: dict[str, Any], pass_: str | None) -> floors.Work | None:
     return floors.of_case("layer" if facts.get("layer") else op, op, facts, pass_) if pass_ and op else None
 
 
-def _speed(row: Row, facts: dict[str, Any]) -> Iterator[Finding]:
-    """A time, or the time that TFLOP/s stand for, against the floors of its work."""
+def _speed(row: Row, facts: dict[str, Any]) -> tuple[str, str]:
+    """The flag, if any, of a time, or of the time that TFLOP/s stand for, against the floors of its work, and why."""
     work, sheet, number = work_of(facts, row.pass_), floors.gpu(facts.get("gpu", "")), row.number
     if row.kind == "tflops" and work is not None and number.low > 0:
         t = work.usual_flops / number.value / 1e9
-        row, number = replace(row, kind="time"), Number(t, t * number.half / number.low)
+        number = Number(t, t * number.half / number.low)
     if number.value <= 0:
-        yield _at("IMPOSSIBLE", row, f"{number.value:g} ms: a time is above 0")
-    elif work is None or sheet is None:
+        return "IMPOSSIBLE", f"{number.value:g} ms: a time is above 0"
+    if work is None or sheet is None:
         lacking = [n for n in ("gpu", "op", "pass", "B", "H", "D") if facts.get(n) is None]
         lacking += [] if "N" in facts or "N_Q" in facts else ["N"]
         why = f"not said: {', '.join(lacking)}" if lacking else f"no data sheet of {facts.get('gpu')!r} here"
-        yield _at("UNAUDITED", row, why)
-    else:
-        limits = floors.of_gpu(sheet, str(facts["dtype"]))
-        flag, why = audit.check_time(work, number.high, limits, cold=False, said=number.value)
-        if flag:
-            yield _at(flag, row, why)
+        return "UNAUDITED", why
+    limits = floors.of_gpu(sheet, str(facts["dtype"]))
+    return audit.check_time(work, number.high, limits, cold=False, said=number.value)
 
 
-def _bytes(row: Row, facts: dict[str, Any], trained: bool) -> Iterator[Finding]:
-    """Memory against the tensors themselves. `trained`: the numbers around it say that there was a backward pass."""
+def _bytes(row: Row, facts: dict[str, Any], trained: bool) -> tuple[str, str] | None:
+    """The same of memory against the tensors themselves; None: their sizes are not said.
+
+    trained  the numbers around it say that there was a backward pass
+    """
     least = floors.memory(str(facts.get("op", "")), facts)
     if facts.get("layer") or row.kind == "memory_saved" or least is None:
-        return
+        return None if least is None else ("", "")
     inputs, output, gradients = (least[part] for part in ("inputs", "output", "gradients"))
     if row.kind == "memory_backward":
         needed, parts = gradients, "the gradients of q, k and v alone take"
@@ -123,8 +122,8 @@ def _bytes(row: Row, facts: dict[str, Any], trained: bool) -> Iterator[Finding]:
         parts = f"with the output {whole} are needed; q, k, v and their gradients alone take"
     else:
         needed, parts = inputs + output, "q, k, v and the output alone take"
-    if row.number.high < needed:
-        yield _at("IMPOSSIBLE", row, f"{si(row.number.value, 'B')} published, but {parts} {si(needed, 'B')}")
+    why = f"{si(row.number.value, 'B')} published, but {parts} {si(needed, 'B')}"
+    return ("IMPOSSIBLE", why) if row.number.high < needed else ("", "")
 
 
 # ------------------------------------------------------------------------------------------ numbers together
@@ -329,18 +328,15 @@ def audit_page(page: Published, others: Sequence[Published] = ()) -> list[Findin
     trained = {row.competitor for row, _ in known if row.pass_ in TRAINING}
     any_trained = bool(trained) and not competitors(page.rows)
     found: list[Finding] = []
-    numbers = audited = 0
+    checked: list[tuple[Row, tuple[str, str] | None]] = []
     for row, facts in known:
         if row.kind in ("time", "tflops"):
-            said = list(_speed(row, facts))
-            audited += not any(f.flag == "UNAUDITED" for f in said)
+            checked.append((row, _speed(row, facts)))
         elif row.kind.startswith("memory"):
-            said = list(_bytes(row, facts, row.competitor in trained or any_trained or row.pass_ in TRAINING))
-            audited += floors.memory(str(facts.get("op", "")), facts) is not None
-        else:
-            continue
-        numbers += 1
-        found += said
+            backward = row.competitor in trained or any_trained or row.pass_ in TRAINING
+            checked.append((row, _bytes(row, facts, backward)))
+    found += [_at(said[0], row, said[1]) for row, said in checked if said and said[0]]
+    audited = sum(said is not None and said[0] != "UNAUDITED" for _, said in checked)
     for rule in (_sums, _rates, _speedups, _printed_twice, _same_kernel, _ceilings, _growth):
         found += rule(page)
     found += [*_mislabelled(page, others), *_other_reports(page, others), *_plateaus(known)]
@@ -350,7 +346,7 @@ def audit_page(page: Published, others: Sequence[Published] = ()) -> list[Findin
         told.append(("UNAUDITED", "", f"{len(page.blank)} cells of columns of times hold no number: {shown}"))
     told += [("UNAUDITED", table, "not read: no column is known to hold times or bytes") for table in page.unread]
     if audited:
-        told.append(("AUDITED", "", f"{audited} of {numbers} times and sizes were compared with the hardware"))
+        told.append(("AUDITED", "", f"{audited} of {len(checked)} times and sizes were compared with the hardware"))
     told += [("NOTE", "", text) for text in page.notes()]
     found += [Finding(flag, page.path.name, what, why) for flag, what, why in told]
     return sorted(found, key=lambda f: FLAGS.index(f.flag))

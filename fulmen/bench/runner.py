@@ -23,7 +23,8 @@ from fulmen import hardware
 from fulmen.bench import Refused, adapters, cases, competitors, environment, floors, kernels, schema
 from fulmen.bench.cases import Line
 from fulmen.bench.competitors import Competitor
-from fulmen.bench.group import Group, Machine
+from fulmen.bench.group import Group
+from fulmen.bench.timing import Timer
 
 EXHAUSTED = {"oom": "ran out of memory", "timeout": "took too long"}
 
@@ -98,13 +99,12 @@ def default_out(suites: Sequence[str]) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------- measuring
-def record_of(selection: Selection, machine: Machine, commit: dict[str, Any]) -> schema.Run:
-    now = datetime.now(timezone.utc)
-    seed = secrets.randbits(31) if selection.seed is None else selection.seed
-    known = environment.facts(machine.device, machine.nvml, machine.timer) | {"seed": seed}
+def record_of(selection: Selection, timer: Timer, commit: dict[str, Any]) -> schema.Run:
+    now, seed = datetime.now(timezone.utc), secrets.randbits(31) if selection.seed is None else selection.seed
+    known = environment.facts(timer) | {"seed": seed}
     return schema.Run(
         f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds"), selection.command(), known,
-        commit, environment.ceilings(machine.device, machine.timer, known),
+        commit, environment.ceilings(timer, known),
     )  # fmt: skip
 
 
@@ -142,11 +142,11 @@ def begin(out: Path, run: schema.Run) -> tuple[schema.Run, set[str]]:
     return old, {cell.config_hash for cell in finished}
 
 
-def cells_of(selection: Selection, line: Line, who: Competitor, run: schema.Run, machine: Machine) -> list[schema.Cell]:
+def cells_of(selection: Selection, line: Line, who: Competitor, run: schema.Run, timer: Timer) -> list[schema.Cell]:
     """Of each pass; with a hot cache, too, where everything a call touches fits the GPU's L2."""
     least = floors.memory(line.op, line.case) or {}
     touched = sum(least.get(name, 0.0) for name in ("inputs", "output", "gradients"))
-    caches = ("cold", "hot") if machine.timer.cuda and 2 * touched < machine.timer.l2_bytes else ("cold",)
+    caches = ("cold", "hot") if timer.cuda and 2 * touched < timer.l2_bytes else ("cold",)
     ours, theirs = (who.name.removeprefix(competitors.OURS), "none") if who.ours else ("none", who.name)
     shape = ",".join(f"{key}={schema.text(value)}" for key, value in {"op": line.op, **line.case}.items())
     one = {"suites": (line.suite,), "backends": (ours,), "baselines": (theirs,), "shapes": (shape,)}
@@ -171,9 +171,9 @@ def run(
     device = environment.device_of(selection.device)
     lines = lines_of(selection, device)  # what is wrong is said before a minute has gone by
     monitor.say("asking the device what it can do")
-    machine = Machine.of(device)
-    machine.burn_in()
-    record, finished = begin(out, record_of(selection, machine, commit or environment.commit()))
+    timer = Timer(device)
+    timer.burn_in()
+    record, finished = begin(out, record_of(selection, timer, commit or environment.commit()))
     who = (selection.backends, selection.baselines)
     if device.type == "cuda":
         monitor.say("compiling our kernels on all cores")
@@ -182,7 +182,7 @@ def run(
     for line in lines:
         entries = []
         for competitor in competitors.of(line, device, *who):
-            cells = cells_of(selection, line, competitor, record, machine)
+            cells = cells_of(selection, line, competitor, record, timer)
             new = [c for c in cells if c.config_hash not in planned | finished]  # a --shape may have made lines equal
             planned |= {c.config_hash for c in cells}
             entries += [(competitor, new)] if new else []
@@ -197,7 +197,7 @@ def run(
             N, why = exhausted.get((competitor.name, rest), (math.inf, ""))
             if line.case.get("N", 0) > N:
                 competitor.skip = f"not tried: it {why} at N={N}"
-        group = Group(line, entries, machine, int(record.environment.get("seed", 0)), monitor.say, passed)
+        group = Group(line, entries, timer, int(record.environment.get("seed", 0)), monitor.say, passed)
         measure(group, record, out, monitor, other)
         for cell in group.cells:
             if cell.status in EXHAUSTED and "N" in line.case:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -75,7 +76,9 @@ def measure(scaling: Scaling, out: Path) -> list[dict[str, Any]]:
         raise Refused(f"--out {out} exists, and results are never overwritten")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            start_processes(_rank, (scaling, folder), nprocs=max(scaling.ranks), start_method="spawn")
+            multiprocessing.set_forkserver_preload([__name__])  # on CPUs torch is imported once, not by every rank
+            method = "forkserver" if scaling.device == "cpu" else "spawn"
+            start_processes(_rank, (scaling, folder), nprocs=max(scaling.ranks), start_method=method)
         except ProcessRaisedException as error:
             said = re.search(r"Refused: (.*)", str(error))
             raise Refused(said[1] if said else str(error)) from None

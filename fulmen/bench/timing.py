@@ -1,5 +1,7 @@
 """Clocks: how long one call takes on a GPU or a CPU, with cold or hot caches, and statistics of many samples.
 
+Nothing is changed: clocks, power limits and persistence stay as they are, and are asked for.
+
 A sample on a GPU: the L2 cache is overwritten, a spacer kernel keeps the device busy while the host queues everything,
 two events bracket the call. On a CPU: the last-level cache is overwritten, then the wall clock. The clocks are bound
 when this module is imported, before any competitor is: see `restore_clocks`.
@@ -9,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import numpy
 import torch
 
 from fulmen import hardware
+from fulmen.bench.audit import median_interval
 
 OWNERS: dict[Any, str] = {
     time: "perf_counter_ns perf_counter time", torch.cuda: "Event synchronize",
@@ -56,6 +58,75 @@ def restore_clocks() -> str | None:
     return why
 
 
+THROTTLE = {
+    0x4: "SW power cap", 0x8: "HW slowdown", 0x10: "sync boost", 0x20: "SW thermal slowdown",
+    0x40: "HW thermal slowdown", 0x80: "HW power brake", 0x100: "display clocks",
+}  # fmt: skip
+SM, MEMORY = 1, 2  # NVML's numbers of clocks
+
+
+class Nvml:
+    """NVML through pynvml, for one GPU; every answer is None where it or the driver does not give one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.nvml: Any = None
+        if device.type == "cuda":
+            with contextlib.suppress(Exception):  # pynvml has an error of its own for each way a driver can be missing
+                import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+                pynvml.nvmlInit()
+                self.handle = self._find(pynvml, torch.cuda.current_device() if device.index is None else device.index)
+                self.nvml = pynvml
+
+    @staticmethod
+    def _find(pynvml: Any, index: int) -> Any:
+        """By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's."""
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        with contextlib.suppress(pynvml.NVMLError):
+            if uuid is not None:
+                return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(self, name: str, *arguments: int, unit: float = 1) -> Any:
+        """What nvmlDeviceGet`name` says, in our unit."""
+        with contextlib.suppress(Exception):  # not supported on this GPU, or in this container
+            answer = getattr(self.nvml, f"nvmlDeviceGet{name}")(self.handle, *arguments)
+            return answer * unit if isinstance(answer, int | float) else answer
+        return None
+
+    def clock_mhz(self) -> float | None:
+        return self.ask("ClockInfo", SM, unit=1.0)
+
+    def throttle(self) -> list[str]:
+        """Why the clock is below what it could be; [] where nothing holds it back or nobody says."""
+        names = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
+        bits = next((bits for bits in map(self.ask, names) if bits is not None), 0)
+        return [word for bit, word in THROTTLE.items() if bits & bit]
+
+    def state(self, throttled: list[str]) -> dict[str, Any]:
+        """What a cell records: throttle reasons, those of before among them, power, temperature."""
+        found = {"power_w": self.ask("PowerUsage", unit=1e-3), "temperature_c": self.ask("Temperature", 0)}
+        return self.known(found | {"throttle": sorted({*throttled, *self.throttle()})})
+
+    def facts(self) -> dict[str, Any]:
+        processes, driver = self.ask("ComputeRunningProcesses"), None
+        with contextlib.suppress(Exception):
+            driver = self.nvml.nvmlSystemGetDriverVersion()
+        return self.known({
+            "driver": driver.decode() if isinstance(driver, bytes) else str(driver or "unknown"),
+            "throttle": self.throttle(),
+            "clock_sm_max_mhz": self.ask("MaxClockInfo", SM, unit=1.0),
+            "clock_memory_max_mhz": self.ask("MaxClockInfo", MEMORY, unit=1.0),
+            "memory_bus_bits": self.ask("MemoryBusWidth"),
+            "power_limit_w": self.ask("EnforcedPowerLimit", unit=1e-3),
+            "temperature_c": self.ask("Temperature", 0),
+            "other_processes": None if processes is None else max(0, len(processes) - 1),  # one of them is us
+        })  # fmt: skip
+
+    def known(self, found: dict[str, Any]) -> dict[str, Any]:
+        return {} if self.nvml is None else {name: value for name, value in found.items() if value is not None}
+
+
 class Sample(NamedTuple):
     """spacer_ms: the one it took; late: the host was not done when the spacer was, so the device may have waited."""
 
@@ -75,10 +146,11 @@ class Wall(NamedTuple):
 
 
 class Timer:
-    """Takes samples on one device. `clock_mhz`: asks for the SM clock, while the device works."""
+    """Takes samples on one device. The SM clock is asked for while the device works."""
 
-    def __init__(self, device: torch.device, clock_mhz: Callable[[], float | None] = lambda: None) -> None:
-        self.device, self.cuda, self.clock_mhz = device, device.type == "cuda", clock_mhz
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cuda, self.nvml = device, device.type == "cuda", Nvml(device)
+        self.stream: torch.cuda.Stream | None = None
         self.asked, self.slow_clock = 0, False
         self.l2_bytes = hardware.of(device).l2_bytes if self.cuda else CPU_CACHE
         self.cache = torch.empty(2 * self.l2_bytes, dtype=torch.int8, device=device)
@@ -95,6 +167,35 @@ class Timer:
     def synchronize(self) -> None:
         if self.cuda:
             _synchronize(self.device)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """A stream of our own on a GPU, since the default one cannot be captured."""
+        if not self.cuda:
+            yield
+            return
+        self.stream = self.stream or torch.cuda.Stream(self.device)
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
+    def burn_in(self, seconds: float = 0.2) -> None:
+        """Warms up a cool and idle GPU before the first cell."""
+        if self.cuda:
+            a = torch.randn(4096, 4096, device=self.device, dtype=torch.bfloat16)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                torch.mm(a, a)
+                self.synchronize()
+
+    def collect_garbage(self) -> None:
+        if self.cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def sample(self, work: Work, *, cold: bool = True, spacer_ms: float = 0.1, tries: int = TRIES) -> Sample:
         """One call. `spacer_ms`: how long the host may take to queue it without being seen in the time.
@@ -132,7 +233,7 @@ class Timer:
         if self.slow_clock and self.asked % 8 != 1:
             return None
         begin = _now()
-        value = self.clock_mhz()
+        value = self.nvml.clock_mhz()
         if self.asked > 8:  # the first calls load libraries
             self.slow_clock = _now() - begin > SLOW_CLOCK_NS
         return value
@@ -303,26 +404,9 @@ class Ran(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------- statistics
-def interval(samples: Sequence[float], resamples: int = 400) -> tuple[float, float]:
-    """95 % bootstrap interval of the median."""
-    x = numpy.asarray(samples)
-    if len(x) < 3:
-        return float(x.min()), float(x.max())
-    drawn = numpy.random.default_rng(len(x)).choice(x, (resamples, len(x)))
-    low, high = numpy.percentile(numpy.median(drawn, axis=1), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def half_width(samples: Sequence[float]) -> float:
-    """Half the interval, as a share of the median."""
-    low, high = interval(samples, resamples=200)
-    middle = median(samples)
-    return (high - low) / 2 / middle if middle > 0 else math.inf
-
-
 def summary(samples: Sequence[float], stop: str) -> dict[str, Any]:
     """What a cell says of its samples; all of them stay beside it, and none is left out here."""
-    x, (low, high) = numpy.asarray(samples), interval(samples)
+    x, (low, high) = numpy.asarray(samples), median_interval(sorted(samples))
     middle, (p20, p80) = float(numpy.median(x)), (float(p) for p in numpy.percentile(x, [20, 80]))
     far = numpy.abs(x - middle)
     mad = float(numpy.median(far))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fulmen import dispatch, hardware, launch
 from fulmen.bench import Refused, adapters, cases, kernels
-from fulmen.bench.group import Machine
+from fulmen.bench.timing import Timer
 from fulmen.flash.spec import Residuals as FlashResiduals
 from fulmen.lightning.spec import Residuals as LightningResiduals
 
@@ -130,11 +130,6 @@ def bind(job: Job, device: torch.device) -> Bound:
     )
 
 
-def run(launches: Sequence[Any]) -> None:
-    for one in launches:
-        launch.run(one)
-
-
 def jobs_of(op: str, shapes: Sequence[str], dtype: str, hw: hardware.Hardware) -> list[tuple[str, Job]]:
     found = []
     for text in shapes or SHAPES[op]:
@@ -169,10 +164,10 @@ def compiled(job: Job, order: Sequence[Tiles], pool: Executor, until: float) -> 
     return [futures[future] for future in done]
 
 
-def candidates(job: Job, configs: Sequence[Tiles], machine: Machine, until: float) -> list[Candidate]:
+def candidates(job: Job, configs: Sequence[Tiles], timer: Timer, until: float) -> list[Candidate]:
     """Those that give the results of the first, the tiles in use; as many as can be tried by `until`."""
-    bound = bind(job, machine.device)
-    run(bound.before)
+    bound = bind(job, timer.device)
+    launch.run_all(bound.before, timer.device)
     found: list[Candidate] = []
     wanted: list[Tensor] = []
     for config in configs:
@@ -182,8 +177,8 @@ def candidates(job: Job, configs: Sequence[Tiles], machine: Machine, until: floa
             launches = bound.launches(config)
             for x in bound.results:
                 x.fill_(float("nan"))
-            run(launches)
-            machine.timer.synchronize()
+            launch.run_all(launches, timer.device)
+            timer.synchronize()
         except Exception as error:  # more shared memory than there is, say
             if not wanted:
                 raise Refused(f"the tiles in use, {config}, do not run at this shape: {error}") from error
@@ -191,13 +186,15 @@ def candidates(job: Job, configs: Sequence[Tiles], machine: Machine, until: floa
         wanted = wanted or [x.clone() for x in bound.results]
         both = zip(bound.results, wanted, strict=True)
         if max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in both) < SAME:
-            found.append(Candidate(config, functools.partial(run, launches), config == configs[0]))
+            found.append(
+                Candidate(config, functools.partial(launch.run_all, launches, timer.device), config == configs[0])
+            )
     if not found:
         raise Refused(f"the tiles in use of {job.op} {job.pass_} do not give finite results at this shape")
     return found
 
 
-def time(found: list[Candidate], machine: Machine, until: float) -> list[Candidate]:
+def time(found: list[Candidate], timer: Timer, until: float) -> list[Candidate]:
     """Interleaved, in an order drawn anew each round, with cold L2; those far behind after two rounds are dropped."""
     for turn in range(ROUNDS + 2):
         if turn == 2:
@@ -206,7 +203,7 @@ def time(found: list[Candidate], machine: Machine, until: float) -> list[Candida
             for candidate in found:
                 candidate.samples.clear()  # they warmed up
         for candidate in random.sample(found, len(found)):
-            sample = machine.timer.sample(candidate.work, spacer_ms=candidate.spacer_ms)
+            sample = timer.sample(candidate.work, spacer_ms=candidate.spacer_ms)
             candidate.spacer_ms = max(candidate.spacer_ms, sample.spacer_ms)
             candidate.samples.append(sample.ms)
         if turn >= 4 and clock.monotonic() > until:
@@ -224,8 +221,8 @@ def tune(
         raise Refused("tuning times kernels on a GPU, and torch sees none here (see `fulmen doctor`)")
     device = torch.device("cuda", torch.cuda.current_device())
     jobs = jobs_of(op, shapes, dtype, hardware.of(device))
-    machine = Machine.of(device)
-    machine.burn_in()
+    timer = Timer(device)
+    timer.burn_in()
     pool = kernels.new_pool(kernels.workers())
     try:
         for number, (text, job) in enumerate(jobs):
@@ -233,8 +230,8 @@ def tune(
             share = math.inf if seconds is None else max(0.0, begin + seconds - now) / (len(jobs) - number)
             order = nearest_first(op, job.current())
             ready = compiled(job, order, pool, now + COMPILING * share)
-            tried = candidates(job, ready, machine, now + share)
-            show(f"{op} {text} {dtype} {job.pass_}", time(tried, machine, now + share), everything, console)
+            tried = candidates(job, ready, timer, now + share)
+            show(f"{op} {text} {dtype} {job.pass_}", time(tried, timer, now + share), everything, console)
             why = "do not fit" if seconds is None else f"do not fit, or not into {share:.0f} s (--seconds)"
             rest = f"; the others {why}" if len(tried) < len(order) else ""
             console.print(f"{len(tried)} of {len(order)} tiles tried{rest}")

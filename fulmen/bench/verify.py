@@ -22,7 +22,8 @@ from fulmen.bench import adapters, environment, schema
 from fulmen.bench.cases import Line, Settings
 from fulmen.bench.competitors import Competitor
 from fulmen.bench.gate import Formula, Problem
-from fulmen.bench.group import Group, Machine
+from fulmen.bench.group import Group
+from fulmen.bench.timing import Timer
 
 OP = "custom"
 YARDSTICKS = 4  # further inputs on which the reference shows how much it errs
@@ -122,10 +123,10 @@ def verify_and_time(
     settings = replace(Settings(), passes=tuple(passes) if grad else ("forward",), seconds=seconds, samples=samples)
     line = Line("custom", op, known | ({} if grad else {"grad": False}), settings=settings)
     device = next((t.device for t in first if isinstance(t, Tensor)), torch.device("cpu"))
-    machine = Machine.of(device)
-    run = schema.Run("local", "", "verify_and_time", environment.facts(device, machine.nvml, machine.timer), {})
+    timer = Timer(device)
+    run = schema.Run("local", "", "verify_and_time", environment.facts(timer), {})
     cells = [competitor.cell(line, run.run_id, pass_, "cold", seed, "verify_and_time") for pass_ in settings.passes]
-    group = Group(line, [(competitor, cells)], machine, seed)
+    group = Group(line, [(competitor, cells)], timer, seed)
     group.prepare()
     while not group.done:
         group.sample()

@@ -51,7 +51,7 @@ def noise(seed: int, n: int = 40, middle: float = 0.14, sigma: float = 0.01) -> 
 
 @pytest.mark.parametrize("sigma", [0.003, 0.02, 0.1])
 def test_equal_distributions_are_hardly_ever_told_apart(sigma: float) -> None:
-    trials = 400
+    trials = 250
     found = [comparing.effect(noise(2 * i, sigma=sigma), noise(2 * i + 1, sigma=sigma)).verdict for i in range(trials)]
     assert sum(v in ("FASTER", "SLOWER") for v in found) < 0.01 * trials
     if sigma < 0.01:
@@ -59,7 +59,7 @@ def test_equal_distributions_are_hardly_ever_told_apart(sigma: float) -> None:
 
 
 def test_five_percent_are_seen() -> None:
-    trials = 200
+    trials = 120
     slower = [comparing.effect(noise(2 * i), noise(2 * i + 1, middle=0.147)).verdict for i in range(trials)]
     faster = [comparing.effect(noise(2 * i, middle=0.147), noise(2 * i + 1)).verdict for i in range(trials)]
     assert slower.count("SLOWER") > 0.99 * trials

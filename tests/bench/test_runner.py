@@ -22,6 +22,7 @@ from fulmen.bench import (
     runner,
     schema,
     screen,
+    timing,
 )
 from fulmen.bench.cases import Line
 from fulmen.bench.runner import Selection
@@ -399,7 +400,7 @@ class Elsewhere:
 
 
 def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nvml(environment.Nvml):
+    class Nvml(timing.Nvml):
         def __init__(self, device: torch.device) -> None:
             self.nvml, self.handle = object(), None
 
@@ -409,7 +410,7 @@ def test_a_base_that_dies_first_leaves_rows_where_nvml_is_asked(out: Path, monke
         def facts(self) -> dict[str, Any]:
             return {}
 
-    monkeypatch.setattr(environment, "Nvml", Nvml)
+    monkeypatch.setattr(timing, "Nvml", Nvml)
     with pytest.raises(Refused, match="the process ended"):
         runner.run(Selection(("quick",), **QUICK), out, other=Elsewhere())
     assert {(c.status, c.reason) for c in cells(out)} == {("interrupted", "before it began")}

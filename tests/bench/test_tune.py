@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fulmen import hardware
 from fulmen.bench import Refused, tune
-from fulmen.bench.group import Machine
+from fulmen.bench.timing import Timer
 
 HOPPER = hardware.TARGETS[90]
 SHAPE = "B=1,H=2,N=48,D=16"
@@ -26,19 +26,19 @@ def job_of(op: str, pass_: str) -> tune.Job:
 
 
 @pytest.fixture
-def machine() -> Machine:
-    return Machine.of(torch.device("cpu"))
+def timer() -> Timer:
+    return Timer(torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled, not interpreted")
 @pytest.mark.parametrize(("op", "pass_"), JOBS)
-def test_tiles_are_compared_and_timed(op: str, pass_: str, machine: Machine) -> None:
+def test_tiles_are_compared_and_timed(op: str, pass_: str, timer: Timer) -> None:
     job = job_of(op, pass_)
     order = tune.nearest_first(op, job.current())
     smaller = (32, 32, 4, 2)
-    found = tune.candidates(job, [order[0], smaller], machine, math.inf)
+    found = tune.candidates(job, [order[0], smaller], timer, math.inf)
     assert [(c.config, c.used) for c in found] == [(order[0], True), (smaller, False)]
-    timed = tune.time(found, machine, until=0.0)
+    timed = tune.time(found, timer, until=0.0)
     assert all(3 <= len(c.samples) <= tune.ROUNDS for c in timed)
     console = Console(file=io.StringIO(), width=120)
     tune.show("title", timed, True, console)
@@ -46,9 +46,7 @@ def test_tiles_are_compared_and_timed(op: str, pass_: str, machine: Machine) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled, not interpreted")
-def test_tiles_that_are_wrong_or_do_not_run_are_no_candidates(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_that_are_wrong_or_do_not_run_are_no_candidates(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
     job, true = job_of("lightning", "forward"), tune.bind
     used, wrong, broken, late = (64, 64, 4, 4), (32, 64, 4, 4), (16, 64, 4, 4), (64, 32, 4, 4)
 
@@ -65,11 +63,11 @@ def test_tiles_that_are_wrong_or_do_not_run_are_no_candidates(
         return bound._replace(launches=launches)
 
     monkeypatch.setattr(tune, "bind", bind)
-    found = tune.candidates(job, [used, wrong, broken], machine, math.inf)
+    found = tune.candidates(job, [used, wrong, broken], timer, math.inf)
     assert [c.config for c in found] == [used]
-    assert [c.config for c in tune.candidates(job, [used, late], machine, 0.0)] == [used]
+    assert [c.config for c in tune.candidates(job, [used, late], timer, 0.0)] == [used]
     with pytest.raises(Refused, match="do not run at this shape: out of resources"):
-        tune.candidates(job, [broken, used], machine, math.inf)
+        tune.candidates(job, [broken, used], timer, math.inf)
 
 
 def test_the_tiles_in_use_come_first_and_the_nearest_next() -> None:

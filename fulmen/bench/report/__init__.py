@@ -71,12 +71,13 @@ def markdown(report: model.Report) -> str:
     out.append(rows([("cells", "number"), ("", ""), ("", "")], counts))
     leads = set()
     for section in content.sections(report):
-        if inside := [text for block in section.blocks for text in paragraphs(block)]:
-            title, lead = content.SECTIONS[section.name]
-            where = ", ".join(filter(None, (*section[2:4], "hot cache" if section.cache == "hot" else "")))
+        if inside := [text for block in section["blocks"] for text in paragraphs(block)]:
+            title, lead = content.SECTIONS[name := section["name"]]
+            hot = "hot cache" if section["cache"] == "hot" else ""
+            where = ", ".join(filter(None, (section["suite"], section["pass_"], hot)))
             out.append(f"## {safe(f'{title}: {where}' if where else title)}")
-            out += [safe(lead)] if lead and section.name not in leads else []
-            leads.add(section.name)
+            out += [safe(lead)] if lead and name not in leads else []
+            leads.add(name)
             out += inside
     out.append(f"Made from results of the schema {schema.SCHEMA}; `results.csv` and `report.html` hold every cell.")
     return "\n\n".join(out) + "\n"

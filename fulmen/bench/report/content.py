@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from fulmen.bench import schema, words
 from fulmen.bench.audit import grouped, si
@@ -68,27 +68,20 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str], str]] = {
 }  # fmt: skip
 
 
-class Section(NamedTuple):
+def sections(report: Report) -> Iterator[dict[str, Any]]:
     """Blocks under one heading; "" stands for every suite, pass and cache."""
 
-    name: str
-    blocks: list[Block]
-    suite: str = ""
-    pass_: str = ""
-    cache: str = ""
+    def section(name: str, blocks: Iterable[Block], suite: str = "", pass_: str = "", cache: str = "") -> Any:
+        said = {"name": name, "blocks": list(blocks), "suite": suite, "pass_": pass_, "cache": cache}
+        return [said] if said["blocks"] else []
 
-
-def sections(report: Report) -> Iterator[Section]:
     for suite in report.suites:
         for (pass_, cache), rows in grouped(report.of(suite), lambda row: (row.cell.pass_, row.cell.cache)).items():
             for make in (speed, scaling, roofline, kinds):
-                if blocks := list(make(report, rows)):
-                    yield Section(make.__name__, blocks, suite, pass_, cache)
-        if blocks := list(memory(report.of(suite))):
-            yield Section("memory", blocks, suite)
+                yield from section(make.__name__, make(report, rows), suite, pass_, cache)
+        yield from section("memory", memory(report.of(suite)), suite)
     for whole in (correctness, missing, glossary, environment):
-        if blocks := list(whole(report)):
-            yield Section(whole.__name__, blocks)
+        yield from section(whole.__name__, whole(report))
 
 
 def page(report: Report) -> dict[str, Any]:
@@ -100,7 +93,7 @@ def page(report: Report) -> dict[str, Any]:
         "notes": report.results.notes,
         "headlines": list(headlines(report)),
         "headings": [(name, *said) for name, said in SECTIONS.items()],
-        "sections": [one._asdict() for one in sections(report)],
+        "sections": list(sections(report)),
         "tiles": [(kind, GLYPHS[kind], n, *words.KINDS[kind]) for kind, n in counts.items()],
         "cells": shown(report),
         "rows": [details(row) for row in report.rows],
