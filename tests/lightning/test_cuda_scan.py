@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from fulmen.layers import scan as mamba
 from fulmen.layers.fused import mamba as kernels
 from fulmen.lightning import cuda, policy
 from fulmen.lightning.kernels import sweep
-from fulmen.testing import assert_close, expected, results_of
+from fulmen.lightning.spec import Residuals, spec_of
+from fulmen.testing import assert_close, carried_roundings, expected, results_of
 from fulmen.testing import lightning as testing
 from tests import emulator, sass
 from tests.emulator import ANY, LATE, MODES, PRESSED
 from tests.lightning.cuda_calls import spec
-from tests.lightning.test_cuda_tokens import HOT
+from tests.lightning.test_cuda_tokens import HOT, HOT_PAIR
+from tests.lightning.test_token_decay import fast_tokens
 
 SOFTPLUS = mamba.Steps(True, 0.0, torch.inf)
 STATE, P = 128, 64  # D and E
@@ -58,7 +61,7 @@ class Call:
     ):  # fmt: skip
         N = N or sum(lengths)
         self.sizes, self.device = (rows, N, H, P, groups), device
-        self.has_d, self.has_z, self.has_norm, self.has_initial = D, z, norm, initial
+        self.has_z, self.has_norm = z, norm
         self.cu = None
         if lengths is not None:
             ends = [0, *itertools.accumulate(lengths)]
@@ -69,9 +72,12 @@ class Call:
         states = rows if lengths is None else len(lengths)
         step = make(rows, N, H, seed=2)
         step = {None: step - 2, "zero": step - 200 * (step > 0), "large": 40 * step.abs()}[dt]
-        of_heads = torch.stack([-make(H, seed=3).abs() - 0.1, make(H, seed=4), make(H, seed=5)])
+        of_heads = torch.stack([-make(H, seed=3).abs() - 0.1, make(H, seed=4)])
         self.leaves = {
-            "xBC": make(rows, N, width, seed=0).bfloat16(), "dt": step.bfloat16(), "of_heads": of_heads,
+            "xBC": make(rows, N, width, seed=0).bfloat16(),
+            "dt": step if device == "cpu" else step.bfloat16(),  # Triton's interpreter cuts bf16 off
+            "of_heads": of_heads.bfloat16(),
+            "D": make(H, seed=5).bfloat16() if D else None,
             "z": make(rows, N, H * P + 8, seed=1).bfloat16() if z else None,
             "weight": make(H * P, seed=6).bfloat16() if norm else None,
             "initial": make(states, H, STATE, P, seed=7) if initial else None,
@@ -86,10 +92,11 @@ class Call:
         ends = (0, H * P, H * P + groups * STATE, H * P + 2 * groups * STATE)
         x, B, C = (of["xBC"][:, :, i:j] for i, j in itertools.pairwise(ends))
         x, B, C = x.unflatten(2, (H, P)), B.unflatten(2, (groups, STATE)), C.unflatten(2, (groups, STATE))
-        A, bias, D = (of["of_heads"][i] for i in range(3))
+        A, bias = (of["of_heads"][i] for i in range(2))
+        A = A.to(torch.promote_types(A.dtype, torch.float32))
         z = of["z"][:, :, 8:].unflatten(2, (H, P)) if self.has_z else None
         norm = mamba.Norm(of["weight"], 1, 1e-5) if self.has_norm else None
-        given = (x, of["dt"], A, B, C, D if self.has_d else None, z, bias, SOFTPLUS)
+        given = (x, of["dt"], A, B, C, of.get("D"), z, bias, SOFTPLUS)
         if callable(backend):
             return backend(*given, self.seq, of.get("initial"), self.cu, norm)
         return mamba.scan(
@@ -107,12 +114,17 @@ def plain(x, dt, A, B, C, D, z, bias, steps, seq, initial, cu, norm):
 
 
 def check(call: Call, backend: str = "cuda") -> None:
-    """y without gradients, then y, the states and all gradients."""
-    given = [t.requires_grad_() for t in call.leaves.values()]
-    wanted = expected(lambda *leaves: call.scan(plain, *leaves), given, call.douts, terms=call.sizes[1])
+    """y without gradients, then y, the states and all gradients.
+
+    That of A is a sum over all rows, of which many share their roundings; `test_summed_over_tokens` is about these.
+    """
+    given, N = [t.requires_grad_() for t in call.leaves.values()], call.sizes[1]
+    wanted = expected(lambda *leaves: call.scan(plain, *leaves), given, call.douts, terms=N)
+    names = ["y", "state", *(f"d{name}" for name in call.leaves)]
+    of_heads = names.index("dof_heads")
+    wanted[of_heads] = wanted[of_heads]._replace(roundings=carried_roundings(N) ** 2)
     with torch.no_grad():
         alone = call.scan(backend, *given)
-    names = ["y", "state", *(f"d{name}" for name in call.leaves)]
     for name, got, want in zip(names[:2], alone, wanted, strict=False):
         assert_close(f"{name} without gradients", got, *want)
     found = results_of(lambda *leaves: call.scan(backend, *leaves), given, call.douts)
@@ -122,10 +134,19 @@ def check(call: Call, backend: str = "cuda") -> None:
 
 @contextlib.contextmanager
 def serving(mode=ANY, seed=0, edit=None, **more):
-    """The emulator serves scans as an H200 would: kernels around it are interpreted."""
+    """The emulator serves scans as an H200 would. Step sizes are made in Triton's interpreter, z and norm by torch: the
+    interpreter cuts bf16 off."""
+    around = SimpleNamespace(Scanned=kernels.Scanned, scanned=kernels.scanned, Outputs=SimpleNamespace(apply=outputs))
     with pytest.MonkeyPatch.context() as patch, emulator.serve("lightning", mode, seed, edit, **more) as machine:
-        patch.setattr(mamba, "kernels_for", lambda name, *given: kernels if is_plain_eager(*given) else None)
+        patch.setattr(mamba, "kernels_for", lambda name, *given: around if is_plain_eager(*given) else None)
         yield machine
+
+
+def outputs(groups, eps, u, x, D, z, weight):
+    assert x is None
+    assert D is None
+    norm = None if weight is None else mamba.Norm(weight, groups, eps)
+    return mamba._outputs(u, u, None, z, norm).to(u.dtype)
 
 
 @emulated
@@ -135,3 +156,130 @@ def test_right_on_the_emulator(case, mode):
     with serving(mode) as machine:
         check(Call(**CASES[case]))
         assert machine.launches == 4  # o twice, then dv and dk, and dq
+
+
+SPLIT = {
+    "one row": {"N": 1100, "initial": True},
+    "z": {"N": 1030, "z": True, "D": False},
+    "packed": {"lengths": [700, 0, 600], "z": True},
+}
+
+
+@emulated
+@pytest.mark.parametrize("mode", [ANY, PRESSED], ids=["any", "pressed"])
+@pytest.mark.parametrize("case", SPLIT)
+def test_a_split_sequence(case, mode):
+    with serving(mode) as machine:
+        check(Call(**SPLIT[case]))
+        assert machine.launches == 8  # a state before each of two o; before dv and dk, and dq, both states
+
+
+class Inside(torch.autograd.Function):
+    """Lightning attention of v = dt x by step sizes that are powers of 2, so that dt x is exact."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, decay, initial, cu_seqlens):
+        sizes = 2.0 ** (torch.arange(decay.numel()).view(decay.shape) % 7 - 4).to(decay)
+        x = (v / sizes[..., None]).to(v.dtype)
+        call = spec_of(q, k, x, decay, initial_state=initial, cu_seqlens=cu_seqlens, with_final_state=True)
+        call = call._replace(steps=True)
+        kernel = dispatch.pick("lightning", call, "cuda")
+        saved = q.new_empty(kernel.saves(call))
+        given = Residuals(q, k, x, decay.contiguous(), initial, cu_seqlens, saved, sizes)
+        ctx.kernel, ctx.call = kernel, call
+        ctx.save_for_backward(*given)
+        return kernel.forward(call, given)
+
+    @staticmethod
+    def backward(ctx, do, dstate):
+        given = Residuals(*ctx.saved_tensors)
+        ddecay, of_steps = torch.empty_like(given.decay), torch.empty(2, *given.decay.shape, device=do.device)
+        *grads, dinitial = ctx.kernel.backward(ctx.call, given, do, dstate, ddecay, of_steps)
+        dq, dk, dx = grads
+        exact = (given.v.double() * (dx / given.steps[..., None].to(dx.dtype)).double()).sum(-1)
+        assert_close("x . dv", of_steps[0], exact.to(dx.dtype), exact, roundings=8.0)
+        assert_close("x . do", of_steps[1], of_steps[1], (given.v.double() * do.double()).sum(-1), roundings=8.0)
+        return dq, dk, (dx / given.steps[..., None]).to(dx.dtype), ddecay, dinitial, None
+
+
+def attend_inside(x: testing.Inputs):
+    return Inside.apply(x.q, x.k, x.v, x.decay, x.initial_state, x.cu_seqlens)
+
+
+EXACT = {
+    "batch": {"B": 2, "H": 2, "groups": 1, "N": 200, "initial_state": True},
+    "long": {"H": 2, "groups": 1, "N": 600, "layout": "bnhd"},
+    "packed": {"H": 2, "groups": 2, "lengths": [65, 0, 70], "decay": "extreme"},
+}
+
+
+@emulated
+@pytest.mark.parametrize("case", EXACT)
+def test_step_sizes_as_exact_products(case):
+    """With all that `testing.check` asks of the attention of dt x, above all the decay's gradient."""
+    options = {"decay": "token", **EXACT[case]}
+    x = testing.inputs(D=STATE, E=P, dtype=torch.bfloat16, **options)
+    x = x._replace(decay=x.decay.requires_grad_())
+    with emulator.serve("lightning", ANY):
+        actual = testing.evaluate(attend_inside, x)
+    for name, wanted in testing.expected(x).items():
+        assert_close(name, getattr(actual, name), *wanted)
+
+
+@emulated
+@pytest.mark.parametrize("rate", [0.3, 1.3])
+def test_summed_over_tokens(rate):
+    """The gradient of Mamba-2's A, whose heads forget a state within a chunk."""
+    x = fast_tokens(D=STATE, E=P, groups=2, rate=rate)
+    with emulator.serve("lightning", ANY):
+        testing.check_summed(x, testing.evaluate(attend_inside, x).ddecay)
+
+
+WRONG = r" error \d|not finite|not zero"
+# What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
+MISTAKES = {
+    "columns without step sizes": ("D", "kept * times : 0.0f", "kept : 0.0f", ANY, WRONG),
+    "a state without step sizes": ("D", "until * size[i]", "until", ANY, WRONG),
+    "step sizes of the chunk before": ("D", "size[i] = next_steps[i];", "size[i] = next_steps[1 - i];", ANY, WRONG),
+    "a state's gradient with step sizes": ("D", "w.reverse ? since : STEPS", "w.reverse ? since * size[i] : STEPS", ANY, WRONG),
+    "dk's state without them": ("D", "into[row] * at.step_sizes(n)[row]", "into[row]", ANY, WRONG),
+    "dk's rows taken for its columns": ("D", "{steps[row], steps[row + 8]}, warp", "{steps[row + 8], steps[row]}, warp", ANY, WRONG),
+    "the skip of half the rows": ("D", "here[0] = fmaf(skip, low(two[i]), here[0])", "if (i % 2) here[0] = fmaf(skip, low(two[i]), here[0])", ANY, WRONG),
+    "dx without its skip": ("D", "fmaf(skip, high(g[i]), here[1] * size[i % 2])", "here[1] * size[i % 2]", ANY, WRONG),
+    "dx without dt": ("D", "fmaf(skip, low(g[i]), here[0] * size[i % 2])", "fmaf(skip, low(g[i]), here[0])", ANY, WRONG),
+    "x . dv after it is dx": ("D", "of_dv[i] = fmaf(here[1], high(x[i])", "of_dv[i] = fmaf(here[1] * size[i % 2], high(x[i])", ANY, WRONG),
+    "x . do of half the columns": ("D", "fmaf(high(g[i]), high(x[i]), fmaf(low(g[i])", "fmaf(0.0f, high(x[i]), fmaf(low(g[i])", ANY, WRONG),
+    "sums stored as another chunk's": ("D", "at.step_sums[stage], w.place(n - STAGES)", "at.step_sums[(stage + 1) % STAGES], w.place(n - STAGES)", ANY, WRONG),
+    "a stage released before x is added": (
+        "long", "else add_skip(at.c(n));\n            release(at.empty + n % STAGES * 8);",
+        "else release(at.empty + n % STAGES * 8), add_skip(at.c(n));\n            if (DX) release(at.empty + n % STAGES * 8);",
+        PRESSED, WRONG,
+    ),
+    "a stage released before dx is made": (
+        "long", "if constexpr (DX) make_dx(at, n);", "if constexpr (DX) { release(at.empty + n % STAGES * 8); make_dx(at, n); return; }",
+        PRESSED, f"{WRONG}|more arrivals|all wait",
+    ),
+    "a gate that has not come yet": (
+        "z", "mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);\n#pragma unroll\n        for (int j = 0; j < 8",
+        "\n#pragma unroll\n        for (int j = 0; j < 8", LATE, f"{WRONG}|more arrivals|has ended",
+    ),
+    "a gate into an output that is yet to be stored": (
+        "long", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
+    ),
+    "a gate of the wrong buffer": ("long", "parity ^= OUT_ROWS && !buffer;", "parity ^= DOTS && !buffer;", LATE, f"{WRONG}|more arrivals|all wait"),
+    "a sigmoid for silu": ("z", "return x * opened;", "return opened;", ANY, WRONG),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    case, passage, instead, mode, said = MISTAKES[mistake]
+
+    def often():
+        for seed in range(8):
+            with serving(mode, seed, (passage, instead)):
+                check(Call(**CASES[case]))
+
+    with pytest.raises(AssertionError, match=said):
+        often()
