@@ -1,8 +1,8 @@
 """Lightning attention in CUDA C++ for Hopper: kernels/sweep.cu, the sweep of triton.py with warp specialisation.
 
 bf16, D = E of 64 or 128, with a decay for each token D 128 and E 64, too, as Mamba-2 has; k and v have as many heads as
-q, or q and k fewer than v. D 128 and E 64 also takes Mamba-2's step sizes, skip and gate inside: o = (f(q, k, dt x) + D x)
-silu(z), and a backward that gives dx. Backward, in u (the bytes of q):
+q, or q and k fewer than v. With D 128 and E 64 it also takes Mamba-2's step sizes, skip and gate (`spec.steps`,
+`spec.gated`): o = (f(q, k, dt x) + D x) silu(z), and without z the gradient of x. Backward, in u (the bytes of q):
 
     D = 64    the forward saves a state every `saved_rows` in bf16, 0.125u; from these one launch makes dq, dk and
               dv, which so read the same rows at about the same time: 4u from memory instead of 7u
@@ -305,7 +305,9 @@ def prepare_backward(
 
         def cut(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
             count = count_residuals(spec)
-            return backward(spec, Residuals(*tensors[:count]), *tensors[count:], launches=launches)
+            do, dstate, *into = tensors[count:]
+            ddecay, of_steps = (*into, None, None)[:2]
+            return backward(spec, Residuals(*tensors[:count]), do, dstate, ddecay, of_steps, launches)
 
         return cut
     new_dq, new_dk, new_dv = (allocator(t) for t in grads)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -24,10 +23,10 @@ from fulmen.lightning.kernels import sweep
 from fulmen.lightning.spec import Residuals, spec_of
 from fulmen.testing import assert_close, carried_roundings, expected, results_of
 from fulmen.testing import lightning as testing
-from tests import emulator, sass
+from tests import emulator
 from tests.emulator import ANY, LATE, MODES, PRESSED
 from tests.lightning.cuda_calls import spec
-from tests.lightning.test_cuda_tokens import HOT, HOT_PAIR
+from tests.lightning.test_cuda_tokens import check_code
 from tests.lightning.test_token_decay import fast_tokens
 
 SOFTPLUS = mamba.Steps(True, 0.0, torch.inf)
@@ -88,7 +87,7 @@ class Call:
     def scan(self, backend, *leaves):
         """y and the last states; `backend` is a name or a function in its place."""
         of = dict(zip(self.leaves, leaves, strict=True))
-        rows, N, H, P, groups = self.sizes
+        _, _, H, P, groups = self.sizes
         ends = (0, H * P, H * P + groups * STATE, H * P + 2 * groups * STATE)
         x, B, C = (of["xBC"][:, :, i:j] for i, j in itertools.pairwise(ends))
         x, B, C = x.unflatten(2, (H, P)), B.unflatten(2, (groups, STATE)), C.unflatten(2, (groups, STATE))
@@ -241,34 +240,95 @@ MISTAKES = {
     "columns without step sizes": ("D", "kept * times : 0.0f", "kept : 0.0f", ANY, WRONG),
     "a state without step sizes": ("D", "until * size[i]", "until", ANY, WRONG),
     "step sizes of the chunk before": ("D", "size[i] = next_steps[i];", "size[i] = next_steps[1 - i];", ANY, WRONG),
-    "a state's gradient with step sizes": ("D", "w.reverse ? since : STEPS", "w.reverse ? since * size[i] : STEPS", ANY, WRONG),
+    "a state's gradient with step sizes": (
+        "D",
+        "w.reverse ? since : STEPS",
+        "w.reverse ? since * size[i] : STEPS",
+        ANY,
+        WRONG,
+    ),
     "dk's state without them": ("D", "into[row] * at.step_sizes(n)[row]", "into[row]", ANY, WRONG),
-    "dk's rows taken for its columns": ("D", "{steps[row], steps[row + 8]}, warp", "{steps[row + 8], steps[row]}, warp", ANY, WRONG),
-    "the skip of half the rows": ("D", "here[0] = fmaf(skip, low(two[i]), here[0])", "if (i % 2) here[0] = fmaf(skip, low(two[i]), here[0])", ANY, WRONG),
+    "dk's rows taken for its columns": (
+        "D",
+        "{steps[row], steps[row + 8]}, warp",
+        "{steps[row + 8], steps[row]}, warp",
+        ANY,
+        WRONG,
+    ),
+    "the skip of half the rows": (
+        "D",
+        "here[0] = fmaf(skip, low(two[i]), here[0])",
+        "if (i % 2) here[0] = fmaf(skip, low(two[i]), here[0])",
+        ANY,
+        WRONG,
+    ),
     "dx without its skip": ("D", "fmaf(skip, high(g[i]), here[1] * size[i % 2])", "here[1] * size[i % 2]", ANY, WRONG),
-    "dx without dt": ("D", "fmaf(skip, low(g[i]), here[0] * size[i % 2])", "fmaf(skip, low(g[i]), here[0])", ANY, WRONG),
-    "x . dv after it is dx": ("D", "of_dv[i] = fmaf(here[1], high(x[i])", "of_dv[i] = fmaf(here[1] * size[i % 2], high(x[i])", ANY, WRONG),
-    "x . do of half the columns": ("D", "fmaf(high(g[i]), high(x[i]), fmaf(low(g[i])", "fmaf(0.0f, high(x[i]), fmaf(low(g[i])", ANY, WRONG),
-    "sums stored as another chunk's": ("D", "at.step_sums[stage], w.place(n - STAGES)", "at.step_sums[(stage + 1) % STAGES], w.place(n - STAGES)", ANY, WRONG),
+    "dx without dt": (
+        "D",
+        "fmaf(skip, low(g[i]), here[0] * size[i % 2])",
+        "fmaf(skip, low(g[i]), here[0])",
+        ANY,
+        WRONG,
+    ),
+    "x . dv after it is dx": (
+        "D",
+        "of_dv[i] = fmaf(here[1], high(x[i])",
+        "of_dv[i] = fmaf(here[1] * size[i % 2], high(x[i])",
+        ANY,
+        WRONG,
+    ),
+    "x . do of half the columns": (
+        "D",
+        "fmaf(high(g[i]), high(x[i]), fmaf(low(g[i])",
+        "fmaf(0.0f, high(x[i]), fmaf(low(g[i])",
+        ANY,
+        WRONG,
+    ),
+    "sums stored as another chunk's": (
+        "D",
+        "at.step_sums[stage], w",
+        "at.step_sums[(stage + 1) % STAGES], w",
+        ANY,
+        WRONG,
+    ),
     "a stage released before x is added": (
-        "long", "else add_skip(at.c(n));\n            release(at.empty + n % STAGES * 8);",
-        "else release(at.empty + n % STAGES * 8), add_skip(at.c(n));\n            if (DX) release(at.empty + n % STAGES * 8);",
-        PRESSED, WRONG,
+        "long",
+        "else add_skip(at.c(n));\n            release(at.empty + n % STAGES * 8);",
+        "else release(at.empty + n % STAGES * 8), add_skip(at.c(n));\n"
+        "            if (DX) release(at.empty + n % STAGES * 8);",
+        PRESSED,
+        WRONG,
     ),
     "a stage released before dx is made": (
-        "long", "if constexpr (DX) make_dx(at, n);", "if constexpr (DX) { release(at.empty + n % STAGES * 8); make_dx(at, n); return; }",
-        PRESSED, f"{WRONG}|more arrivals|all wait",
+        "long",
+        "if constexpr (DX) make_dx(at, n);",
+        "if constexpr (DX) { release(at.empty + n % STAGES * 8); make_dx(at, n); return; }",
+        PRESSED,
+        f"{WRONG}|more arrivals|all wait",
     ),
     "a gate that has not come yet": (
-        "z", "mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);\n#pragma unroll\n        for (int j = 0; j < 8",
-        "\n#pragma unroll\n        for (int j = 0; j < 8", LATE, f"{WRONG}|more arrivals|has ended",
+        "z",
+        "open_gate(const Shared &at) {\n        mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);",
+        "open_gate(const Shared &at) {",
+        LATE,
+        f"{WRONG}|more arrivals|has ended",
     ),
     "a gate into an output that is yet to be stored": (
-        "long", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
+        "long",
+        "tma_store_wait_read<0>();   // of the output that was there",
+        "",
+        PRESSED,
+        WRONG,
     ),
-    "a gate of the wrong buffer": ("long", "parity ^= OUT_ROWS && !buffer;", "parity ^= DOTS && !buffer;", LATE, f"{WRONG}|more arrivals|all wait"),
+    "a gate of the wrong buffer": (
+        "long",
+        "parity ^= OUT_ROWS && !buffer;",
+        "parity ^= DOTS && !buffer;",
+        LATE,
+        f"{WRONG}|more arrivals|all wait",
+    ),
     "a sigmoid for silu": ("z", "return x * opened;", "return opened;", ANY, WRONG),
-}  # fmt: skip
+}
 
 
 @emulated
@@ -283,3 +343,181 @@ def test_a_mistake_is_noticed(mistake):
 
     with pytest.raises(AssertionError, match=said):
         often()
+
+
+# ------------------------------------------------------------------------------------------------ the host
+
+
+def scan_spec(**changes):
+    call = spec(1, 4, 4096, STATE, True, E=P, groups=2, per_token=True, steps=True)
+    return call._replace(**changes)
+
+
+def launches(call):
+    """Every variant a call may launch: tile, names of the sweeps, whether it writes products."""
+    tiles = policy.choose(call, TARGETS[90], "cuda").tile
+    found = [(tiles.forward, ("o",), False), (tiles.state, ("state",), False)]
+    if not call.gated:
+        found += [(tiles.training, ("o",), False)]
+        sweeps = cuda.backward_sweeps(call, False, joined=True)
+        found += [(cuda.backward_tile(tiles, names, True), names, True) for names in sweeps]
+    return found
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "every"])
+def test_fits_and_does_not_spill(every):
+    found = {}
+    for packed, gated, groups in itertools.product((None, 4), (False, True), (None, 2)):
+        call = scan_spec(sequences=packed, gated=gated, groups=groups)
+        for tile, names, products in launches(call):
+            variant = sweep.variant(call, tile, names, products)
+            found[variant] = tile
+            assert sweep.shared_bytes(call, tile, names, products) <= TARGETS[90].smem_bytes
+            assert dict(variant.macros)["STEPS"] == 1
+    check_code(found, every)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_launch_is_asked_for_in_supports(gated, h200, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(build, "problem", lambda variant, device, shared: asked.__setitem__(variant, shared))
+    call = scan_spec(gated=gated)
+    assert cuda.supports(call) is None
+    for tile, names, products in launches(call):
+        assert asked.pop(sweep.variant(call, tile, names, products)) == sweep.shared_bytes(call, tile, names, products)
+    assert not asked
+
+
+def test_who_takes_step_sizes(h200, monkeypatch):
+    """cuda, at the shape it is written for; a caller with another way finds nobody elsewhere."""
+    monkeypatch.setattr(build, "problem", lambda *args: None)
+    assert {name: why is None for name, why in dispatch.reasons("lightning", scan_spec()).items()} == {
+        "cuda": True, "triton": False, "triton_split": False, "eager": False, "reference": False,
+    }  # fmt: skip
+    assert dispatch.find("lightning", scan_spec()).name == "cuda"
+    assert dispatch.find("lightning", scan_spec(), "cuda").name == "cuda"
+    assert dispatch.find("lightning", scan_spec(), "triton") is None
+    others = {"D": 64, "groups": None}, {"E": STATE}, {"scale": 0.5}, {"dtype": torch.float16}, {"aligned": False}
+    for other in others:
+        assert dispatch.find("lightning", scan_spec(**other)) is None
+    assert "step sizes with D 128, E 64" in cuda.supports(scan_spec(E=STATE))
+    dispatch.find.cache_clear()
+
+
+@emulated
+def test_what_is_saved():
+    """Of tensors as large as x only x: no dt x, no o."""
+    call = Call(N=300, H=4, groups=1)
+    given = [t.requires_grad_() for t in call.leaves.values()]
+    _, N, H, P, _ = call.sizes
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with serving(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        call.scan("cuda", *given)
+    large = [t for t in kept.values() if t.numel() >= N * H * P // 2 and t.dtype == torch.bfloat16]
+    slots = policy.slots_of(scan_spec(H=H, H_KV=H, N=N)) * H
+    assert sorted(t.untyped_storage().nbytes() for t in large) == sorted([given[0].nbytes, slots * STATE * P * 2])
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("backend", "of_each", "inside"),
+    [("cuda", False, True), ("auto", False, True), ("eager", False, False), ("cuda", True, False)],
+)
+@torch.no_grad()
+def test_when_it_is_inside(backend, of_each, inside, monkeypatch):
+    """A backend by name that takes no step sizes, or D of each feature, are served as ever."""
+    call, ran, run = Call(N=70), [], kernels.run
+    monkeypatch.setattr(kernels, "scanned", lambda *args: ran.append("inside") or (None, args[2], None))
+    monkeypatch.setattr(kernels, "run", lambda *args: ran.append("around") or run(*args))
+    if of_each:
+        call.leaves["D"] = call.leaves["D"][:, None].expand(-1, P)
+    with serving():
+        monkeypatch.setattr(mamba, "kernels_for", lambda name, *given: kernels)
+        call.scan(backend, *call.leaves.values())
+    assert ran == (["inside"] if inside else [] if of_each else ["around", "around"])
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+GPU_CASES = {
+    "no z": {"N": 777, "rows": 2, "H": 16, "groups": 1, "initial": True},
+    "z": {"N": 1000, "rows": 2, "H": 16, "groups": 8, "z": True},
+    "no D": {"N": 300, "H": 40, "groups": 8, "D": False},
+    "norm": {"N": 513, "H": 16, "groups": 2, "z": True, "norm": True},
+    "split": {"N": 4095, "H": 2, "groups": 1, "z": True, "initial": True},
+    "packed": {"lengths": [1, 0, 63, 64, 65, 300, 0, 513, 1], "H": 40, "groups": 8, "z": True, "initial": True},
+    "packed, split": {"lengths": [1, 700, 0, 64, 513, 0, 3000, 1], "z": True},
+    "zero steps": {"N": 600, "H": 16, "dt": "zero", "z": True},
+    "large steps": {"N": 600, "H": 16, "dt": "large"},
+    "seq": {"N": 700, "H": 16, "seq": True, "z": True},
+}
+
+
+@pytest.fixture
+def inside(monkeypatch):
+    """How often the scan was inside the attention; skips where no GPU takes it."""
+    call = scan_spec(device=torch.device("cuda", torch.cuda.current_device()))
+    why = dispatch.reasons("lightning", call)["cuda"]
+    if why is not None:
+        pytest.skip(why)
+    found, scanned = [], kernels.scanned
+    monkeypatch.setattr(kernels, "scanned", lambda *args: found.append(args[0].spec) or scanned(*args))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_right_on_gpu(case, inside):
+    options = GPU_CASES[case]
+    check(Call(**options, device="cuda"), "auto")
+    assert [one.gated for one in inside] == [options.get("z", False) and case != "norm", False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_twenty_runs_are_one(case, inside):
+    """Also of the calls after the second, whose launches are prepared."""
+    torch.use_deterministic_algorithms(False)
+    call = Call(**GPU_CASES[case], device="cuda")
+    given = [t.requires_grad_() for t in call.leaves.values()]
+    first = results_of(lambda *leaves: call.scan("cuda", *leaves), given, call.douts)
+    with torch.no_grad():
+        alone = call.scan("cuda", *given)[0].clone()
+    for i in range(20):
+        again = results_of(lambda *leaves: call.scan("cuda", *leaves), given, call.douts)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), i
+        with torch.no_grad():
+            assert torch.equal(call.scan("cuda", *given)[0], alone), i
+    assert len(inside) == 42
+
+
+@pytest.mark.gpu
+def test_no_numbers_stay_in_their_sequence_and_z_in_its_row(inside):
+    call = Call(**GPU_CASES["packed"], device="cuda")
+    ends = call.cu.tolist()
+    with torch.no_grad():
+        clean = call.scan("cuda", *call.leaves.values())[0]
+        for name in ("xBC", "dt", "z"):
+            spoilt = {n: t.clone() for n, t in call.leaves.items()}
+            spoilt[name][:, ends[5] : ends[6]] = float("nan")
+            dirty = call.scan("cuda", *spoilt.values())[0]
+            assert torch.equal(dirty[:, : ends[5]], clean[:, : ends[5]]), name
+            assert torch.equal(dirty[:, ends[6] :], clean[:, ends[6] :]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["no z", "z"])
+def test_saved_tensors_that_come_back_otherwise(case, inside):
+    """Kept on the host meanwhile, slices come back as tensors of their own."""
+    call = Call(**GPU_CASES[case], device="cuda")
+    given = [t.requires_grad_() for t in call.leaves.values()]
+    want = results_of(lambda *leaves: call.scan("cuda", *leaves), given, call.douts)
+    with torch.autograd.graph.save_on_cpu():
+        got = results_of(lambda *leaves: call.scan("cuda", *leaves), given, call.douts)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

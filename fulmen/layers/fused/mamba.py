@@ -17,8 +17,8 @@ Its backward computes u and the mean anew. The gradient of the skip is that of o
 
 Traffic in u, the bytes of x, forward and backward: before 2 + 4, after with D 3 + 0, with D and z 4 + 6.
 
-Inside. Where a backend of the attention takes step sizes (`LightningSpec.steps`), it applies dt and D where it reads and
-writes rows, and without gradients z, too. Before it only dt and the decays are made, and behind it their gradients:
+Inside. Where a backend of the attention takes step sizes (`LightningSpec.steps`), it applies dt and D where it reads
+and writes rows, and without gradients z, too. Before it only dt and decays are made, and behind it their gradients:
 
     ddt = x . dv - A ddecay;   dA = -sum dt ddecay;   dD = sum x . do        dx, x . dv and x . do are the backend's
 
@@ -250,7 +250,7 @@ def steps_backward_kernel(
     dt_ptr, A_ptr, bias_ptr, ddecay_ptr, x_dv_ptr, ddt_ptr, sums_ptr, dt_b, dt_n, dt_h, N, H, all_rows, low, high,
     SOFTPLUS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """From ddecay, x . dv and x . do, (B, H, N) each: ddt, and sums (B * tiles of tokens, 3, H), parts of dA, dbias, dD."""
+    """ddt from ddecay, x . dv and x . do, (B, H, N) each; sums (B * tiles of tokens, 3, H): parts of dA, dbias, dD."""
     b, t, h, mask = step_tile(N, H, TOKENS, HEADS)
     dt, slope = load_steps(dt_ptr, bias_ptr, b * dt_b + t * dt_n + h * dt_h, h, mask, low, high, SOFTPLUS)
     own = (b * H + h) * N + t
@@ -282,8 +282,9 @@ def steps_launch(
 
 
 def steps_backward_launch(
-    dt: Tensor, A: Tensor, bias: Tensor | None, ddecay: Tensor, of_steps: Tensor, ddt: Tensor, sums: Tensor, steps: Steps
-) -> Launch:
+    dt: Tensor, A: Tensor, bias: Tensor | None, ddecay: Tensor, of_steps: Tensor, ddt: Tensor, sums: Tensor,
+    steps: Steps,
+) -> Launch:  # fmt: skip
     rest = (*dt.stride(), *dt.shape[1:], dt.numel(), steps.low, steps.high, steps.softplus, *STEP_TILE)
     tensors = (dt, A, bias, ddecay, of_steps, ddt, sums)
     return Launch(steps_backward_kernel, steps_grid(dt)[0], tensors, rest, {"num_warps": 4})
@@ -293,7 +294,7 @@ def scanned(
     plan: Plan, steps: Steps, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor | None,
     D: Tensor | None, z: Tensor | None, seq: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
 ) -> tuple[tuple[Tensor | None, ...], Tensor, Tensor | None]:  # fmt: skip
-    """Decays, what the attention saved, step sizes and D in fp32; y (B, N, H, P), and the last states if it has them."""
+    """Decays, what the attention saved, step sizes, D in fp32; then y (B, N, H, P) and the last states or None."""
     rows, N, H = dt.shape
     sizes = torch.empty(rows, H, N, dtype=torch.float32, device=x.device)
     decay = torch.empty_like(sizes)
