@@ -334,7 +334,8 @@ class Scanned(torch.autograd.Function):
         run(steps_backward_launch, (dt, A, bias, ddecay, of_steps, ddt, sums), ctx.steps)
         dA, dbias, dD = sums.sum(0)
         dx, dk, dq = (t.transpose(1, 2) for t in (dx, dk, dq))
-        of_bias, of_skip = None if bias is None else dbias.to(bias.dtype), ctx.of_skip and dD.to(ctx.of_skip)
+        of_bias = None if bias is None else dbias.to(bias.dtype)
+        of_skip = None if ctx.of_skip is None else dD.to(ctx.of_skip)
         return None, None, dx, ddt, dA.to(A.dtype), dk, dq, of_bias, of_skip, None, dinitial, None
 
 

@@ -37,8 +37,14 @@
 // of the state's gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that
 // enters it, at this state's part of q . dq.
 //
+// Mamba-2's scan (STEPS), of o, a state, dv and dk JOINED, and dq: v = dt x is never in memory, c or b is x. The decay warps
+// leave the step sizes in the stage, too. They weigh the columns of the mask and what enters the state in o and dq, the rows
+// of dk. o adds D x, whose rows are c, before it is stored; with GATE it is multiplied by silu(z), whose rows come into the
+// buffer of the chunk's output. dv = d(dt x) becomes dx = dt dv + D do; the sums x . dv and x . do of its rows go through the
+// stage to the decay warps, as those of DOTS do. The scale is 1.
+//
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
-// (heads share rows of a tensor), PACKED, JOINED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
+// (heads share rows of a tensor), PACKED, JOINED, STEPS, GATE, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
 // may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128, are a cluster; each copies half of a and b
 // into the shared memory of both (multicast), which halves the reads from L2.
 
