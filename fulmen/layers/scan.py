@@ -61,7 +61,7 @@ def scan(
     kernels = _kernels(x, D, z, norm)
     if kernels is not None:
         seq = None if seq is None else seq.to(torch.int32).contiguous()
-        dt_bias, D = (None if t is None else t.contiguous() for t in (dt_bias, D))
+        dt_bias, D, cu_seqlens = (None if t is None else t.contiguous() for t in (dt_bias, D, cu_seqlens))
         A = A.float().contiguous()
         needs_grad = needs_gradient((x, dt, A, B, C, D, z, dt_bias, initial_state))
         gate = None if needs_grad or norm is not None else z

@@ -64,7 +64,7 @@ class Call:
         self.cu = None
         if lengths is not None:
             ends = [0, *itertools.accumulate(lengths)]
-            self.cu = torch.tensor(ends, dtype=torch.int32, device=device)
+            self.cu = torch.tensor([ends, ends], dtype=torch.int32, device=device).T.contiguous()[:, 0]
         self.seq = (torch.arange(N, device=device) // 50)[None].expand(rows, -1) if seq else None
         width = H * P + 2 * groups * STATE
         make = lambda *shape, seed: drawn(*shape, seed=seed, device=device)  # noqa: E731
