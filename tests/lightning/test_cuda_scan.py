@@ -132,11 +132,13 @@ def check(call: Call, backend: str = "cuda") -> None:
 
 
 @contextlib.contextmanager
-def serving(mode=ANY, seed=0, edit=None, **more):
+def serving(mode=ANY, seed=0, edit=None, around=None):
     """The emulator serves scans as an H200 would. Step sizes are made in Triton's interpreter, z and norm by torch: the
     interpreter cuts bf16 off."""
-    around = SimpleNamespace(Scanned=kernels.Scanned, scanned=kernels.scanned, Outputs=SimpleNamespace(apply=outputs))
-    with pytest.MonkeyPatch.context() as patch, emulator.serve("lightning", mode, seed, edit, **more) as machine:
+    around = around or SimpleNamespace(
+        Scanned=kernels.Scanned, scanned=kernels.scanned, Outputs=SimpleNamespace(apply=outputs)
+    )
+    with pytest.MonkeyPatch.context() as patch, emulator.serve("lightning", mode, seed, edit) as machine:
         patch.setattr(mamba, "kernels_for", lambda name, *given: around if is_plain_eager(*given) else None)
         yield machine
 
@@ -436,8 +438,7 @@ def test_when_it_is_inside(backend, of_each, inside, monkeypatch):
     monkeypatch.setattr(kernels, "run", lambda *args: ran.append("around") or run(*args))
     if of_each:
         call.leaves["D"] = call.leaves["D"][:, None].expand(-1, P)
-    with serving():
-        monkeypatch.setattr(mamba, "kernels_for", lambda name, *given: kernels)
+    with serving(around=kernels):
         call.scan(backend, *call.leaves.values())
     assert ran == (["inside"] if inside else [] if of_each else ["around", "around"])
 
