@@ -327,8 +327,7 @@ class Scanned(torch.autograd.Function):
         ddecay = torch.empty(decay.shape, dtype=torch.float32, device=v.device)
         of_steps = torch.empty(2, *decay.shape, dtype=torch.float32, device=v.device)
         tensors = (q, k, v, decay, initial, cu_seqlens, saved, sizes, skip, None, do, dstate, ddecay, of_steps)
-        back = ctx.plan.backward_of(tensors) or ctx.plan.backward().general
-        dq, dk, dx, dinitial = back(*tensors)
+        dq, dk, dx, dinitial = ctx.plan.gradients(*tensors)
         ddt = torch.empty(dt.shape, dtype=dt.dtype, device=v.device)
         sums = torch.empty(steps_grid(dt)[1], 3, dt.shape[2], dtype=torch.float64, device=v.device)
         run(steps_backward_launch, (dt, A, bias, ddecay, of_steps, ddt, sums), ctx.steps)
