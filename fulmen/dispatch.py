@@ -147,6 +147,15 @@ def pick(op: str, spec: Any, backend: str = "auto") -> Kernel:
     raise NotImplementedError(f"no {op} backend can serve this call:\n{table(op, spec, why)}")
 
 
+@functools.lru_cache(maxsize=4096)
+def find(op: str, spec: Any, backend: str = "auto") -> Kernel | None:
+    """As `pick`, for a caller with another way: None if no backend serves `spec`, or not the one asked for."""
+    for kernel in candidates(op, spec):
+        if backend in ("auto", kernel.name) and kernel.backward is not None and kernel.supports(spec) is None:
+            return kernel
+    return None
+
+
 def unknown(op: str, backend: Any) -> ValueError:
     """The error for what is no name of a backend of `op`. `pick`, which hashes it first, must be given a string."""
     return ValueError(f"backend={backend!r}: {op} has {', '.join(sorted({*kernels(op), *_missing[op]}))}, or 'auto'")

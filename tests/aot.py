@@ -427,6 +427,8 @@ def scan_launches(case: ScanCase) -> list[Any]:
     return [
         module.values_launch(x, dt, A, A, seq, x, decay, steps),
         module.values_backward_launch(x, dt, A, A, A, x, decay, x, x, dt, sums, steps),
+        module.steps_launch(dt, A, A, seq, decay, decay, steps),
+        module.steps_backward_launch(dt, A, A, decay, full(2, B, H, N), dt, sums, steps),
         module.outputs_launch(o, o, weight, o, weight, o, case.groups, 1e-5),
         module.outputs_backward_launch(o, o, weight, o, weight, o, o, o, sums, case.groups, 1e-5),
         conv.conv_launch(mixed, taps, bias, seq, before, mixed, True),

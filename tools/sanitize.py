@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fulmen.integrations.mamba import mamba_chunk_scan_combined
 from fulmen.testing import flash as softmax
 from fulmen.testing import latent as latents
 from fulmen.testing import step as steps
@@ -93,6 +94,21 @@ def lightning() -> None:
             check(inputs(B=1, H=135, N=1100, initial_state=True, **x), "cuda")  # three heads beyond a whole wave
 
 
+def scan() -> None:
+    """Mamba-2's, inside the attention on Hopper: one piece, split and packed, without gradients and with them."""
+    made: dict[str, Any] = {"dtype": BF16, "device": "cuda"}
+    for H, N, ends in ((40, 333, None), (2, 1500, None), (2, 700, [0, 0, 1, 71, 71, 700])):
+        x, z = (torch.randn(1, N, H, 64, **made) for _ in range(2))
+        k, q = (torch.randn(1, N, 1, 128, **made) for _ in range(2))
+        dt, A, D = torch.rand(1, N, H, **made), -torch.rand(H, device="cuda"), torch.ones(H, device="cuda")
+        cu = None if ends is None else torch.tensor(ends, device="cuda")
+        for gate, grad in itertools.product((None, z), (False, True)):
+            leaves = [t.requires_grad_(grad) for t in (x, dt, A, k, q, D)]
+            y: Any = mamba_chunk_scan_combined(x, dt, A, k, q, D=D, z=gate, cu_seqlens=cu)
+            found = torch.autograd.grad(y.float().square().mean(), leaves) if grad else (y,)
+            assert all(torch.isfinite(t).all() for t in found)
+
+
 def latent() -> None:
     for backend in ("cuda", "triton"):
         for page, lengths in ((None, [700, 65, 0]), (16, [700, 17, 1 << 30]), (64, [-1, 640, 64])):
@@ -126,8 +142,8 @@ def step() -> None:
 
 
 OPERATIONS = {
-    "flash-cuda": flash_cuda, "flash-triton": flash_triton, "cache": cache, "lightning": lightning, "latent": latent,
-    "step": step,
+    "flash-cuda": flash_cuda, "flash-triton": flash_triton, "cache": cache, "lightning": lightning, "scan": scan,
+    "latent": latent, "step": step,
 }  # fmt: skip
 
 

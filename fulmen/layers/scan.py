@@ -4,8 +4,9 @@
     o = lightning_attention(C, B, dt x, -A dt);   y = norm((o + D x) silu(z))
 
 On a GPU one kernel lies before the attention and one behind it (fused/mamba.py), and the convolution is one
-(fused/conv.py); elsewhere these are PyTorch's operations. `fulmen.layers.Mamba2`, `fulmen.integrations.mamba` and the
-mixers of transformers share them.
+(fused/conv.py); elsewhere these are PyTorch's operations. Where a backend of the attention applies dt and D itself, no
+pass over x comes before it, and without z or norm none behind it. `fulmen.layers.Mamba2`, `fulmen.integrations.mamba`
+and the mixers of transformers share them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulmen.boundary import needs_gradient
-from fulmen.layers.fused import fused_call, kernels_for
+from fulmen import dispatch, plans
+from fulmen.boundary import aligned, autocasts, is_plain_eager, needs_gradient
+from fulmen.layers.fused import are_readable, fused_call, kernels_for
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
+from fulmen.lightning.plan import plan_for
+from fulmen.lightning.spec import check_inputs, spec_of
+from fulmen.plans import Plan
 
 RESET = 128.0  # a decay of exp(-128) leaves nothing in fp32, and a running sum that takes it in stays exact to 1e-5
 MAX_NORM = 8192  # features normed together, which one program holds
@@ -56,8 +61,15 @@ def scan(
     kernels = _kernels(x, D, z, norm)
     if kernels is not None:
         seq = None if seq is None else seq.to(torch.int32).contiguous()
-        dt_bias, D = (None if t is None else t.contiguous() for t in (dt_bias, D))
-        v, decay, skip = kernels.Values.apply(steps, x, dt, A.float().contiguous(), dt_bias, D, seq)
+        dt_bias, D, cu_seqlens = (None if t is None else t.contiguous() for t in (dt_bias, D, cu_seqlens))
+        A = A.float().contiguous()
+        needs_grad = needs_gradient((x, dt, A, B, C, D, z, dt_bias, initial_state))
+        gate = None if needs_grad or norm is not None else z
+        plan = _inside(x, B, C, gate, initial_state, cu_seqlens, with_state, needs_grad, backend)
+        if plan is not None:
+            between = (x, dt, A, B, C, dt_bias, D)
+            return _scanned(kernels, plan, steps, between, seq, z, initial_state, cu_seqlens, norm)
+        v, decay, skip = kernels.Values.apply(steps, x, dt, A, dt_bias, D, seq)
     else:
         v, decay = _values(x, dt, A, dt_bias, steps, seq)
     q, k, v = C.transpose(1, 2), B.transpose(1, 2), v.transpose(1, 2)
@@ -76,6 +88,50 @@ def scan(
     skip, z = None if D is None else skip.flatten(2), None if z is None else z.flatten(2)
     y = kernels.Outputs.apply(groups, eps, o.flatten(2), skip, None if D is None else D.detach(), z, weight)
     return y.view(x.shape), state
+
+
+def _inside(
+    x: Tensor, B: Tensor, C: Tensor, gate: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
+    with_state: bool, needs_grad: bool, backend: str,
+) -> Plan | None:  # fmt: skip
+    """The attention's plan with step sizes inside it, and the gate if it can be; None if no backend takes them."""
+    others = [t for t in (B, C, initial, cu_seqlens) if t is not None]
+    if B.dtype != x.dtype or C.dtype != x.dtype or not is_plain_eager(*others) or not are_readable(x, *others):
+        return None
+    if autocasts(x) and torch.get_autocast_dtype(x.device.type) != x.dtype:
+        return None
+    q, k, v = C.transpose(1, 2), B.transpose(1, 2), x.transpose(1, 2)
+    z = None if gate is None or not aligned(gate.transpose(1, 2)) else gate
+    which, given = plans.given((q, k, v, z, initial, cu_seqlens))
+    key = (which, "lightning scan", with_state, needs_grad, backend)
+    if (plan := plans.find(key, given)) is not None:
+        return plan
+    spec = spec_of(q, k, v, initial_state=initial, cu_seqlens=cu_seqlens, with_final_state=with_state)
+    spec = spec._replace(has_decay=True, per_token=True, steps=True, gated=z is not None)
+    kernel = dispatch.find("lightning", spec, backend)
+    if kernel is None:
+        return None
+    check_inputs(q, k, v, None, 1.0, initial, cu_seqlens)
+    saved = kernel.saves(spec) if needs_grad and kernel.saves is not None else None
+    return plans.keep(key, given, plan_for(spec, kernel, (), needs_grad, saved))
+
+
+def _scanned(
+    kernels: Any, plan: Plan, steps: Steps, between: tuple[Any, ...], seq: Tensor | None, z: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, norm: Norm | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y and the last states; between: x, dt, A, B, C, dt_bias, D."""
+    gate = z if plan.spec.gated else None
+    if plan.needs_grad:
+        found = kernels.Scanned.apply(plan, steps, *between, seq, initial, cu_seqlens)
+        y, state = found if plan.spec.with_final_state else (found, None)
+    else:
+        _, y, state = kernels.scanned(plan, steps, *between, gate, seq, initial, cu_seqlens)
+    if norm is None and (z is None or gate is not None):
+        return y, state
+    weight, groups, eps = (None, 1, 0.0) if norm is None else norm
+    u = kernels.Outputs.apply(groups, eps, y.flatten(2), None, None, None if z is None else z.flatten(2), weight)
+    return u.view(y.shape), state
 
 
 def scan_step(

@@ -1,7 +1,8 @@
 """Lightning attention in CUDA C++ for Hopper: kernels/sweep.cu, the sweep of triton.py with warp specialisation.
 
 bf16, D = E of 64 or 128, with a decay for each token D 128 and E 64, too, as Mamba-2 has; k and v have as many heads as
-q, or q and k fewer than v. Backward, in u (the bytes of q):
+q, or q and k fewer than v. With D 128 and E 64 it also takes Mamba-2's step sizes, skip and gate (`spec.steps`,
+`spec.gated`): o = (f(q, k, dt x) + D x) silu(z), and without z the gradient of x. Backward, in u (the bytes of q):
 
     D = 64    the forward saves a state every `saved_rows` in bf16, 0.125u; from these one launch makes dq, dk and
               dv, which so read the same rows at about the same time: 4u from memory instead of 7u
@@ -40,6 +41,7 @@ from fulmen.lightning.kernels.sweep import (
     DO,
     DV,
     NO_STATES,
+    OF_TOKENS,
     OUT,
     SAVED,
     SWEEPS,
@@ -48,12 +50,13 @@ from fulmen.lightning.kernels.sweep import (
     States,
     SweepLaunch,
     V,
+    Z,
     addresses,
     shared_bytes,
     variant,
 )
-from fulmen.lightning.plan import RESIDUALS
-from fulmen.lightning.policy import SWEEP_TILES, Split, SweepTile, SweepTiles, saved_rows, slots_of
+from fulmen.lightning.plan import count_residuals
+from fulmen.lightning.policy import PAIR_TILES, SWEEP_TILES, Split, SweepTile, SweepTiles, saved_rows, slots_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
@@ -73,6 +76,8 @@ def supports(spec: LightningSpec) -> str | None:
     if (spec.D, spec.E) not in SWEEP_TILES or (spec.D != spec.E and not spec.per_token):
         more = ", or D 128 and E 64" if spec.per_token else ""
         return f"needs D = E of 64 or 128{more}, here D={spec.D}, E={spec.E}"
+    if spec.steps and ((spec.D, spec.E) not in PAIR_TILES or not spec.per_token or spec.scale != 1.0):
+        return f"takes step sizes with D 128, E 64, a decay for each token and scale 1, here D={spec.D}, E={spec.E}"
     if spec.H != spec.H_KV:
         return f"needs as many heads of k and v as of q, here H={spec.H}, H_KV={spec.H_KV}"
     if not 0 < spec.N <= MAX_ROWS or not spec.B * spec.H:
@@ -80,11 +85,15 @@ def supports(spec: LightningSpec) -> str | None:
     if not spec.aligned:
         return "needs rows of q, k and v that begin at multiples of 16 bytes and do not repeat"
     tiles = tiles_of(spec)
-    todo: list[tuple[SweepTile, tuple[str, ...]]] = [(tiles.forward, ("o",)), (tiles.training, ("o",))]
-    todo += [(backward_tile(tiles, names), names) for names in backward_sweeps(spec, spec.D == 64)]
+    todo: list[tuple[SweepTile, tuple[str, ...]]] = [(tiles.forward, ("o",))]
+    if not spec.gated:  # which has no backward
+        todo += [(tiles.training, ("o",))]
+        sweeps = backward_sweeps(spec, spec.D == 64, spec.steps)
+        todo += [(backward_tile(tiles, names, spec.steps), names) for names in sweeps]
     todo += [(tiles.state, ("state",))] if tiles.forward_split.number > 1 else []
     for tile, names in todo:
-        made, products = variant(spec, tile, names), spec.per_token and names[0] != "o"
+        products = spec.per_token and names[0] not in ("o", "state")
+        made = variant(spec, tile, names, products and spec.steps)
         if (why := cuda.problem(made, spec.device, shared_bytes(spec, tile, names, products))) is not None:
             return why
     return None
@@ -125,11 +134,11 @@ def run(
     not_last: bool = False,
     tokens: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk, anchors and entered."""
+    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk, anchors, entered; x_dv and x_do."""
     if names not in launches:
-        decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:])
+        decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:5])
         launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
-    tokens = tokens or (None,) * 5
+    tokens += (None,) * (OF_TOKENS - len(tokens))
     launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets, tokens))
 
 
@@ -149,8 +158,7 @@ def gather(
     into = States(final=states) if name == "state" else States(dinitial=states)
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
     tile, not_last, keeps = tiles_of(spec).state, leaves is None, split.segment_keeps(spec, states)
-    tokens = (keeps, None, None, None, None)
-    run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=tokens)
+    run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=(keeps,))
     fused.run([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
     return states
 
@@ -166,7 +174,8 @@ def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Ten
 
 
 def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, Tensor]:
-    return {Q: x.q, K: x.k, V: x.v, OUT: o} | ({} if slots is None else {SAVED: slots})
+    found = {Q: x.q, K: x.k, V: x.v, OUT: o} | ({} if slots is None else {SAVED: slots})
+    return found if x.gate is None else found | {Z: x.gate}
 
 
 def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None) -> tuple[Tensor, Tensor | None]:
@@ -192,7 +201,7 @@ def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Te
     o, final = forward(spec, x, launches)
     new_o, new_final, new_saved = (None if t is None else allocator(t) for t in (o, final, x.saved))
     assert new_o is not None
-    if tiles_of(spec).forward_split.number > 1:
+    if tiles_of(spec).forward_split.number > 1 or spec.steps:
 
         def cut(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
             saved = None if new_saved is None else new_saved()
@@ -240,8 +249,11 @@ def backward(
     do: Tensor,
     dstate: Tensor | None,
     ddecay: Tensor | None = None,
+    of_steps: Tensor | None = None,
     launches: Launches | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """of_steps: with step sizes, x . d(dt x) and x . do are written there; the gradient of v is then that of x."""
+    assert not spec.steps or not (ddecay is None or of_steps is None or x.saved is None), "all of the scan's gradients"
     if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
         return triton_backward(spec, x, do, dstate, ddecay)
     launches = {} if launches is None else launches
@@ -268,7 +280,7 @@ def backward(
         grads = grads._replace(anchors=anchors, entered=entered)
     joined = ddecay is not None and tiles.backward_of_decay is not None and tiles.backward_of_decay.pair
     for names in backward_sweeps(spec, slots is not None and spec.D == 64, joined):
-        tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered)
+        tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered, *(() if of_steps is None else of_steps))
         tile = backward_tile(tiles, names, ddecay is not None)
         run(spec, tile, names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
     if ddecay is not None:
@@ -277,19 +289,25 @@ def backward(
 
 
 def prepare_backward(
-    spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, ddecay: Tensor | None = None
+    spec: LightningSpec,
+    x: Residuals,
+    do: Tensor,
+    dstate: Tensor | None,
+    ddecay: Tensor | None = None,
+    of_steps: Tensor | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
     """The backward of calls with these shapes and strides at the least cost for the host."""
     if readable(do) is not do:
         return None
     launches: Launches = {}
-    *grads, dinitial = backward(spec, x, do, dstate, ddecay, launches)
+    *grads, dinitial = backward(spec, x, do, dstate, ddecay, of_steps, launches)
     if tiles_of(spec).backward_split.number > 1 or ddecay is not None or spec.groups is not None:
 
         def cut(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-            do, dstate, *ddecay = tensors[RESIDUALS:]
-            into = ddecay[0] if ddecay else None
-            return backward(spec, Residuals(*tensors[:RESIDUALS]), do, dstate, into, launches)
+            count = count_residuals(spec)
+            do, dstate, *into = tensors[count:]
+            ddecay, of_steps = (*into, None, None)[:2]
+            return backward(spec, Residuals(*tensors[:count]), do, dstate, ddecay, of_steps, launches)
 
         return cut
     new_dq, new_dk, new_dv = (allocator(t) for t in grads)

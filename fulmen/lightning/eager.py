@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
+from fulmen.lightning.spec import NO_STEPS, LightningSpec, Residuals, empty_output, empty_states
 
 CHUNK = 64  # rows; on 2 CPU cores, H8 N4096 D64: 12 ms forward, against 14 with 32 and 15 with 128
 PANEL_BYTES = 32 << 20  # of p over all heads: bounds the memory
@@ -43,7 +43,7 @@ PART_BYTES = 4 << 20  # of p at a time: stays in the cache, and its memory is us
 def supports(spec: LightningSpec) -> str | None:
     if spec.sequences is not None and spec.device.type != "cpu":
         return "eager reads cu_seqlens on the host, which would synchronise the GPU"
-    return None
+    return NO_STEPS if spec.steps else None
 
 
 class Powers(NamedTuple):

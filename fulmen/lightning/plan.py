@@ -12,7 +12,11 @@ from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.plans import Plan, Repeated
 
 Shape = tuple[int, ...]
-RESIDUALS = len(Residuals._fields)
+
+
+def count_residuals(spec: LightningSpec) -> int:
+    """How many tensors come before the gradients in a backward: those of step sizes only where there are some."""
+    return len(Residuals._fields) if spec.steps else Residuals._fields.index("saved") + 1
 
 
 def plan_for(
@@ -26,11 +30,13 @@ def plan_for(
     """Both directions of `kernel`, and their prepared launches if it has any.
 
     The backward takes residuals, do, dstate and, where the gradient of a decay for each token is wanted, the tensor to
-    write it to.
+    write it to; with step sizes one more, (2, B, H, N): x . d(dt x) and x . do.
 
     saved   the shape of what the forward saves for the backward
     copies  whether q, k and v are copied, so that their rows begin at multiples of 16 bytes
     """
+
+    count = count_residuals(spec)
 
     def new_residuals(tensors: tuple[Any, ...]) -> Residuals:
         x = Residuals(*tensors)
@@ -47,7 +53,7 @@ def plan_for(
     def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         assert kernel.backward is not None, "natively differentiable backends do not come here"
         tensors = tidy(spec, *tensors)
-        return kernel.backward(spec, Residuals(*tensors[:RESIDUALS]), *tensors[RESIDUALS:])
+        return kernel.backward(spec, Residuals(*tensors[:count]), *tensors[count:])
 
     def prepare(*tensors: Any) -> Any:
         assert kernel.prepare is not None
@@ -57,7 +63,7 @@ def plan_for(
         assert kernel.prepare_backward is not None
         if any(a is not b for a, b in zip(tensors, tidy(spec, *tensors), strict=True)):
             return None
-        return kernel.prepare_backward(spec, Residuals(*tensors[:RESIDUALS]), *tensors[RESIDUALS:])
+        return kernel.prepare_backward(spec, Residuals(*tensors[:count]), *tensors[count:])
 
     return Plan(
         spec,
@@ -68,18 +74,21 @@ def plan_for(
     )
 
 
-def tidy(
-    spec: LightningSpec, q: Tensor, k: Tensor, v: Tensor, decay: Any, initial: Any, cu_seqlens: Any, saved: Any,
-    do: Tensor, dstate: Any, *ddecay: Tensor,
-) -> tuple[Any, ...]:  # fmt: skip
+def tidy(spec: LightningSpec, *tensors: Any) -> tuple[Any, ...]:
     """The tensors of a backward as kernels take them: hooks of saved tensors may hand back other strides, and autograd
     expands gradients, as for o.sum()."""
+    count = count_residuals(spec)
+    (q, k, v, decay, *others), (do, dstate, *into) = tensors[:count], tensors[count:]
     q, k, v, do = map(tidy_rows, (q, k, v, do))
     if spec.aligned:
         q, k, v = map(readable, (q, k, v))
-    decay = decay if decay is None else decay.resolve_neg() if spec.per_token else decay.resolve_neg().contiguous()
-    plain = (x if x is None else x.resolve_neg().contiguous() for x in (initial, cu_seqlens, saved))
-    return q, k, v, decay, *plain, do, dstate if dstate is None else dstate.resolve_neg().contiguous(), *ddecay
+    strided = spec.per_token and not spec.steps  # step sizes have their decay's strides
+    decay = decay.resolve_neg() if strided else whole(decay)
+    return q, k, v, decay, *map(whole, others), do, whole(dstate), *into
+
+
+def whole(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x.resolve_neg().contiguous()
 
 
 def plan_of(spec: LightningSpec, x: Residuals, backend: str) -> Plan:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fulmen.dispatch import register
-from fulmen.lightning.spec import LightningSpec, Residuals, is_per_token
+from fulmen.lightning.spec import NO_STEPS, LightningSpec, Residuals, is_per_token
 
 # MKL's first exp, if several threads make it at once, may be a low-accuracy one (pytorch/pytorch#188792): an oracle
 # must not be the first, so a single number is.
@@ -123,7 +123,7 @@ def attend(
 
 
 def supports(spec: LightningSpec) -> str | None:
-    return None
+    return NO_STEPS if spec.steps else None
 
 
 def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,8 @@ class LightningSpec(NamedTuple):
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes and do not repeat
     per_token: bool = False  # the decay is (B, H, N)
     groups: int | None = None  # heads of q and k, where they are fewer than v's H
+    steps: bool = False  # Mamba-2's scan inside: x enters times a step size and is added to the output times D
+    gated: bool = False  # and the output is multiplied by silu(z)
 
     @property
     def shared_heads(self) -> bool:
@@ -58,6 +60,9 @@ class LightningSpec(NamedTuple):
         return self.B if self.sequences is None else self.sequences
 
 
+NO_STEPS = "takes no step sizes: dt x and D x are computed around it"
+
+
 class Residuals(NamedTuple):
     """The tensors of a call: what a backend's forward and backward work on, and all that is saved between them."""
 
@@ -68,6 +73,9 @@ class Residuals(NamedTuple):
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
     saved: Tensor | None = None  # of a kernel that saves: its forward writes it, its backward reads it; (rows, columns)
+    steps: Tensor | None = None  # spec.steps: fp32 (B, H, N), with the strides of decay; v is then x
+    skip: Tensor | None = None  # D, fp32 (H,), or None
+    gate: Tensor | None = None  # spec.gated: z (B, H, N, E)
 
 
 # ------------------------------------------------------------------------------------------------ checks

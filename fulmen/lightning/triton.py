@@ -46,7 +46,7 @@ from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
 from fulmen.launch import unsupported_device
 from fulmen.lightning.policy import TOKEN_ROWS, TritonTile, slots_of
-from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, empty_states
+from fulmen.lightning.spec import NO_STEPS, LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.sweeps import Rows, States, Tensors, Tokens, lightning_sum_heads_kernel, lightning_sweep_kernel
 from fulmen.lightning.tokens import lightning_token_gradient_kernel
 
@@ -56,6 +56,8 @@ MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strid
 def supports(spec: LightningSpec) -> str | None:
     if spec.dtype == torch.float64:
         return "computes in fp32 at most, and q is float64"
+    if spec.steps:
+        return NO_STEPS
     return unsupported_device(spec.device, spec.dtype)
 
 

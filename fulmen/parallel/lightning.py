@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
 from fulmen.boundary import check_offset_values
-from fulmen.lightning.plan import plan_of
+from fulmen.lightning.plan import count_residuals, plan_of
 from fulmen.lightning.spec import Residuals, check_inputs, check_values, spec_of
 from fulmen.parallel import states
 from fulmen.parallel.groups import Group, Ranks, agree, all_gather, ranks_of
@@ -357,7 +357,9 @@ class _Lightning(torch.autograd.Function):
             local = local_work(x, initial, call)
             spec = local_spec(local, call, dleft is not None)
             dleft = None if dleft is None else dleft.contiguous()
-            dq, dk, dv, dinitial = plan_of(spec, local, call.backend).gradients(*local, do, dleft)
+            dq, dk, dv, dinitial = plan_of(spec, local, call.backend).gradients(
+                *local[: count_residuals(spec)], do, dleft
+            )
         G = None  # or what is left to add
         if not at_once:
             every = travelling.wait()[0]

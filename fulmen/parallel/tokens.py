@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fulmen.lightning.plan import plan_of
+from fulmen.lightning.plan import count_residuals, plan_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, spec_of, state_dtype
 from fulmen.parallel import lightning, states
 from fulmen.parallel.groups import all_gather
@@ -119,7 +119,8 @@ class TokenLightning(torch.autograd.Function):
             spec = lightning.local_spec(local, call, dleft is not None)
             dleft = None if dleft is None else dleft.contiguous()
             into = [] if ddecay is None else [ddecay]
-            dq, dk, dv, dinitial = plan_of(spec, local, call.backend).gradients(*local, do, dleft, *into)
+            saved = local[: count_residuals(spec)]
+            dq, dk, dv, dinitial = plan_of(spec, local, call.backend).gradients(*saved, do, dleft, *into)
         dwhole = None
         if ctx.has_initial:
             dwhole = lightning.of_whole(dinitial, part.begins, dfinal, ctx.shape, every, call)

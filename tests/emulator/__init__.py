@@ -267,7 +267,7 @@ class Emulator:
             self.check()
             for before, after in zip((*x, *more), moved, strict=True):
                 if isinstance(before, torch.Tensor):
-                    before.copy_(after)  # what a call saves
+                    before.data.copy_(after)  # what a call saves; autograd takes no notice
             return results
 
         return call

@@ -167,6 +167,37 @@ def test_outputs_and_all_gradients(name, dtype, fused) -> None:
     compare(chosen(fast), chosen(lambda *given: plainly(of, *given)), mine, (B, N, H, P), terms=B * N)
 
 
+@pytest.mark.parametrize("name", ["all", "no bias", "limit", "no softplus", "packed"])
+def test_step_sizes_alone(name, fused) -> None:
+    """Where the attention applies them: sizes and decays, and all that follows from the gradients of both."""
+    steps = mamba.Steps(*OPTIONS[name].get("steps", (True, 0.0, torch.inf)))
+    seq, tokens, heads = sequences() if name == "packed" else None, N, 37
+    dt, A, bias = drawn(B, tokens, heads + 3)[:, :, 3:], -drawn(heads, seed=1).abs(), drawn(heads, seed=2)
+    bias = None if name == "no bias" else bias
+    sizes, decay = (torch.empty(B, heads, tokens, device=DEVICE) for _ in range(2))
+    kernels.run(kernels.steps_launch, (dt, A, bias, seq, sizes, decay), steps)
+    leaves = [t.detach().double().requires_grad_() for t in (dt, A, *([] if bias is None else [bias]))]
+    exact = mamba.step_sizes(leaves[0], leaves[2] if bias is not None else None, steps)
+    x = torch.ones(B, tokens, heads, 1, dtype=torch.float64, device=DEVICE)
+    v, exact_decay = mamba._values(x, leaves[0], leaves[1], leaves[2] if bias is not None else None, steps, seq)
+    torch.testing.assert_close(sizes.double(), exact.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(decay.double(), exact_decay, rtol=1e-5, atol=1e-5)
+
+    ddecay, of_steps = drawn(B, heads, tokens, seed=3), drawn(2, B, heads, tokens, seed=4)
+    ddt, sums = (
+        torch.empty_like(dt),
+        torch.empty(kernels.steps_grid(dt)[1], 3, heads, dtype=torch.float64, device=DEVICE),
+    )
+    kernels.run(kernels.steps_backward_launch, (dt, A, bias, ddecay, of_steps, ddt, sums), steps)
+    grads = torch.autograd.grad(
+        [v, exact_decay], leaves, [of_steps[0].mT.double()[..., None], ddecay.double()], materialize_grads=True
+    )
+    found = [ddt, *sums.sum(0)]
+    for got, wanted in zip(found, grads, strict=False):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[3], of_steps[1].double().sum((0, 2)), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_what_is_saved(gated, fused) -> None:
     """Of tensors as large as x: x and v = dt x; with z also z and o. Nothing twice."""

@@ -16,6 +16,13 @@ Its backward computes u and the mean anew. The gradient of the skip is that of o
 `Values` hands x on as `skip`, and takes the gradient of D x for it.
 
 Traffic in u, the bytes of x, forward and backward: before 2 + 4, after with D 3 + 0, with D and z 4 + 6.
+
+Inside. Where a backend of the attention takes step sizes (`LightningSpec.steps`), it applies dt and D where it reads
+and writes rows, and without gradients z, too. Before it only dt and decays are made, and behind it their gradients:
+
+    ddt = x . dv - A ddecay;   dA = -sum dt ddecay;   dD = sum x . do        dx, x . dv and x . do are the backend's
+
+Then only z with gradients and the norm pass over u again, 3 + 5.
 """
 
 from __future__ import annotations
@@ -36,9 +43,11 @@ from fulmen.layers.fused.rotary import p2, run
 from fulmen.layers.fused.sums import sum_launch
 from fulmen.layers.scan import RESET as RESET_DECAY
 from fulmen.layers.scan import Steps
+from fulmen.plans import Plan
 
 TOKENS = 32  # of a program before the scan
 TILE = 4096  # elements of x that it has
+STEP_TILE = (32, 32)  # tokens and heads of a program that makes step sizes alone
 PART = 2048  # at most so many features of a token has a program after the scan that norms nothing
 RESET = tl.constexpr(RESET_DECAY)
 
@@ -203,6 +212,130 @@ class Values(torch.autograd.Function):
         run(values_backward_launch, (x, dt, A, bias, D, dv, ddecay, through, dx, ddt, sums), ctx.steps)
         given = zip(sums.sum(0), (A, bias, D), strict=True)
         return None, dx, ddt, *(None if of is None else d.to(of.dtype) for d, of in given), None
+
+
+# ---------------------------------------------------------------------------------------- inside the scan
+
+
+@triton.jit
+def step_tile(N, H, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """b, a program's tokens [TOKENS, 1] and heads [1, HEADS], and whether they are there."""
+    tiles_h, tiles_t = tl.cdiv(H, HEADS), tl.cdiv(N, TOKENS)
+    pid_h, pid = tl.program_id(0) % tiles_h, tl.program_id(0) // tiles_h
+    t = (pid % tiles_t * TOKENS + tl.arange(0, TOKENS))[:, None].to(tl.int64)
+    h = (pid_h * HEADS + tl.arange(0, HEADS))[None, :]
+    return (pid // tiles_t).to(tl.int64), t, h, (t < N) & (h < H)
+
+
+@triton.jit
+def steps_kernel(
+    dt_ptr, A_ptr, bias_ptr, seq_ptr, sizes_ptr, decay_ptr, dt_b, dt_n, dt_h, N, H, low, high,
+    SOFTPLUS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Step sizes and decays (B, H, N); where seq (B, N) changes, the state starts again."""
+    b, t, h, mask = step_tile(N, H, TOKENS, HEADS)
+    dt, _ = load_steps(dt_ptr, bias_ptr, b * dt_b + t * dt_n + h * dt_h, h, mask, low, high, SOFTPLUS)
+    decay = -tl.load(A_ptr + h, h < H, 0.0) * dt
+    if seq_ptr is not None:
+        own = tl.load(seq_ptr + b * N + t, t < N, 0)
+        changed = own != tl.load(seq_ptr + b * N + t - 1, (t > 0) & (t < N), 0)
+        decay += tl.where(changed, RESET, 0.0)
+    to = (b * H + h) * N + t
+    tl.store(sizes_ptr + to, dt, mask)
+    tl.store(decay_ptr + to, decay, mask)
+
+
+@triton.jit
+def steps_backward_kernel(
+    dt_ptr, A_ptr, bias_ptr, ddecay_ptr, x_dv_ptr, ddt_ptr, sums_ptr, dt_b, dt_n, dt_h, N, H, all_rows, low, high,
+    SOFTPLUS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """ddt from ddecay, x . dv and x . do, (B, H, N) each; sums (B * tiles of tokens, 3, H): parts of dA, dbias, dD."""
+    b, t, h, mask = step_tile(N, H, TOKENS, HEADS)
+    dt, slope = load_steps(dt_ptr, bias_ptr, b * dt_b + t * dt_n + h * dt_h, h, mask, low, high, SOFTPLUS)
+    own = (b * H + h) * N + t
+    ddecay = tl.load(ddecay_ptr + own, mask, 0.0)
+    x_dv = tl.load(x_dv_ptr + own, mask, 0.0)
+    x_do = tl.load(x_dv_ptr + all_rows + own, mask, 0.0)
+    draw = (x_dv - tl.load(A_ptr + h, h < H, 0.0) * ddecay) * slope
+    tl.store(ddt_ptr + (b * N + t) * H + h, draw.to(ddt_ptr.dtype.element_ty), mask)
+
+    head = tl.program_id(0) % tl.cdiv(H, HEADS) * HEADS + tl.arange(0, HEADS)
+    to = sums_ptr + (tl.program_id(0) // tl.cdiv(H, HEADS)).to(tl.int64) * 3 * H + head
+    tl.store(to, tl.sum((tl.where(mask, -dt, 0.0) * ddecay).to(tl.float64), axis=0), head < H)
+    tl.store(to + H, tl.sum(tl.where(mask, draw, 0.0).to(tl.float64), axis=0), head < H)
+    tl.store(to + 2 * H, tl.sum(x_do.to(tl.float64), axis=0), head < H)
+
+
+def steps_grid(dt: Tensor) -> tuple[int, int]:
+    """Programs, and tiles of tokens."""
+    B, N, H = dt.shape
+    tiles = B * triton.cdiv(N, STEP_TILE[0])
+    return tiles * triton.cdiv(H, STEP_TILE[1]), tiles
+
+
+def steps_launch(
+    dt: Tensor, A: Tensor, bias: Tensor | None, seq: Tensor | None, sizes: Tensor, decay: Tensor, steps: Steps
+) -> Launch:
+    rest = (*dt.stride(), *dt.shape[1:], steps.low, steps.high, steps.softplus, *STEP_TILE)
+    return Launch(steps_kernel, steps_grid(dt)[0], (dt, A, bias, seq, sizes, decay), rest, {"num_warps": 4})
+
+
+def steps_backward_launch(
+    dt: Tensor, A: Tensor, bias: Tensor | None, ddecay: Tensor, of_steps: Tensor, ddt: Tensor, sums: Tensor,
+    steps: Steps,
+) -> Launch:  # fmt: skip
+    rest = (*dt.stride(), *dt.shape[1:], dt.numel(), steps.low, steps.high, steps.softplus, *STEP_TILE)
+    tensors = (dt, A, bias, ddecay, of_steps, ddt, sums)
+    return Launch(steps_backward_kernel, steps_grid(dt)[0], tensors, rest, {"num_warps": 4})
+
+
+def scanned(
+    plan: Plan, steps: Steps, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor | None,
+    D: Tensor | None, z: Tensor | None, seq: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[tuple[Tensor | None, ...], Tensor, Tensor | None]:  # fmt: skip
+    """Decays, what the attention saved, step sizes, D in fp32; then y (B, N, H, P) and the last states or None."""
+    rows, N, H = dt.shape
+    sizes = torch.empty(rows, H, N, dtype=torch.float32, device=x.device)
+    decay = torch.empty_like(sizes)
+    run(steps_launch, (dt, A, bias, seq, sizes, decay), steps)
+    q, k, v, gate = (t if t is None else t.transpose(1, 2) for t in (C, B, x, z))
+    skip = None if D is None else D.float()
+    y, state, saved = plan.forward.run(q, k, v, decay, initial, cu_seqlens, None, sizes, skip, gate)
+    return (decay, saved, sizes, skip), y.transpose(1, 2), state
+
+
+class Scanned(torch.autograd.Function):
+    """As `scanned`, without z: y = o + D x, and the last states if the plan has them. Saved are x, dt, B and C."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, steps: Steps, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor | None,
+        D: Tensor | None, seq: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
+    ) -> Any:  # fmt: skip
+        made, y, state = scanned(plan, steps, x, dt, A, B, C, bias, D, None, seq, initial, cu_seqlens)
+        ctx.plan, ctx.steps, ctx.of_skip = plan, steps, None if D is None else D.dtype
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, dt, A, B, C, bias, initial, cu_seqlens, *made)
+        return y if state is None else (y, state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None = None) -> tuple[Any, ...]:
+        x, dt, A, B, C, bias, initial, cu_seqlens, decay, saved, sizes, skip = saved_rows(ctx)
+        q, k, v, do = (t.transpose(1, 2) for t in (C, B, x, torch.zeros_like(x) if dy is None else dy))
+        ddecay = torch.empty(decay.shape, dtype=torch.float32, device=v.device)
+        of_steps = torch.empty(2, *decay.shape, dtype=torch.float32, device=v.device)
+        tensors = (q, k, v, decay, initial, cu_seqlens, saved, sizes, skip, None, do, dstate, ddecay, of_steps)
+        dq, dk, dx, dinitial = ctx.plan.gradients(*tensors)
+        ddt = torch.empty(dt.shape, dtype=dt.dtype, device=v.device)
+        sums = torch.empty(steps_grid(dt)[1], 3, dt.shape[2], dtype=torch.float64, device=v.device)
+        run(steps_backward_launch, (dt, A, bias, ddecay, of_steps, ddt, sums), ctx.steps)
+        dA, dbias, dD = sums.sum(0)
+        dx, dk, dq = (t.transpose(1, 2) for t in (dx, dk, dq))
+        of_bias = None if bias is None else dbias.to(bias.dtype)
+        of_skip = None if ctx.of_skip is None else dD.to(ctx.of_skip)
+        return None, None, dx, ddt, dA.to(A.dtype), dk, dq, of_bias, of_skip, None, dinitial, None
 
 
 # ----------------------------------------------------------------------------------------- after the scan

@@ -12,6 +12,7 @@ __device__ __forceinline__ void release(u32 barrier) {
 __device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n, int group) {
     if (!PACKED || w.left(n) >= C) return;
     const int from = w.ends_first() ? 0 : w.left(n), to = w.ends_first() ? C - w.left(n) : C;
+#pragma unroll 1
     for (int unit = from * 8 + threadIdx.x % 128; unit < to * 8; unit += 128)
 #pragma unroll
         for (int i = 0; i < PANELS + 1; i++) store_zeros(at.b(n) + i * PANEL + unit * 16);

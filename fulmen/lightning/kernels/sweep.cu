@@ -37,8 +37,14 @@
 // of the state's gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that
 // enters it, at this state's part of q . dq.
 //
+// Mamba-2's scan (STEPS), of o, a state, dv and dk JOINED, and dq: v = dt x is never in memory, c or b is x. The decay warps
+// leave the step sizes in the stage, too. They weigh the columns of the mask and what enters the state in o and dq, the rows
+// of dk. o adds D x, whose rows are c, before it is stored; with GATE it is multiplied by silu(z), whose rows come into the
+// buffer of the chunk's output. dv = d(dt x) becomes dx = dt dv + D do; the sums x . dv and x . do of its rows go through the
+// stage to the decay warps, as those of DOTS do. The scale is 1.
+//
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
-// (heads share rows of a tensor), PACKED, JOINED, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
+// (heads share rows of a tensor), PACKED, JOINED, STEPS, GATE, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
 // may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128, are a cluster; each copies half of a and b
 // into the shared memory of both (multicast), which halves the reads from L2.
 
@@ -92,6 +98,12 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
 // where there are too few, is multiplied before the other part is added.
 constexpr bool APART = DECAY && OUTS == 1;
 
+__device__ __forceinline__ float silu(float x) {
+    float opened;
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(opened) : "f"(exp2_(-1.4426950408889634f * x) + 1.0f));
+    return x * opened;
+}
+
 // What a warpgroup does: its share of a sweep's chunks, or of two sweeps with one state all chunks of dv or of dk.
 enum Kind { SHARED_OUT, OF_DV, OF_DK };
 
@@ -121,6 +133,7 @@ struct Outputs {
     float since[2];                 // scale * lambda^(rows since the state)
     float p[32], out[32 * WIDTH], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
+    float skip = 0.0f;              // D of the head
     float sum[2], of_state = 0.0f;  // of this thread: products of two rows, of which so much comes from the state
     int warp, buffer, parity;  // parity: of the rows that come into the buffer
     bool leads, reports;
@@ -136,6 +149,7 @@ struct Outputs {
         warp = threadIdx.x / 32 % 4;
         leads = threadIdx.x % 128 == 0, reports = lane == 0;
         seen = buffer = parity = 0;
+        if (STEPS && x.skip) skip = load_coherent(x.skip + w.h);
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             const int row = 16 * warp + g + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * t + i % 2;
@@ -159,10 +173,10 @@ struct Outputs {
 
     __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
 
-    // Has the rows come whose products with a chunk's output are written, into the buffer of that output.
+    // Has the rows come whose products with a chunk's output are written, or its gate, into the buffer of that output.
     __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int row, int into) {
         const Product &y = product(x, w);
-        if (RING_ROWS || !leads || !y.out) return;
+        if (!OUT_ROWS || !leads || !(GATE || y.out)) return;
         const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
         tma_store_wait_read<0>();   // of the output that was there
         mbarrier_expect(full, PANEL);
@@ -230,6 +244,67 @@ struct Outputs {
         __syncwarp();
     }
 
+    // out += D x, of the rows of c.
+    __device__ __forceinline__ void add_skip(u32 from) {
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            u32 two[4];
+            load_rows_of(two, from, j, warp);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float *here = out + 4 * (j + i / 2) + 2 * (i % 2);
+                here[0] = fmaf(skip, low(two[i]), here[0]), here[1] = fmaf(skip, high(two[i]), here[1]);
+            }
+        }
+        __syncwarp();
+    }
+
+    // out *= silu(z), whose rows have come into its buffer.
+    __device__ __forceinline__ void open_gate(const Shared &at) {
+        mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            u32 two[4];
+            load_rows_of(two, output(at), j, warp);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float *here = out + 4 * (j + i / 2) + 2 * (i % 2);
+                here[0] *= silu(low(two[i])), here[1] *= silu(high(two[i]));
+            }
+        }
+    }
+
+    // From dv = d(dt x): dx = dt dv + D do; sums over columns of x dv and x do are left in the stage.
+    __device__ __forceinline__ void make_dx(const Shared &at, int n) {
+        const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
+        const float *steps = at.step_sizes(n);
+        const float size[2] = {steps[row], steps[row + 8]};
+        float of_dv[4] = {}, of_do[4] = {};  // four chains each, as one sum waits for the other
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            u32 x[4], g[4];
+            load_rows_of(x, at.rows(n), j, warp);
+            load_rows_of(g, at.c(n), j, warp);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float *here = out + 4 * (j + i / 2) + 2 * (i % 2);
+                of_dv[i] = fmaf(here[1], high(x[i]), fmaf(here[0], low(x[i]), of_dv[i]));
+                of_do[i] = fmaf(high(g[i]), high(x[i]), fmaf(low(g[i]), low(x[i]), of_do[i]));
+                here[0] = fmaf(skip, low(g[i]), here[0] * size[i % 2]);
+                here[1] = fmaf(skip, high(g[i]), here[1] * size[i % 2]);
+            }
+        }
+        StepSums &y = at.step_sums[n % STAGES];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float dv = of_dv[r] + of_dv[r + 2], skip = of_do[r] + of_do[r + 2];
+#pragma unroll
+            for (int bit = 1; bit <= 2; bit++) dv += __shfl_xor_sync(~0u, dv, bit), skip += __shfl_xor_sync(~0u, skip, bit);
+            if (lane % 4 == 0) y.dv[row + 8 * r] = dv, y.skip[row + 8 * r] = skip;
+        }
+        __syncwarp();
+    }
+
     // Starts p = a b^T.
     __device__ __forceinline__ void start_p(const Shared &at, const Walk &w, int n) {
         at.await_full(n);
@@ -241,7 +316,11 @@ struct Outputs {
     }
 
     __device__ __forceinline__ void mask_p(const Args &x, const Shared &at, int n) {
-        if (TOKENS) find_mask(mask, seen, at.decay(n), x.scale, warp);
+        const int row = 16 * warp + threadIdx.x % 32 / 4;
+        const float *steps = at.step_sizes(n);
+        if (TOKENS && STEPS && KIND == SHARED_OUT) find_mask<true>(mask, seen, at.decay(n), steps, {}, warp);
+        else if (TOKENS && STEPS && DK) find_mask<false>(mask, seen, at.decay(n), nullptr, {steps[row], steps[row + 8]}, warp);
+        else if (TOKENS) find_mask<false>(mask, seen, at.decay(n), nullptr, {x.scale, x.scale}, warp);
         if (!DECAY) asm volatile("" : "+r"(seen));  // else its bits are taken apart ahead of the walk, for 32 registers
 #pragma unroll
         for (int i = 0; i < 16; i++) q[i] = pack(decayed(2 * i), decayed(2 * i + 1));
@@ -250,7 +329,10 @@ struct Outputs {
     // Waits for p, and starts the other products of the chunk.
     __device__ __forceinline__ void start_out(const Args &x, const Shared &at, const Walk &w, int n, const Place &place) {
 #pragma unroll
-        for (int r = 0; TOKENS && r < 2; r++) since[r] = at.decay(n).into[16 * warp + threadIdx.x % 32 / 4 + 8 * r];
+        for (int r = 0; TOKENS && r < 2; r++) {
+            const int row = 16 * warp + threadIdx.x % 32 / 4 + 8 * r;
+            since[r] = STEPS && DK ? at.decay(n).into[row] * at.step_sizes(n)[row] : at.decay(n).into[row];
+        }
         if (DECAY && WIDTH == 1) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
         wgmma_wait<0>();
         pin(p);
@@ -297,12 +379,13 @@ struct Outputs {
     ) {
         const bool begins = DOTS && APART && at.decay(n).keep < BEGINS;
         const bool products = DOTS && KIND != OF_DV && product(x, w).out;
+        constexpr bool SKIP = STEPS && !DOTS, DX = STEPS && KIND == OF_DV;
         pin(out);
         pin(inter);
         if (WIDTH == 1) keep_alive(q, x.zero);
         else asm volatile("" : "+r"(warp));  // else addresses are computed ahead of the walk, for more registers than there are
         if (reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
-        if (!products) release(at.empty + n % STAGES * 8);
+        if (!products && !SKIP && !DX) release(at.empty + n % STAGES * 8);
 #pragma unroll
         for (int i = 0; i < 32 * WIDTH; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
@@ -311,8 +394,14 @@ struct Outputs {
             multiply_output(x, at, w, n, place.at, begins);
             release(at.empty + n % STAGES * 8);
         }
+        if (SKIP || DX) {
+            if constexpr (DX) make_dx(at, n);
+            else add_skip(at.c(n));
+            release(at.empty + n % STAGES * 8);
+        }
+        if (GATE) open_gate(at);
         const u32 from = output(at);
-        if (BUFFERS == 2) buffer ^= 1, parity ^= DOTS && !buffer;
+        if (BUFFERS == 2) buffer ^= 1, parity ^= OUT_ROWS && !buffer;
         if (leads) tma_store_wait_read<BUFFERS - 1>();
         named_barrier_sync<128>(2 + who);
         store_rows(out, from, warp);
@@ -338,7 +427,7 @@ struct Outputs {
             char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
             *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
         }
-        if (DOTS && !RING_ROWS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
+        if (OUT_ROWS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
     }
 };
 
@@ -351,14 +440,14 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     int n = KIND == SHARED_OUT ? y.who : 0;
     if (n >= w.chunks) return;
     Place place(w, n);
-    if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, 0);
+    if (OUT_ROWS) y.load_rows(x, at, w, w.first + place.at * C, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + Y::STEP < w.chunks; n += Y::STEP) {
         y.start_out(x, at, w, n, place);
         const Place here = place;
         place.next(w, Y::STEP);
-        if (DOTS) y.load_rows(x, at, w, w.first + place.at * C, y.buffer ^ 1);
+        if (OUT_ROWS) y.load_rows(x, at, w, w.first + place.at * C, y.buffer ^ 1);
         if (Y::WIDTH > 1) {         // q and the next p are too many registers at a time
             wgmma_wait<0>();
             pin(y.out);
@@ -402,7 +491,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         for (int i = 0; i < 2; i++) mbarrier_init(at.state_full + 8 * i, 4), mbarrier_init(at.state_empty + 8 * i, JOINED ? 8 : 4);
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
-        for (int i = 0; DOTS && !RING_ROWS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
+        for (int i = 0; OUT_ROWS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
         fence_barrier_init();
     }
     if (SHARE) cluster_sync();

@@ -16,7 +16,10 @@ from fulmen.lightning.triton import Segments
 CHUNK = 64
 DECAYS = 3 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has its decay
 SUMS = 6 * CHUNK  # bytes of the products of its rows
+STEP_SIZES = 4 * CHUNK  # bytes of its step sizes
+STEP_SUMS = 8 * CHUNK  # bytes of the products of dv's and do's rows with x
 Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
+Z = DO  # of a forward, which reads no do
 
 
 class Sweep(NamedTuple):
@@ -73,6 +76,8 @@ ARGUMENTS = cuda.Struct(
     ("keeps", "float *"),  # what segments leave of the states that enter them
     ("saved", "const char *"), ("slots", "int"),  # the states the forward saved, for `anchors`
     ("product", PRODUCT, 3),
+    ("steps", "const float *"), ("skip", "const float *"),  # step sizes, as the decay lies; D of each head, or null
+    ("x_dv", "float *"), ("x_do", "float *"),  # of the sweep of dv with step sizes: (heads, rows)
 )  # fmt: skip
 NO_MAP = bytes(128)
 
@@ -90,6 +95,7 @@ def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = 
     """The ring, states on their way, outputs on theirs, barriers, decays of tokens."""
     panel, panels = 64 * 128, sizes(spec, names)[0] // 64
     decays = tile.stages * (DECAYS + (SUMS if products else 0)) + 16 * (1 + tile.outs) if spec.per_token else 0
+    decays += tile.stages * (STEP_SIZES + (STEP_SUMS if tile.pair else 0)) if spec.steps else 0
     if not tile.outs:
         return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
     states, rows = (3 if tile.save == 2 else 2) * panels, int(tile.pair or (products and panels == 1))
@@ -104,7 +110,8 @@ def variant(
         "HEAD_DIM": K, "TILES": V // 64, "STAGES": tile.stages, "OUTS": tile.outs, "DECAY": int(spec.has_decay),
         "TOKENS": int(spec.per_token), "DOTS": int(products), "GROUPED": int(spec.groups is not None),
         "PACKED": int(spec.sequences is not None), "EVERY": saved_rows(spec) // CHUNK, "SAVE": tile.save,
-        "SHARE": int(tile.share), "JOINED": int(tile.pair),
+        "SHARE": int(tile.share), "JOINED": int(tile.pair), "STEPS": int(spec.steps),
+        "GATE": int(spec.gated and names == ("o",)),
     }  # fmt: skip
     return cuda.Variant("lightning/kernels/sweep.cu", "lightning_sweep_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 
@@ -126,13 +133,14 @@ NO_STATES = States()
 
 # What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
 # nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a decay for each token what
-# segments keep, q . dq, k . dk, anchors and entered. 0 is none.
+# segments keep, q . dq, k . dk, anchors and entered; of step sizes x . dv, x . do, themselves and the skip. 0 is none.
 Addresses = tuple[int, ...]
 INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
 NOT_CUT = 4  # from a state to that of what is not cut
 DECAY = 16
-KEEPS, QDQ, KDK, ANCHORS, ENTERED = range(19, 24)
-PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K)}  # where they go, and with which rows
+KEEPS, QDQ, KDK, ANCHORS, ENTERED, X_DV, X_DO, STEPS, SKIP = range(19, 28)
+OF_TOKENS = 7  # of these, those that a launch is given beside the call's residuals
+PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K), "o": (None, Z)}  # where they go, and with which rows; the rows of o's gate
 AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
     "o": (INITIAL, FINAL),
     "dq": (INITIAL, None),
@@ -152,7 +160,8 @@ def addresses(
     tokens: tuple[Tensor | None, ...] = (),
 ) -> Addresses:
     at = [address(tensors.get(i)) for i in range(8)]
-    return *at, *map(address, (*states, *not_cut, x.decay, x.cu_seqlens, segment_offsets, *tokens))
+    of_call = (*states, *not_cut, x.decay, x.cu_seqlens, segment_offsets, *tokens, x.steps, x.skip)
+    return *at, *map(address, of_call)
 
 
 def segment_count(spec: LightningSpec, cut: Segments) -> int:
@@ -225,7 +234,13 @@ class SweepLaunch:
                 self.pointers += [(own, out)]
             if products and name == "dq":
                 self.pointers += [(own + 2, ENTERED)]
-        return values + (3 - len(names)) * [0] * len(PRODUCT.fields)
+        values += (3 - len(names)) * [0] * len(PRODUCT.fields)
+        if spec.steps:
+            own = at + len(values)
+            self.pointers += [(own, STEPS)]
+            self.pointers += [(own + 1, SKIP)] if names[0] in ("o", "dv") else []
+            self.pointers += [(own + 2, X_DV), (own + 3, X_DO)] if names[0] == "dv" else []
+        return [*values, 0, 0, 0, 0]
 
     def __call__(self, at: Addresses) -> None:
         self.launch.at(at, self.arguments)

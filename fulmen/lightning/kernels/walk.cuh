@@ -4,6 +4,7 @@
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
 constexpr bool RING_ROWS = DOTS && (PANELS == 1 || JOINED);          // rows of q or k are in a stage, too
+constexpr bool OUT_ROWS = (DOTS && !RING_ROWS) || GATE;              // rows come into the buffer of a chunk's output
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
 constexpr int THREADS = 128 * (2 + OUTS);
@@ -11,6 +12,8 @@ constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks t
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 static_assert(!SHARE || TILES == PANELS, "a block loads the panel of its tile");
 static_assert(!TOKENS || DECAY, "a decay for each token is a decay");
+static_assert(!STEPS || TOKENS, "step sizes come with decays");
+static_assert(!GATE || (STEPS && !DOTS && OUTS), "of o alone");
 static_assert(!JOINED || (DOTS && TILES == 1 && PANELS == 2 && OUTS == 2), "a warpgroup each for dv and dk, twice as wide");
 
 // Of a chunk whose rows have a decay each: what its rows and its state are multiplied with.
@@ -26,11 +29,18 @@ struct Sums {
     float rows[C], of_state[C / 2];
 };
 
+// With step sizes, of rows of dv's sweep: x . d(dt x) and x . do.
+struct StepSums {
+    float dv[C], skip[C];
+};
+
 struct Shared {
     u32 ring, states, staging, saved;
     u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
     Decays *decays;
     Sums *sums;
+    float *steps;
+    StepSums *step_sums;
     __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
         staging = states + (OUTS ? 2 * STATE : 0);
@@ -42,11 +52,14 @@ struct Shared {
         saved_full = state_empty + 16;
         saved_empty = saved_full + 8;
         rows_full = saved_empty + 8;
-        const u32 end = rows_full + (DOTS && !RING_ROWS ? 16 * OUTS : 0);
+        const u32 end = rows_full + (OUT_ROWS ? 16 * OUTS : 0);
         decays = reinterpret_cast<Decays *>(shared + ((end - base + 15) & ~15u));
         sums = reinterpret_cast<Sums *>(decays + STAGES);
+        steps = reinterpret_cast<float *>(sums + (DOTS ? STAGES : 0));
+        step_sums = reinterpret_cast<StepSums *>(steps + STAGES * C);
     }
     __device__ __forceinline__ const Decays &decay(int n) const { return decays[n % STAGES]; }
+    __device__ __forceinline__ const float *step_sizes(int n) const { return steps + n % STAGES * C; }
     __device__ __forceinline__ u32 stage(int n) const { return ring + n % STAGES * STAGE; }
     __device__ __forceinline__ u32 a(int n) const { return stage(n) + (PANELS + 1) * PANEL; }
     __device__ __forceinline__ u32 b(int n) const { return stage(n); }
