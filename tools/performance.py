@@ -221,7 +221,7 @@ def label(cell: Cell) -> str:
     heads = f"{case['H']}/{case['H_KV']}" if case["H_KV"] != case["H"] else str(case["H"])
     length = f"{case['N_Q']} x {case['N']}" if "N_Q" in case else str(case["N"])
     E = case.get("E", case["D"])
-    dims = str(case["D"]) if E == case["D"] else f"{case['D']}/{E}"
+    dims = str(case["D"]) if case["D"] == E else f"{case['D']}/{E}"
     words = [name for name in (case.get("layer"), LAYER_STEPS.get(cell["op"])) if name]
     if cell["op"] in ("step", "latent"):
         words.append(f"{cell['op']}, {case['state_dtype']} states" if cell["op"] == "step" else "latent")
