@@ -226,3 +226,4 @@ def test_heads_at_a_time_fit_the_cache():
     assert swizzle(spec(1, 2, 128, 128), hw) == 2
     assert swizzle(spec(1, 2, 0, 128), hw) == 2
     assert swizzle(spec(1, 16, 4096, 256), hw) == 2  # 64 tiles a head; three would fit
+    assert swizzle(spec(1, 16, 4096, 256, True), hw) == 2

@@ -81,16 +81,19 @@ def keeping_states(forward: Any, names: tuple[str, ...], module: Any, *args: Any
         return forward(module, *args, **kwargs)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = given.get("cache_params")
-    getters = () if cache is None else (cache.get_conv_state, cache.get_recurrent_state)
-    held = [get(module.layer_idx) for get in getters]
-    if not held or any(state is None for state in held):  # the first token: as transformers has it for a prompt
+    if cache is None or not cache.has_previous_state(module.layer_idx):  # the first token: as of a prompt
         return forward(module, **{**given, "attention_mask": tokens})
-    before = [state.clone() for state in held]
+    before = [state.clone() for state in _states(cache, module.layer_idx)]
     y = forward(module, **given)
-    for get, old in zip(getters, before, strict=True):
-        state = get(module.layer_idx)
+    for state, old in zip(_states(cache, module.layer_idx), before, strict=True):
         state.copy_(torch.where(tokens.view(-1, *[1] * (state.ndim - 1)), state, old))
     return y
+
+
+def _states(cache: Any, layer: int) -> list[Tensor]:
+    """Of the convolution and the scan: a layer of a cache may hold several, by number."""
+    held = cache.layers[layer].conv_states, cache.layers[layer].recurrent_states
+    return [states[0] if isinstance(states, dict) else states for states in held]
 
 
 def _is_gated_norm(norm: Any) -> bool:
