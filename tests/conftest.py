@@ -29,6 +29,9 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are the parallelism
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor starts processes that import torch
+# Inductor's few loops on a CPU are small: headers of vectors and their compiled form take most of g++'s time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 
 def pytest_collection_finish() -> None:
@@ -171,6 +174,19 @@ def kernels_compiled_once():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(module, "compile_text", kept)
         yield
+
+
+@pytest.fixture
+def compiled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """compiled_elsewhere(variants): a backend takes these kernels for compiled. Other tests compile and read them: all
+    in `make test-all`, and in `make test` those with every pair of macros."""
+    from fulmen.cuda import launch
+
+    def take(variants: Any) -> None:
+        known, compiled = frozenset(variants), launch.cubin_or_reason
+        monkeypatch.setattr(launch, "cubin_or_reason", lambda one: b"" if one in known else compiled(one))
+
+    return take
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ import torch
 import fulmen
 from fulmen import dispatch, hardware
 from fulmen.lightning.spec import LightningSpec, plain_spec
+from tests.lightning import test_cuda, test_cuda_tokens
 
 CUDA = torch.device("cuda", 0)
 
@@ -148,8 +149,9 @@ def spec(**changes) -> LightningSpec:
         (spec(device=torch.device("cpu"), dtype=torch.bfloat16, sequences=4), "eager"),
     ],
 )
-def test_what_auto_picks_on_an_h200(asked, chosen, monkeypatch):
+def test_what_auto_picks_on_an_h200(asked, chosen, monkeypatch, compiled_elsewhere):
     """What cuda serves; else few heads and many rows are split. A CPU never gets the interpreter."""
+    compiled_elsewhere([*test_cuda.kernels(), *test_cuda_tokens.kernels()])
     real = hardware.of
     monkeypatch.setattr(hardware, "of", lambda d: hardware.TARGETS[90] if d.type == "cuda" else real(d))
     dispatch.pick.cache_clear()
