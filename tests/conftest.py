@@ -36,7 +36,7 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(20_000)  # interpreted kernels and compilers make much that is soon gone
+    gc.set_threshold(100_000)  # interpreted kernels and compilers make much that is soon gone
     gc.enable()
 
 
