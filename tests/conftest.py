@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import aot, builds, interpreter, pairs
+from tests import aot, builds, fresh, interpreter, pairs
 
 gc.disable()  # until tests are collected: what modules make at import stays
 
@@ -153,6 +153,14 @@ def compiled_anew():
 def compiler():
     """Triton's compiler, in a process of its own."""
     process = aot.Compiler()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def fresh_process():
+    """fresh_process(program): what a program prints where torch is imported, and nothing of fulmen."""
+    process = fresh.Fresh()
     yield process
     process.close()
 
