@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import aot, builds, interpreter, pairs
+from tests import aot, builds, fresh, interpreter, pairs
 
 gc.disable()  # until tests are collected: what modules make at import stays
 
@@ -29,11 +29,14 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are the parallelism
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor starts processes that import torch
+# Inductor's few loops on a CPU are small: headers of vectors and their compiled form take most of g++'s time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(20_000)  # interpreted kernels and compilers make much that is soon gone
+    gc.set_threshold(100_000)  # interpreted kernels and compilers make much that is soon gone
     gc.enable()
 
 
@@ -154,6 +157,14 @@ def compiler():
     process.close()
 
 
+@pytest.fixture(scope="session")
+def fresh_process():
+    """fresh_process(program): what a program prints where torch is imported, and nothing of fulmen."""
+    process = fresh.Fresh()
+    yield process
+    process.close()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kernels_compiled_once():
     """NVRTC's machine code is kept in build/tests."""
@@ -171,6 +182,19 @@ def kernels_compiled_once():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(module, "compile_text", kept)
         yield
+
+
+@pytest.fixture
+def compiled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """compiled_elsewhere(variants): a backend takes these kernels for compiled. Other tests compile and read them: all
+    in `make test-all`, and in `make test` those with every pair of macros."""
+    from fulmen.cuda import launch
+
+    def take(variants: Any) -> None:
+        known, compiled = frozenset(variants), launch.cubin_or_reason
+        monkeypatch.setattr(launch, "cubin_or_reason", lambda one: b"" if one in known else compiled(one))
+
+    return take
 
 
 @pytest.fixture(scope="session", autouse=True)

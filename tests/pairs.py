@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -17,13 +18,19 @@ def pairs(options: Mapping[str, Any]) -> set[Hashable]:
 def covering(cases: Sequence[set[Hashable]]) -> list[int]:
     """Which of these cases have every fact that any of them has.
 
-    Greedy: always the case with the most facts that are still missing, of equals the first.
+    Greedy: always the case with the most facts that are still missing, of equals the first; then without those whose
+    facts the others have.
     """
     missing, chosen = set().union(*cases), []
     while missing:
         best = max(range(len(cases)), key=lambda i: len(cases[i] & missing))
         chosen.append(best)
         missing -= cases[best]
+    times = collections.Counter(fact for i in chosen for fact in cases[i])
+    for i in list(chosen):
+        if all(times[fact] > 1 for fact in cases[i]):
+            chosen.remove(i)
+            times.subtract(cases[i])
     return sorted(chosen)
 
 

@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-import textwrap
 import threading
 import types
 from pathlib import Path
@@ -137,15 +136,14 @@ def test_what_belongs_to_another_user_is_not_loaded(folder, monkeypatch):
         assert cuda.cubin(SMALL) == code
 
 
-def test_many_processes_at_once(folder):
+def test_many_processes_at_once(folder, fresh_process):
     program = (
+        "import warnings; warnings.simplefilter('error')\n"
         "from tests.test_cuda import SMALL, cuda; import hashlib; print(hashlib.sha256(cuda.cubin(SMALL)).hexdigest())"
     )
-    run = [sys.executable, "-W", "error", "-c", program]
-    processes = [subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    results = [(p.communicate()[0], p.returncode) for p in processes]
-    assert {code for _, code in results} == {0}
-    assert len({text for text, _ in results}) == 1
+    results = fresh_process.at_once(program, program, program)
+    assert {done.returncode for done in results} == {0}, results
+    assert len({done.stdout for done in results}) == 1
     assert len(list(folder.iterdir())) == 1  # no temporary file is left
 
 
@@ -242,17 +240,17 @@ def test_a_map_made_by_a_thread_without_a_context(monkeypatch):
         tensor_map.encode(*call)
 
 
-def test_doctor_tells():
-    env = os.environ | {"COLUMNS": "200"}
-    run = subprocess.run([sys.executable, "-m", "fulmen", "doctor"], capture_output=True, text=True, env=env, cwd=ROOT)
-    assert run.returncode == 0
-    assert "NVRTC" in run.stdout
-    assert "libnvrtc" in run.stdout  # where it was found
+def test_doctor_tells(fresh_process, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    program = "import runpy, sys; sys.argv = ['fulmen', 'doctor']; runpy.run_module('fulmen', run_name='__main__')"
+    told = fresh_process(program)
+    assert "NVRTC" in told
+    assert "libnvrtc" in told  # where it was found
 
 
 def test_importing_fulmen_compiles_nothing():
     program = "import sys, fulmen; assert not any(m.split('.')[0] == 'cuda' for m in sys.modules)"
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 # --------------------------------------------------------------------------- registers a product still reads

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch
 import fulmen
 from fulmen import dispatch, hardware
 from fulmen.lightning.spec import LightningSpec, plain_spec
+from tests.lightning import test_cuda, test_cuda_tokens
 
 CUDA = torch.device("cuda", 0)
 
@@ -148,8 +148,9 @@ def spec(**changes) -> LightningSpec:
         (spec(device=torch.device("cpu"), dtype=torch.bfloat16, sequences=4), "eager"),
     ],
 )
-def test_what_auto_picks_on_an_h200(asked, chosen, monkeypatch):
+def test_what_auto_picks_on_an_h200(asked, chosen, monkeypatch, compiled_elsewhere):
     """What cuda serves; else few heads and many rows are split. A CPU never gets the interpreter."""
+    compiled_elsewhere([*test_cuda.kernels(), *test_cuda_tokens.kernels()])
     real = hardware.of
     monkeypatch.setattr(hardware, "of", lambda d: hardware.TARGETS[90] if d.type == "cuda" else real(d))
     dispatch.pick.cache_clear()
@@ -202,8 +203,8 @@ sys.exit(", ".join(wrong) or None)
 """
 
 
-def test_a_policy_imports_no_compiler():
-    subprocess.run([sys.executable, "-c", POLICIES], check=True)
+def test_a_policy_imports_no_compiler(fresh_process):
+    fresh_process(POLICIES)
 
 
 @pytest.mark.parametrize("hw", hardware.TARGETS.values(), ids=lambda hw: hw.name)
@@ -241,26 +242,14 @@ def test_explain_prints_the_choice(monkeypatch):
     assert text.endswith("auto: cuda")
 
 
-OPERATORS = """
-import os, sys, torch
-for module, operator in {operators}:
-    if os.fork() == 0:  # a process of its own, but torch is imported once
-        __import__("fulmen." + module)
-        getattr(torch.ops.fulmen, operator).default
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit(module)
-"""
-
-
-def test_an_operation_that_is_imported_has_its_operators():
+def test_an_operation_that_is_imported_has_its_operators(fresh_process):
     """As docs/integrations.md says: a program of torch.export needs them."""
     operators = [
         ("flash", "flash_forward"), ("lightning", "lightning_forward"), ("latent", "latent_forward"),
         ("step", "lightning_step"), ("layers", "cache_append"),
     ]  # fmt: skip
-    code = OPERATORS.format(operators=operators)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    for module, operator in operators:
+        fresh_process(f"import torch, fulmen.{module}; torch.ops.fulmen.{operator}.default")
 
 
 # ------------------------------------------------------------------------------------------ under a compiler
@@ -282,7 +271,6 @@ assert torch.allclose(o, attend(q), atol=1e-5)
 
 
 @pytest.mark.slow
-def test_the_first_call_of_a_process_may_be_compiled():
+def test_the_first_call_of_a_process_may_be_compiled(fresh_process):
     """Backends are imported while the compiler looks on."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
+    fresh_process(FIRST)

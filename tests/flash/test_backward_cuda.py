@@ -14,7 +14,7 @@ from fulmen.flash.policy_backward import BackwardTile, backward_tile, lag, swizz
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
 from tests import sass
-from tests.flash.test_cuda import ALL, CAP, PACKED, WINDOW, spec
+from tests.flash.test_cuda import ALL, CAP, PACKED, VARIANTS_90, WINDOW, spec
 from tests.pairs import marked
 
 CALLS = [
@@ -81,9 +81,10 @@ def check_order(call: FlashSpec, text: str) -> None:
     assert ", ".join(found) in (f"{first}, {second}", f"{second}, {first}")
 
 
-@pytest.mark.parametrize(
-    "call", marked({call: backward.variants(call, backward_tile(call))[1] for call in CALLS}), ids=name_of
-)
+VARIANTS = {call: backward.variants(call, backward_tile(call))[1] for call in CALLS}
+
+
+@pytest.mark.parametrize("call", marked(VARIANTS), ids=name_of)
 def test_fits_and_overlaps(call):
     check_products(call, backward_tile(call))
 
@@ -116,7 +117,8 @@ def test_the_prologue_does_not_spill(call, dtype):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
-def test_served_and_explained(monkeypatch):
+def test_served_and_explained(monkeypatch, compiled_elsewhere):
+    compiled_elsewhere([*VARIANTS.values(), *VARIANTS_90.values()])
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     call = spec(2, 16, 4096, 128, True, needs_grad=True)
     choice = dispatch.choose("flash", call, "cuda")
@@ -134,7 +136,8 @@ def test_served_and_explained(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
 @pytest.mark.parametrize(("D", "E"), [(192, 128), (256, 256)])
-def test_wide_heads_are_served_and_explained(monkeypatch, D, E):
+def test_wide_heads_are_served_and_explained(monkeypatch, compiled_elsewhere, D, E):
+    compiled_elsewhere([*VARIANTS.values(), *VARIANTS_90.values()])
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     call = spec(1, 16, 4096, D, True, E=E, needs_grad=True)
     assert dispatch.choose("flash", call, "cuda").backward == ("cudnn" if D == 192 else "cuda")  # which is ahead there

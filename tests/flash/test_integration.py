@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from fulmen.flash import eager, op, sdpa
 from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.testing import flash as testing
 
-ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(dispatch.kernels("flash"))
 OURS = [b for b in BACKENDS if b.startswith(("triton", "cuda"))]
 DERIVED = [b for b in BACKENDS if dispatch.kernels("flash")[b].backward is not None]
@@ -585,12 +581,11 @@ def test_eager_bounds_its_memory():
 # ------------------------------------------------------------------------------------------------ import
 
 
-def test_import_loads_no_compiler_and_no_backend():
+def test_import_loads_no_compiler_and_no_backend(fresh_process):
     """torch itself may import triton; fulmen must not be what does. Touching the op loads op.py alone."""
     code = "import sys, torch; before = set(sys.modules); import fulmen; fulmen.flash_attention;"
     code += " print(*sorted(set(sys.modules) - before))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    added = run.stdout.split()
+    added = fresh_process(code).split()
     assert "fulmen.flash.op" in added
     modules = ("triton", "torch._dynamo", "flash_attn", *(f"fulmen.flash.{name}" for name in BACKENDS))
     assert not [name for name in added if name.startswith(modules)]

@@ -49,15 +49,21 @@ class Made(NamedTuple):
     sass: str
 
 
-@pytest.fixture(scope="module", params=["pairs", pytest.param("every", marks=pytest.mark.nightly)])
-def made(request):
-    """What the policy chooses, compiled once: 28 variants, or those of them with every pair of macros."""
-    found: dict[build.Variant, tuple[policy.SweepTile, int]] = {}
+def kernels() -> dict[build.Variant, tuple[policy.SweepTile, int]]:
+    """What the policy chooses, with tile and D."""
+    found = {}
     for D, decay, packed in itertools.product((64, 128), (False, True), (None, 4)):
         for B, H, N in ((1, 128, 8192), (1, 8, 65536)):  # in one piece, and split
             call = spec(B, H, N, D, decay, sequences=packed)
             for tile in (tile_of(call, what) for what in PASSES):
                 found[sweep.variant(call, tile)] = tile, D
+    return found
+
+
+@pytest.fixture(scope="module", params=["pairs", pytest.param("every", marks=pytest.mark.nightly)])
+def made(request):
+    """What the policy chooses, compiled once: 28 variants, or those of them with every pair of macros."""
+    found = kernels()
     assert len(found) >= 20
     if request.param == "pairs":
         found = {variant: found[variant] for variant in covering_variants(list(found))}
@@ -139,8 +145,9 @@ def test_refuses_in_words(call, arch, why, monkeypatch):
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_serves(D, h200, monkeypatch):
+def test_serves(D, h200, monkeypatch, compiled_elsewhere):
     """And says what would serve; a compiler that fails is the reason why not."""
+    compiled_elsewhere(kernels())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for call in (spec(4, 32, 8192, D), spec(1, 8, 65536, D, sequences=4)):
         assert cuda.supports(call) is None

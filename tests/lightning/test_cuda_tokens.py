@@ -37,15 +37,19 @@ def launches(D, E, groups, packed):
     return found
 
 
+def kernels():
+    """Every variant, with its launch."""
+    every = itertools.product(SHAPES.values(), (None, 4))
+    return {sweep.variant(*launch): launch for shape, packed in every for launch in launches(*shape, packed)}
+
+
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "every"])
 def test_fits_and_does_not_spill(every):
     found = {}
-    for shape, packed in itertools.product(SHAPES.values(), (None, 4)):
-        for call, tile, names, products in launches(*shape, packed):
-            variant = sweep.variant(call, tile, names, products)
-            found[variant] = tile
-            assert sweep.shared_bytes(call, tile, names, products) <= TARGETS[90].smem_bytes
-            assert dict(variant.macros)["TOKENS"] == 1
+    for variant, launch in kernels().items():
+        found[variant] = launch[1]
+        assert sweep.shared_bytes(*launch) <= TARGETS[90].smem_bytes
+        assert dict(variant.macros)["TOKENS"] == 1
     check_code(found, every)
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from fulmen.lightning import eager, op
 from fulmen.lightning.spec import spec_of, spec_of_residuals
 from fulmen.testing import lightning as testing
 
-ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(dispatch.kernels("lightning"))
 BACKEND_MODULES = tuple(f"fulmen.lightning.{name}" for name in BACKENDS)
 DERIVED = [name for name in BACKENDS if dispatch.kernels("lightning")[name].backward is not None]
@@ -415,31 +411,22 @@ def test_vmap():
 # ------------------------------------------------------------------------------------------------ import
 
 
-def python(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout.strip()
-
-
-def test_import_loads_no_compiler_and_no_backend():
+def test_import_loads_no_compiler_and_no_backend(fresh_process):
     """torch itself may import triton; fulmen must not be what does. Touching the op loads op.py alone."""
     code = "import sys, torch; before = set(sys.modules); import fulmen; fulmen.lightning_attention;"
-    added = python(f"{code} print(*sorted(set(sys.modules) - before))").split()
+    added = fresh_process(f"{code} print(*sorted(set(sys.modules) - before))").split()
     assert "fulmen.lightning.op" in added
     assert not [
         name for name in added if name.startswith(("triton", "torch._dynamo")) or name.startswith(BACKEND_MODULES)
     ]
 
 
-def test_import_time():
+def test_import_time(fresh_process):
     """Best of three processes: the first one also writes bytecode, and the machine may be busy."""
     timed = (
         "import time; t = time.perf_counter(); from fulmen import lightning_attention; print(time.perf_counter() - t)"
     )
-    code = (
-        f"import os, torch\nfor _ in range(3):\n    if os.fork() == 0:\n        {timed}\n        break\n    os.wait()"
-    )
-    assert min(map(float, python(code).split())) < 0.2
+    assert min(float(fresh_process(timed)) for _ in range(3)) < 0.2
 
 
 # --------------------------------------------------------------------------------------------------- GPU
