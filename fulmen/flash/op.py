@@ -60,7 +60,8 @@ def flash_attention(
                   passed as `x.transpose(1, 2)` at no cost. bf16 or fp16; fp32 and fp64 on some backends.
     k, v          (B, H_KV, N_KV, D) and (B, H_KV, N_KV, E); H_KV divides H, query head h reads head h // (H / H_KV).
     causal        False; True or "bottom_right": query i sees keys up to i + N_KV - N_Q, as in flash-attn, so the last
-                  query sees everything; "top_left": up to i, as torch SDPA's is_causal. The same where N_Q = N_KV.
+                  query sees everything; "top_left": up to i, as torch SDPA's is_causal, not with kv_lengths. The same
+                  where N_Q = N_KV.
     window        (left, right): keys from `left` before the query's position to `right` after it; None: no limit.
                   Positions are aligned as `causal` says (bottom-right when not causal), and causal allows none after.
     softcap       logits become softcap * tanh(logits / softcap), before masking.

@@ -98,8 +98,8 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
 
     Of long sequences few heads fit, and the longest tile of the last ones decides; more heads share rows in L2 as well,
     as all tiles walk the same queries. Time over that of what fits L2, D 128, with 4, 8, 16 heads: B1 H16 N16384 causal
-    0.97, 0.97, 0.96, full 0.99, 0.98, 1.00; B2 H16 N8192 causal 1.00, 0.98, 0.98, full no difference. Not at D 256: with
-    16 heads B1 H16 N4096 causal takes 1.09.
+    0.97, 0.97, 0.96, full 0.99, 0.98, 1.00; B2 H16 N8192 causal 1.00, 0.98, 0.98, full no difference. Not at D 256:
+    with 16 heads B1 H16 N4096 causal takes 1.09.
 
     In deterministic mode the tiles of a head add to a query tile one after the other; those of more heads wait less.
     Time over that in any order, causal: D 64 B4 H32 N4096 with 16, 32, 64 heads 1.10, 1.08, 1.10; D 128 with 4, 8, 16

@@ -129,6 +129,8 @@ def flash_attn_varlen_func(
     else:
         _check_rank(3, "(total, heads, head dim)", q=q)
         _check_rank(4, "(pages, page, heads, head dim), or (sequences, capacity, heads, head dim)", k=k, v=v)
+        if seqused_k is None and cu_seqlens_k is None:
+            raise ValueError("block_table needs seqused_k, or cu_seqlens_k, for the lengths of the sequences")
         lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         options |= {"cu_seqlens_q": cu_seqlens_q, "kv_lengths": lengths, "page_table": block_table}
         k, v = (x.transpose(1, 2) for x in (k, v))

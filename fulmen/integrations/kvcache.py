@@ -102,6 +102,11 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
     for name, x in given:
         if x is not None:
             _check_kind(name, x, caches.k)
+    if k is not None:
+        _check_written("k_cache", caches.k)
+        _check_written("v_cache", caches.v)
+        if caches.k is caches.v:
+            raise ValueError("k_cache and v_cache are one tensor, and k and v are written to them: pass two")
     if q.shape[2] % max(caches.k.shape[2], 1):
         raise ValueError(f"q has {q.shape[2]} heads, must be a multiple of k_cache's {caches.k.shape[2]}")
     if k is not None and caches.lengths is None:
@@ -125,9 +130,15 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
 
 def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> None:
     """Checks values of CPU tensors, before anything is written; reading a GPU's would synchronise."""
-    lengths, rows = caches.lengths, caches.rows
-    if isinstance(lengths, Tensor) and lengths.device.type == "cpu" and is_plain_eager(lengths):
-        _check_lengths(lengths.tolist(), q, 0 if k is None else k.shape[1], caches, turn)
+    lengths, rows, new = caches.lengths, caches.rows, 0 if k is None else k.shape[1]
+    given = None if lengths is None else q.shape[0] * [lengths]
+    if isinstance(lengths, Tensor):
+        given = lengths.tolist() if lengths.device.type == "cpu" and is_plain_eager(lengths) else None
+        if given is not None:
+            _check_lengths(given, q, new, caches, turn)
+    table = caches.table
+    if given is not None and table is not None and table.device.type == "cpu" and is_plain_eager(table):
+        _check_pages(given, table.tolist(), new, caches)
     if rows is None or rows.device.type != "cpu" or not is_plain_eager(rows):
         return
     given, there = rows.tolist(), caches.k.shape[0]
@@ -152,6 +163,30 @@ def _check_lengths(given: list[int], q: Tensor, new: int, caches: Caches, turn: 
         raise ValueError(
             f"rotary_cos has {turn.cos.shape[0]} positions, must have {positions}: q has {q.shape[1]} tokens, the "
             f"first at position {first}"
+        )
+
+
+def _check_pages(lengths: list[int], table: list[list[int]], new: int, caches: Caches) -> None:
+    """Pages of tokens that are read or appended exist, and no two rows append to one."""
+    there, page = caches.k.shape[:2]
+    written: list[int] = []
+    for n, row in zip(lengths, table, strict=True):
+        used = row[: -(-(n + new) // page)]
+        if any(not 0 <= entry < there for entry in used):
+            raise ValueError(
+                f"block_table must be from 0 to {there - 1} for the {n + new} tokens of a row: k_cache has {there} pages; "
+                f"got {brief(used)}"
+            )
+        written += used[n // page :] if new else []
+    if len(set(written)) < len(written):
+        raise ValueError(f"block_table must give each row pages of its own for new tokens; got {brief(written)}")
+
+
+def _check_written(name: str, cache: Tensor) -> None:
+    if any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
+        raise ValueError(
+            f"{name} repeats memory, and k and v are written to it: its strides are {tuple(cache.stride())} for shape "
+            f"{tuple(cache.shape)}"
         )
 
 

@@ -76,7 +76,9 @@ class Sequence(Uncopied):
 
 
 class Sequences(Uncopied):
-    """Rows, pages and slots; see the top of the file.
+    """Rows, pages and slots of sequences that are being served, shared by the pools of all layers.
+
+    `step` announces tokens, then every layer is called once, then sequences are forked, cropped or freed.
 
     rows        how many sequences a step serves at most
     max_length  tokens a sequence may have

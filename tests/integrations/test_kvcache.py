@@ -184,13 +184,19 @@ def test_errors(changes, error, words):
         (lambda table: table[:1], "block_table is torch.int32"),
         (lambda table: table[0], "block_table is torch.int32"),
         (lambda table: table.tolist(), "block_table is a list"),
+        (lambda table: table - 100, r"block_table must be from 0 to \d+ for the \d+ tokens of a row: k_cache has"),
+        (lambda table: table[:1, :1].expand(2, 3), "block_table must give each row pages of its own for new tokens"),
     ],
 )
 def test_errors_of_a_block_table(change, words):
+    """Before anything is written."""
     call = Call([5, 30], page=16)
     before = call.k_cache.clone()
     with pytest.raises(ValueError, match=words):
         call.run(block_table=change(call.table))
+    for one in (call.k_cache[:1].expand(12, -1, -1, -1), call.v_cache):
+        with pytest.raises(ValueError, match="repeats memory|are one tensor"):
+            call.run(k_cache=one)
     call.k_cache, call.v_cache = call.k_cache[:, :8], call.v_cache[:, :8]
     with pytest.raises(ValueError, match="k_cache has pages of 8 tokens, must be a multiple of 16"):
         call.run()
