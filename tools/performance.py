@@ -33,7 +33,7 @@ SETTINGS: dict[Any, Any] = {
     "axes.labelcolor": INK, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": LINE,
     "xtick.color": LINE, "ytick.color": LINE, "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
-SOFTMAX = {"fulmen auto": ("fulmen", "#0072B2"), "sdpa-cudnn": ("cuDNN", "#E69F00"), "sdpa-fa2": ("FA2", LINE)}
+SOFTMAX = {"fulmen auto": ("fulmen", "#0072B2"), "flash-attn-4": ("FA4", "#009E73"), "sdpa-cudnn": ("cuDNN", "#E69F00")}
 LIGHTNING = {
     "fulmen, D 64": ("fulmen auto", 64, "#0072B2"),
     "fulmen, D 128": ("fulmen auto", 128, "#009E73"),
@@ -64,7 +64,8 @@ def softmax(axes: Axes, cells: list[Cell], causal: bool) -> None:
         of = {case_of(cell): cell for cell in cells if cell["competitor"] == competitor}
         speeds = [of[case]["audit"]["flops"] / of[case]["stats"]["median"] / 1e9 for case in cases]
         axes.bar([at + 0.27 * (i - 1) for at in range(len(cases))], speeds, 0.25, color=colour, label=label)
-    axes.set_xticks(range(len(cases)), [f"{N}\n{D}{' GQA' * (H_KV < H)}" for D, N, H_KV, H, _ in cases])
+    names = ["\n".join([f"{N // 1024}k", str(D), *["GQA"] * (H_KV < H)]) for D, N, H_KV, H, _ in cases]
+    axes.set_xticks(range(len(cases)), names)
     axes.tick_params(axis="x", length=0)
     axes.set_ylim(0, 800)
     axes.set_xlabel("N and head dim")
@@ -171,7 +172,7 @@ LAYER_STEPS = {f"layer_step_{layer}": layer for layer in ("lightning", "gqa", "m
 SUITES = (
     Suite(
         "flash", "Softmax attention", "bf16, training shapes. FLOP of the causal half only are counted in causal rows.",
-        {"sdpa-cudnn": "cuDNN", "sdpa-fa2": "FlashAttention-2", "fulmen triton": "`triton`"}, "TFLOP/s", tflops,
+        {"sdpa-cudnn": "cuDNN", "flash-attn-4": "FlashAttention-4"}, "TFLOP/s", tflops,
     ),
     Suite(
         "lightning", "Lightning attention",
@@ -247,37 +248,44 @@ def table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join(["| " + " | ".join(head) + " |", f"|{rule}|", *("| " + " | ".join(line) + " |" for line in lines)])
 
 
-def rows(suite: Suite, pass_: str) -> tuple[list[list[str]], list[float]]:
-    """The lines of a table, and how many times as fast as the baseline `auto` is."""
+def found(suite: Suite, pass_: str) -> tuple[Cell, list[tuple[str, dict[str, Cell]]]]:
+    """The run, and for each case of `auto` the cells by competitor."""
     run, cells = read(suite.name)
-    cells = [c for c in cells if not suite.ops or c["op"] in suite.ops]
-    of = {(label(c), c["competitor"]): c for c in cells if c["pass_"] == pass_}
-    lines, gains = [], []
-    for case in dict.fromkeys(case for case, competitor in of if competitor == AUTO):
-        found = [of.get((case, name)) for name in (AUTO, *suite.rivals)]
-        gain = ""
-        if found[0] and found[1]:
-            mine, base = (suite.value(run, cell) for cell in found[:2] if cell)
-            gains.append(base / mine if suite.unit in ("us", "ms") else mine / base)
-            gain = f"{gains[-1]:.2f}"
-        lines.append([case, *(digits(suite.value(run, cell)) if cell else "" for cell in found), gain])
-    return lines, gains
+    cases: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        if cell["pass_"] == pass_ and (not suite.ops or cell["op"] in suite.ops):
+            cases.setdefault(label(cell), {})[cell["competitor"]] = cell
+    return run, [(case, of) for case, of in cases.items() if AUTO in of]
+
+
+def gain(suite: Suite, run: Cell, of: dict[str, Cell], rival: str) -> float | None:
+    """How many times as fast as a rival `auto` is."""
+    if rival not in of:
+        return None
+    mine, theirs = (suite.value(run, of[name]) for name in (AUTO, rival))
+    return theirs / mine if suite.unit in ("us", "ms") else mine / theirs
+
+
+def rows(suite: Suite, pass_: str) -> Iterator[list[str]]:
+    """The lines of a table."""
+    run, cases = found(suite, pass_)
+    for case, of in cases:
+        speeds = [digits(suite.value(run, of[name])) if name in of else "" for name in (AUTO, *suite.rivals)]
+        times = gain(suite, run, of, next(iter(suite.rivals)))
+        yield [case, *speeds, "" if times is None else f"{times:.2f}"]
 
 
 def summary() -> Iterator[list[str]]:
-    for suite in SUITES:
-        for pass_ in suite.passes:
-            gains = rows(suite, pass_)[1]
+    """For each suite and pass the first rival; of others those that are not ours."""
+    for suite, pass_ in [(one, pass_) for one in SUITES for pass_ in one.passes]:
+        run, cases = found(suite, pass_)
+        for i, (rival, name) in enumerate(suite.rivals.items()):
+            gains = [x for _, of in cases if (x := gain(suite, run, of, rival)) is not None]
+            if (i and rival.startswith("fulmen")) or not gains:
+                continue
             mean = math.exp(sum(map(math.log, gains)) / len(gains))
-            rival = next(iter(suite.rivals.values()))
-            yield [
-                suite.title,
-                PASSES[pass_],
-                rival,
-                f"{mean:.2f}",
-                f"{min(gains):.2f} to {max(gains):.2f}",
-                str(len(gains)),
-            ]
+            spread = f"{min(gains):.2f} to {max(gains):.2f}"
+            yield [suite.title, PASSES[pass_], name, f"{mean:.2f}", spread, str(len(gains))]
 
 
 def environment() -> str:
@@ -310,7 +318,7 @@ def render() -> str:
             blocks.append(f"![{suite.title}](figures/{suite.name}.svg)")
         for pass_ in suite.passes:
             names = [f"`auto`, {suite.unit}", *suite.rivals.values(), "times as fast"]
-            blocks += [f"**{PASSES[pass_]}**", table(["case", *names], rows(suite, pass_)[0])]
+            blocks += [f"**{PASSES[pass_]}**", table(["case", *names], list(rows(suite, pass_)))]
     commands = [f"fulmen bench run {name} --out {name}.jsonl" for name in {s.name: s for s in SUITES}]
     commands.append("fulmen bench report *.jsonl")
     blocks += [

@@ -131,14 +131,15 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
 def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> None:
     """Checks values of CPU tensors, before anything is written; reading a GPU's would synchronise."""
     lengths, rows, new = caches.lengths, caches.rows, 0 if k is None else k.shape[1]
-    given = None if lengths is None else q.shape[0] * [lengths]
-    if isinstance(lengths, Tensor):
-        given = lengths.tolist() if lengths.device.type == "cpu" and is_plain_eager(lengths) else None
-        if given is not None:
-            _check_lengths(given, q, new, caches, turn)
+    each: list[int] | None = None
+    if isinstance(lengths, Tensor) and lengths.device.type == "cpu" and is_plain_eager(lengths):
+        each = lengths.tolist()
+        _check_lengths(each, q, new, caches, turn)
+    elif isinstance(lengths, int):
+        each = q.shape[0] * [lengths]
     table = caches.table
-    if given is not None and table is not None and table.device.type == "cpu" and is_plain_eager(table):
-        _check_pages(given, table.tolist(), new, caches)
+    if each is not None and table is not None and table.device.type == "cpu" and is_plain_eager(table):
+        _check_pages(each, table.tolist(), new, caches)
     if rows is None or rows.device.type != "cpu" or not is_plain_eager(rows):
         return
     given, there = rows.tolist(), caches.k.shape[0]
@@ -174,8 +175,8 @@ def _check_pages(lengths: list[int], table: list[list[int]], new: int, caches: C
         used = row[: -(-(n + new) // page)]
         if any(not 0 <= entry < there for entry in used):
             raise ValueError(
-                f"block_table must be from 0 to {there - 1} for the {n + new} tokens of a row: k_cache has {there} pages; "
-                f"got {brief(used)}"
+                f"block_table must be from 0 to {there - 1} for the {n + new} tokens of a row: k_cache has {there} "
+                f"pages; got {brief(used)}"
             )
         written += used[n // page :] if new else []
     if len(set(written)) < len(written):

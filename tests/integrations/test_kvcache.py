@@ -195,7 +195,7 @@ def test_errors_of_a_block_table(change, words):
     with pytest.raises(ValueError, match=words):
         call.run(block_table=change(call.table))
     for one in (call.k_cache[:1].expand(12, -1, -1, -1), call.v_cache):
-        with pytest.raises(ValueError, match="repeats memory|are one tensor"):
+        with pytest.raises(ValueError, match=r"repeats memory|are one tensor"):
             call.run(k_cache=one)
     call.k_cache, call.v_cache = call.k_cache[:, :8], call.v_cache[:, :8]
     with pytest.raises(ValueError, match="k_cache has pages of 8 tokens, must be a multiple of 16"):
