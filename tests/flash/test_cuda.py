@@ -208,13 +208,14 @@ def backward_of(call: FlashSpec) -> str:
 
 
 def test_whose_gradients(monkeypatch):
-    """Our own. Where few causal heads share k and v: cuDNN's for what it can say, and while nobody asks for the same
-    bits every time."""
+    """Our own. Where few causal heads share k and v, and for causal 192/128: cuDNN's for what it can say, and while nobody
+    asks for the same bits every time."""
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     limits = ({"with_lse": True}, {"deterministic": True}, {"softcap": 3.0}, {"left": 5}, {"N_KV": 5000}, PACKED)
     for D, E in policy.SM90_HEAD_DIMS:
         call = spec(2, 16, 4096, D, True, E=E, needs_grad=True)
-        for options in ({}, {"right": None, "H_KV": 4}, *limits):
+        assert backward_of(call) == ("cudnn" if D == 192 else "cuda")
+        for options in ({"right": None, "H_KV": 4}, *limits):
             assert backward_of(call._replace(**options)) == "cuda", options
         few = call._replace(B=1, H_KV=2, H=16)
         assert backward_of(few) == "cudnn"
