@@ -208,8 +208,8 @@ def backward_of(call: FlashSpec) -> str:
 
 
 def test_whose_gradients(monkeypatch):
-    """Our own. Where few causal heads share k and v, and for causal 192/128: cuDNN's for what it can say, and while nobody
-    asks for the same bits every time."""
+    """Our own. Where few causal heads share k and v, and for causal 192/128: cuDNN's for what it can say, and while
+    nobody asks for the same bits every time."""
     monkeypatch.setattr(hardware, "of", lambda device: TARGETS[90])
     limits = ({"with_lse": True}, {"deterministic": True}, {"softcap": 3.0}, {"left": 5}, {"N_KV": 5000}, PACKED)
     for D, E in policy.SM90_HEAD_DIMS:
