@@ -112,7 +112,8 @@ def check_inputs(
         )
     check_scale(scale)
     check_decay(q, decay, H)
-    per_token = decay is not None and is_per_token(decay, H)
+    either = decay is not None and tuple(decay.shape) == (1, 1, 1)  # (B, H, T) as well as (H, 1, 1): the draft says
+    per_token = decay is not None and (is_per_token(decay, H) or (either and draft_decay is not None))
     _check_state(q, v, state, H)
     _check_rows("slots", slots, q)
     if slots is None and q.shape[0] > state.shape[0]:

@@ -163,3 +163,12 @@ def test_what_triton_cannot(asked, facts, sentence, monkeypatch):
     with pytest.raises(NotImplementedError, match=re.escape(f"backend='triton' cannot serve this call: {sentence}")):
         dispatch.pick("step", asked, "triton")
     dispatch.pick.cache_clear()
+
+
+def test_a_draft_with_decays_says_that_a_decay_is_of_tokens():
+    """(1, 1, 1) is the shape of a decay of heads and of tokens: with one head, row and token."""
+    q, state, drafts = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 8, 4)
+    decays, accepted = torch.zeros(1, 1, 8), torch.zeros(1, dtype=torch.int32)
+    decay = torch.full((1, 1, 1), 0.5)
+    fulmen.lightning_step(q, q, q, decay, state, draft=(drafts, drafts.clone(), decays), accepted=accepted)
+    assert decays[0, 0].tolist() == [0.5, *[0.0] * 7]
