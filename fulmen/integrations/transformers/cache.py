@@ -55,8 +55,6 @@ class States:
             found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
             return found
         at = layer.cumulative_length.view(1)  # of one token: no positions to compute
-        if at.device.type == "cpu" and not torch.compiler.is_compiling() and int(at) >= layer.keys.shape[2]:
-            raise ValueError(f"the static cache is full: it has room for {layer.keys.shape[2]} tokens")
         layer.keys.index_copy_(2, at, key_states)
         layer.values.index_copy_(2, at, value_states)
         layer.cumulative_length.add_(1)
