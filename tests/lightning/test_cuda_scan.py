@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -115,13 +116,15 @@ def plain(x, dt, A, B, C, D, z, bias, steps, seq, initial, cu, norm):
 def check(call: Call, backend: str = "cuda") -> None:
     """y without gradients, then y, the states and all gradients.
 
-    That of A is a sum over all rows, of which many share their roundings; `test_summed_over_tokens` is about these.
+    That of A is a sum over all rows. Rows between two saved states share the rounding of a state's product, so theirs
+    add up; those of other rows are independent. `test_summed_over_tokens` is about heads that forget within a chunk.
     """
     given, N = [t.requires_grad_() for t in call.leaves.values()], call.sizes[1]
     wanted = expected(lambda *leaves: call.scan(plain, *leaves), given, call.douts, terms=N)
     names = ["y", "state", *(f"d{name}" for name in call.leaves)]
     of_heads = names.index("dof_heads")
-    wanted[of_heads] = wanted[of_heads]._replace(roundings=carried_roundings(N) ** 2)
+    shared, apart = carried_roundings(min(N, policy.TOKEN_ROWS)) ** 2, math.sqrt(math.ceil(N / policy.TOKEN_ROWS))
+    wanted[of_heads] = wanted[of_heads]._replace(roundings=shared * apart)
     with torch.no_grad():
         alone = call.scan(backend, *given)
     for name, got, want in zip(names[:2], alone, wanted, strict=False):
