@@ -3,10 +3,9 @@
     python examples/serve.py                                                   # a small model, on a CPU or a GPU
     python examples/serve.py --dim 4096 --heads 32 --layers 8 --rows 64 --requests 256 --new 256 --prompt 1024
 
-Keys and values lie in pages and states in slots that the sequences share. On a GPU a step is one CUDA graph, captured
-once and replayed while sequences come and go. If the pages run out, the youngest sequence gives its own back and waits
-for another turn. Tokens a second are those generated, over all the time, that of prompts included. The last line says
-how long a step takes, and how long reading its weights and caches would.
+Keys and values lie in pages, states in slots. On a GPU a step is one CUDA graph, captured once and replayed while
+sequences come and go. If the pages run out, the youngest sequence gives its own back and waits for another turn. The
+last line says how long a step takes, and how long reading its weights and caches would.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class Server:
             self.served.free(sequence)
             return False
         request.sequence, self.rows[self.rows.index(None)] = sequence, request
-        request.tokens.append(int(token))
-        if request.done:
-            self._leave(request)
+        self._take(request, int(token))
         return True
 
     def step(self) -> list[Request]:
@@ -88,16 +85,13 @@ class Server:
                 youngest = min((r for r in self.rows if r), key=lambda r: len(r.tokens))
                 left.append(self._leave(youngest))
         self.ids.copy_(torch.tensor([[r.tokens[-1] if r else 0] for r in self.rows]))
-        if self.graph is None:
-            self.ids.copy_(self._tokens(self.ids))
-        else:
-            self.graph.replay()
-        for request, (token,) in zip(self.rows, self.ids.tolist(), strict=True):
-            if request is not None:
-                request.tokens.append(token)
-                if request.done:
-                    left.append(self._leave(request))
-        return left
+        self.graph.replay() if self.graph else self.ids.copy_(self._tokens(self.ids))
+        took = [self._take(r, token) for r, (token,) in zip(self.rows, self.ids.tolist(), strict=True) if r]
+        return left + [request for request in took if request.done]
+
+    def _take(self, request: Request, token: int) -> Request:
+        request.tokens.append(token)
+        return self._leave(request) if request.done else request
 
     def _leave(self, request: Request) -> Request:
         assert request.sequence is not None
@@ -125,21 +119,18 @@ def floor_seconds(server: Server) -> float:
 @click.option("--requests", default=24)
 @click.option("--prompt", default=48, help="Tokens of the longest prompt.")
 @click.option("--new", default=32, help="Tokens to generate for each request.")
-@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @torch.no_grad()
-def main(
-    pattern: str, layers: int, dim: int, heads: int, rows: int, requests: int, prompt: int, new: int, device: str
-) -> None:
+def main(pattern: str, layers: int, dim: int, heads: int, rows: int, requests: int, prompt: int, new: int) -> None:
     """Serve random prompts with a model of random weights."""
     draw, vocab = random.Random(0), 512
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model = HybridLM(Config(vocab, pattern, layers, dim, heads)).to(device, dtype).eval()
     length = prompt + new
     server = Server(model, rows, length, pages=rows * -(-length // 64) * 3 // 4 + 1)
     prompts = ([draw.randrange(vocab) for _ in range(draw.randint(1, prompt))] for _ in range(requests))
     asked = [Request(ids, new) for ids in prompts]
     waiting, steps, stepping, floor, begun = deque(asked), 0, 0.0, 0.0, time.perf_counter()
-    with Live(refresh_per_second=8) as live:
+    with Live(refresh_per_second=8) as live:  # tokens/s: those generated, over all the time, that of prompts included
         while waiting or any(server.rows):
             while waiting and server.admit(waiting[0]):
                 waiting.popleft()
@@ -149,10 +140,8 @@ def main(
             done, made = sum(r.done for r in asked), sum(len(r.tokens) for r in asked)
             rate = made / (time.perf_counter() - begun)
             live.update(f"{done} of {requests} done, {busy} rows, {len(waiting)} wait; {rate:,.0f} tokens/s")
-    print(
-        f"{made} tokens in {steps} steps of {1e3 * stepping / steps:.2f} ms; "
-        f"on an H200 bytes alone take {1e3 * floor / steps:.3f} ms"
-    )
+    took, least = 1e3 * stepping / steps, 1e3 * floor / steps
+    print(f"\n{made} tokens in {steps} steps of {took:.2f} ms; on an H200 bytes alone take {least:.3f} ms")
 
 
 if __name__ == "__main__":
