@@ -451,9 +451,10 @@ def layer_launches(case: LayerCase) -> list[Any]:
     cos = torch.empty(N, D // 4 if ring else 0, device="meta")
     parts, sums = torch.empty(module.HEAD_PROGRAMS, 2 * D, device="meta"), rows(module.GATE_PROGRAMS, H * D).float()
     options = 4 if ring else 1, 1e-6, True
+    dv = module.ProjectionGradient(facts, x).value_part(x) if ring else q
     return [
         module.heads_launch(x, q, q, q, norm, norm, cos, cos, facts),
-        module.heads_backward_launch(x, q, q, q, x, norm, norm, cos, cos, parts, facts),
+        module.heads_backward_launch(x, q, q, dv, x, norm, norm, cos, cos, parts, facts),
         module.gate_launch(o, o, weight, o, *options),
         module.gate_backward_launch(o, o, weight, o, o, o, sums, *options),
     ]

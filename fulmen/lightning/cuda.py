@@ -250,17 +250,17 @@ def backward(
     dstate: Tensor | None,
     ddecay: Tensor | None = None,
     of_steps: Tensor | None = None,
+    dv: Tensor | None = None,
     launches: Launches | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """of_steps: with step sizes, x . d(dt x) and x . do are written there; the gradient of v is then that of x."""
     assert not spec.steps or not (ddecay is None or of_steps is None or x.saved is None), "all of the scan's gradients"
     if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
-        return triton_backward(spec, x, do, dstate, ddecay)
+        return triton_backward(spec, x, do, dstate, ddecay, None, dv)
     launches = {} if launches is None else launches
-    grads = fused.Gradients.empty(spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False)
-    dq, dk, dv = grads[:3]
+    grads = fused.Gradients.empty(spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False, dv=dv)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: dq, DK: dk, DV: dv}
+    tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: grads.dq, DK: grads.dk, DV: grads.dv}
     tiles = tiles_of(spec)
     cut = segments(spec, tiles.backward_split, x)
     states = not_cut = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
@@ -285,7 +285,7 @@ def backward(
         run(spec, tile, names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
     if ddecay is not None:
         fused.run([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
-    return *grads.of_stored_heads(spec, x), dinitial
+    return *grads.of_stored_heads(spec, x, dv), dinitial
 
 
 def prepare_backward(
@@ -295,19 +295,20 @@ def prepare_backward(
     dstate: Tensor | None,
     ddecay: Tensor | None = None,
     of_steps: Tensor | None = None,
+    dv: Tensor | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
     """The backward of calls with these shapes and strides at the least cost for the host."""
     if readable(do) is not do:
         return None
     launches: Launches = {}
-    *grads, dinitial = backward(spec, x, do, dstate, ddecay, of_steps, launches)
+    *grads, dinitial = backward(spec, x, do, dstate, ddecay, of_steps, dv, launches)
     if tiles_of(spec).backward_split.number > 1 or ddecay is not None or spec.groups is not None:
 
         def cut(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
             count = count_residuals(spec)
             do, dstate, *into = tensors[count:]
-            ddecay, of_steps = (*into, None, None)[:2]
-            return backward(spec, Residuals(*tensors[:count]), do, dstate, ddecay, of_steps, launches)
+            ddecay, of_steps, dv = (*into, None, None, None)[:3]
+            return backward(spec, Residuals(*tensors[:count]), do, dstate, ddecay, of_steps, dv, launches)
 
         return cut
     new_dq, new_dk, new_dv = (allocator(t) for t in grads)
@@ -316,9 +317,10 @@ def prepare_backward(
 
     def whole(
         q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
-        saved: Tensor | None, do: Tensor, dstate: Tensor | None,
+        saved: Tensor | None, do: Tensor, dstate: Tensor | None, ddecay: None = None, of_steps: None = None,
+        dv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        dq, dk, dv = new_dq(), new_dk(), new_dv() if dv is None else dv
         dinitial = None if new_dinitial is None else new_dinitial()
         at = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),

@@ -13,6 +13,7 @@ of them (slopes.py), that of a decay for each token is part of their backward. C
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,6 +93,14 @@ def lightning_attention_with_state(
     return _attend((q, k, v, decay, initial_state, cu_seqlens), scale, True, backend)
 
 
+def lightning_attention_into(
+    new_dv: Callable[[], Tensor], q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float,
+    cu_seqlens: Tensor | None, backend: str,
+) -> Tensor:  # fmt: skip
+    """As `lightning_attention`, but a plain eager backward writes dv to the tensor that `new_dv` makes, like v."""
+    return _attend((q, k, v, decay, None, cu_seqlens), scale, False, backend, new_dv)[0]
+
+
 def lightning_attn_func(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor | None = None, variant: str = "chunk_loop"
 ) -> Tensor:
@@ -110,8 +119,6 @@ def lightning_attn_func(
 
 
 # ------------------------------------------------------------------------------------- kernels and plans
-
-
 def _planned(tensors: tuple[Any, ...], arguments: tuple[Any, ...], needs_grad: bool, operator: bool = False) -> Plan:
     """The plan of a call whose arguments are right: tensors, and after them what the operators take.
 
@@ -163,8 +170,6 @@ def _slopes_gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tens
 
 
 # ------------------------------------------------------------------------- the torch.library boundary
-
-
 _lib = torch.library.Library("fulmen", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? initial_state, Tensor? cu_seqlens"
 TENSORS = 6
@@ -210,19 +215,17 @@ def _backward(
     if plan is None:
         ahead = _planned(tensors, (scale, dstate is not None, backend), saved is not None, operator=True)
         plan = plans.keep(key, given, ahead.backward_alone())
-    into = _token_gradient(plan.spec, decay, decay_gradient)
-    dq, dk, dv, dinitial = plan.forward.run(*tensors, saved, do, dstate, *into)
+    ddecay = _token_gradient(plan.spec, decay, decay_gradient)
+    dq, dk, dv, dinitial = plan.forward.run(*tensors, saved, do, dstate, *(() if ddecay is None else (ddecay,)))
     empty = nothing(q.device)
-    if decay_gradient and not into:
+    if decay_gradient and ddecay is None:
         ddecay = _slopes_gradient(plan.spec, Residuals(*tensors), do, dstate)
-    else:
-        ddecay = into[0] if into else empty()
-    return dq, dk, dv, ddecay, empty() if dinitial is None else dinitial
+    return dq, dk, dv, *(empty() if t is None else t for t in (ddecay, dinitial))
 
 
-def _token_gradient(spec: LightningSpec, decay: Tensor | None, wanted: bool) -> tuple[Tensor, ...]:
-    """Where a backward writes the gradient of a decay for each token; nothing, if it need not."""
-    return (torch.empty_like(decay),) if wanted and spec.per_token and decay is not None else ()
+def _token_gradient(spec: LightningSpec, decay: Tensor | None, wanted: bool) -> Tensor | None:
+    """Where a backward writes the gradient of a decay for each token; None, if it need not."""
+    return torch.empty_like(decay) if wanted and spec.per_token and decay is not None else None
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -289,9 +292,9 @@ class LightningFunction(torch.autograd.Function):
     """The gradient of plain eager calls, whose plan is known; what a kernel saves is saved here."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: Plan, new_dv: Callable[[], Tensor] | None, *tensors: Any) -> Any:
         o, state, saved = plan.forward.run(*tensors)
-        ctx.plan = plan
+        ctx.plan, ctx.new_dv = plan, new_dv
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, saved)
         return o if state is None else (o, state)
@@ -301,21 +304,24 @@ class LightningFunction(torch.autograd.Function):
         plan, tensors = ctx.plan, ctx.saved_tensors
         if do is None:  # only the state was used
             do = _zero_output(tensors[0], tensors[2])
-        into = _token_gradient(plan.spec, tensors[3], ctx.needs_input_grad[4])
+        decay_gradient, new_dv = ctx.needs_input_grad[5], ctx.new_dv
+        ddecay = _token_gradient(plan.spec, tensors[3], decay_gradient)
+        into = () if ddecay is None and new_dv is None else (ddecay, None, new_dv and new_dv())
         run = plan.backward_of((*tensors, do, dstate, *into))
         if run is None:
-            return None, *_operator_gradients(tensors, do, dstate, ctx.needs_input_grad[4], plan.arguments)
+            return None, None, *_operator_gradients(tensors, do, dstate, decay_gradient, plan.arguments)
         dq, dk, dv, dinitial = run(*tensors, do, dstate, *into)
-        ddecay = into[0] if into else None
-        if ctx.needs_input_grad[4] and not into:
+        if decay_gradient and ddecay is None:
             ddecay = _slopes_gradient(plan.spec, Residuals(*tensors), do, dstate)
-        return None, dq, dk, dv, ddecay, dinitial, None
+        return None, None, dq, dk, dv, ddecay, dinitial, None
 
 
 _apply = plans.function_call(LightningFunction)
 
 
-def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str) -> tuple[Tensor, Any]:
+def _attend(
+    tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str, new_dv: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, Any]:
     plan = None
     if type(scale) is float and type(backend) is str:
         which, given = plans.given(tensors)
@@ -338,5 +344,5 @@ def _attend(tensors: tuple[Any, ...], scale: float, with_state: bool, backend: s
     if not plan.needs_grad:
         o, state, _ = plan.forward.run(*tensors)
         return o, state
-    outputs = _apply(plan, *tensors)
+    outputs = _apply(plan, new_dv, *tensors)
     return outputs if with_state else (outputs, None)

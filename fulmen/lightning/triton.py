@@ -182,8 +182,10 @@ class Gradients(NamedTuple):
         tile: tuple[int, int] | None,
         shared: torch.dtype = torch.float32,
         spans: bool = True,
+        dv: Tensor | None = None,
     ) -> Gradients:
-        """tile: rows of a chunk, columns of D, if products are wanted; shared: dtype of heads that are summed."""
+        """tile: rows of a chunk, columns of D, if products are wanted; shared: dtype of heads that are summed; dv: the
+        gradient of v, if it has a place already."""
 
         def rows(t: Tensor) -> Tensor:
             return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
@@ -197,18 +199,20 @@ class Gradients(NamedTuple):
                 shapes += [(heads, slots, tiles * width, block(spec.E)), (heads, slots, tiles)]
                 shapes += [(heads, slots * TOKEN_ROWS // tile[0], tiles)]
             more = [x.q.new_empty(shape, dtype=torch.float32) for shape in shapes]
-        return cls(rows(x.q), rows(x.k), rows(x.v), *more)
+        return cls(rows(x.q), rows(x.k), rows(x.v) if dv is None or dv.shape[1] != spec.H else dv, *more)
 
-    def of_stored_heads(self, spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor, Tensor]:
+    def of_stored_heads(
+        self, spec: LightningSpec, x: Residuals, dv: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv with as many heads as q, k and v."""
         found, sums = [], []
-        for t, each in zip((x.q, x.k, x.v), self[:3], strict=True):
-            stored = each if t.shape[1] == spec.H else empty_rows(t, t.shape[1], t.shape[3])
+        for t, each, given in zip((x.q, x.k, x.v), self[:3], (None, None, dv), strict=True):
+            stored = each if t.shape[1] == spec.H else empty_rows(t, t.shape[1], t.shape[3]) if given is None else given
             sums += [] if stored is each else [sum_heads(each, stored)]
             found.append(stored)
         run(sums, spec.device)
-        dq, dk, dv = found
-        return dq, dk, dv
+        dq, dk, stored_dv = found
+        return dq, dk, stored_dv
 
     def products(self, sweeps: tuple[str, ...]) -> tuple[Tensor | None, ...]:
         """What a launch of `sweeps` leaves of them."""
@@ -279,16 +283,18 @@ def run_backward(
     do: Tensor,
     dstate: Tensor | None,
     ddecay: Tensor | None = None,
+    of_steps: None = None,
+    dv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     tile = dispatch.choose("lightning", spec, backend).tile
     one = getattr(tile, "sweep", tile)
-    grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v))
+    grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v), dv=dv)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     todo = launches(spec, tile, x, do, dstate, grads, dinitial)
     if ddecay is not None:
         todo.append(token_gradient(spec, x, grads, ddecay, dstate is not None))
     run(todo, spec.device)
-    return *grads.of_stored_heads(spec, x), dinitial
+    return *grads.of_stored_heads(spec, x, dv), dinitial
 
 
 register(

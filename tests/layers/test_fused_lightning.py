@@ -14,6 +14,7 @@ from fulmen.hardware import TARGETS
 from fulmen.layers import StateCache, lightning
 from fulmen.layers.fused import lightning as kernels
 from fulmen.layers.lightning import LightningAttention
+from fulmen.lightning.op import lightning_attention_into
 from tests.aot import LayerCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
@@ -29,6 +30,7 @@ LAYERS = {
     "rope alone": {"preset": "ring", "qk_norm": None, "rope": {"dim": D}, "output_norm": None},
     "relu": {"preset": "ring", "activation": "relu", "gate": False},
     "gelu": {"activation": "gelu", "qk_norm": "after", "rope": {"dim": 4}, "num_kv_heads": 2},
+    "one head": {"preset": "ring", "num_kv_heads": 1, "rope": None},
 }
 PACKED = {"cu_seqlens": torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=DEVICE)}
 PADDED = {"mask": torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1, 1]], dtype=torch.bool, device=DEVICE)}
@@ -140,6 +142,62 @@ def test_hooks_that_hand_back_other_strides(kind, launched) -> None:
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["ring", "fewer keys", "norm alone", "norm after", "one head"])
+def test_dv_is_written_to_its_place(kind, dtype, launched, monkeypatch) -> None:
+    """By the attention's backward, into the projection's gradient; the same bits as of a dv that is copied there."""
+    backend = "auto" if DEVICE == "cuda" else "triton"
+    layer = made(kind, backend=backend).to(dtype)
+    x, leaves = drawn(2, 9, WIDTH).to(dtype).requires_grad_(), [*layer.parameters()]
+    taken, take = [], kernels.ProjectionGradient.take
+
+    def gradients(y):
+        found = torch.autograd.grad(y, [x, *leaves], drawn(2, 9, WIDTH, seed=7).to(dtype), retain_graph=True)
+        return found
+
+    def recorded(place, dv):
+        taken.append(take(place, dv))
+        assert place.dx is None
+        return taken[-1]
+
+    monkeypatch.setattr(kernels.ProjectionGradient, "take", recorded)
+    y = layer(x)
+    first, second = gradients(y), gradients(y)
+    assert [dx is not None for dx in taken] == [True, True]
+    monkeypatch.setattr(kernels.ProjectionGradient, "take", lambda place, dv: None)
+    copied = gradients(layer(x))
+    for a, b, c in zip(first, second, copied, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_another_dv_is_copied_to_its_place(launched) -> None:
+    """One that a hook changed, a sum of two uses of v, or none at all."""
+    facts = kernels.Heads(H, H, D, D, None, "before", 1e-6, False)
+    qkv, weights = drawn(2, 9, 3 * H * D).requires_grad_(), [torch.ones(D, device=DEVICE, requires_grad=True)] * 2
+
+    def gradient(use, place):
+        q, k, v = kernels.Prepared.apply(facts, qkv, *weights, None, None, place)
+        return torch.autograd.grad(use(*(t.transpose(1, 2) for t in (q, k, v)), place), qkv)[0]
+
+    def attended(q, k, v, place):
+        options = {"scale": 1.0, "cu_seqlens": None, "backend": "triton"}
+        return lightning_attention_into((place or unplaced).new_dv, q, k, v, None, **options)
+
+    def twice(q, k, v, place):
+        return (attended(q, k, v, place) * v).sum()
+
+    def doubled(q, k, v, place):
+        v.register_hook(lambda dv: 2 * dv)
+        return attended(q, k, v, place).square().sum()
+
+    unplaced = kernels.ProjectionGradient(facts, qkv)
+    for use in (twice, doubled, lambda q, k, v, place: (q * k).sum()):
+        got = gradient(use, kernels.ProjectionGradient(facts, qkv))
+        assert torch.equal(got, gradient(use, None))
+        assert got.isfinite().all()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("frozen", ["qkv_proj", "norm", "output_gate", "out_proj"])
 @pytest.mark.parametrize("kind", ["minimax", "ring"])
@@ -230,3 +288,25 @@ def test_a_norm_whose_weight_is_a_view(name, launched) -> None:
     torch.testing.assert_close(layer(x), y)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", ["batch", "packed"])
+@pytest.mark.parametrize("backend", ["cuda", "triton", "triton_split"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dv_in_its_place_on_a_gpu(head_dim, backend, call, monkeypatch) -> None:
+    """The bits of a dv that is copied there, also by the prepared backwards of repeated calls."""
+    layer = LightningAttention(256, 4, preset="ring", head_dim=head_dim, num_layers=2, backend=backend)
+    layer = layer.to("cuda", torch.bfloat16)
+    x = drawn(1, 700, 256).bfloat16().requires_grad_()
+    ends = torch.tensor([0, 130, 130, 333, 700], dtype=torch.int32, device="cuda")
+    options = {"cu_seqlens": ends} if call == "packed" else {}
+
+    def gradients():
+        return torch.autograd.grad(layer(x, **options), [x, *layer.parameters()], drawn(1, 700, 256, seed=3).bfloat16())
+
+    found = [gradients() for _ in range(4)]
+    monkeypatch.setattr(kernels.ProjectionGradient, "take", lambda place, dv: None)
+    for some in found:
+        for got, want in zip(some, gradients(), strict=True):
+            assert torch.equal(got, want)

@@ -7,7 +7,8 @@ Before. q, k and v lie in one projection's output: for each key-value head its q
 A program takes HEADS heads of a token, of q, of k or of v. Without an activation v stays where it is. RoPE needs the
 other element of each pair, which is loaded a second time, from the cache: so every tile has one layout, and nothing is
 exchanged between threads but the sums of norms. In the backward a program writes its gradients into the gradient of the
-projection, so that nothing is joined or copied after it.
+projection, so that nothing is joined or copied after it. If v stays where it is, the attention's backward writes dv
+there itself (`ProjectionGradient`).
 
 After. The norm of each group of a token's features, times a gate:
 
@@ -17,7 +18,7 @@ A program takes all groups of a token. Both backwards compute the means anew: th
 
 Traffic in u, the bytes of one (B, H, N, D) tensor, forward and backward, with as many heads of k and v as of q:
 
-    activation          6 + 9        norm and RoPE of q and k     4 + 8 (2 to bring dv to its place)
+    activation          6 + 9        norm and RoPE of q and k     4 + 6
     norm and gate       3 + 5
 
 The gradient of a weight is summed in each program over its tokens, then over programs in a fixed order.
@@ -266,11 +267,14 @@ def heads_backward_kernel(
     cos_b, N, eps, tokens,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
     ACTIVATION: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes q, k or v of every PROGRAMS-th token; sums (PROGRAMS, 2 D): its part of the norms' gradients."""
-    part = tl.program_id(0) % 3  # of q, k or v
-    start = tl.program_id(0) // 3
+    """A program takes q, k or v of every PROGRAMS-th token; sums (PROGRAMS, 2 D): its part of the norms' gradients.
+
+    PARTS  2: dv is in its place
+    """
+    part = tl.program_id(0) // PROGRAMS  # of q, k or v
+    start = tl.program_id(0) % PROGRAMS
     group: tl.constexpr = H // H_KV
     width: tl.constexpr = group * D + D + E
     if part == 0:
@@ -283,7 +287,7 @@ def heads_backward_kernel(
             x_ptr, dk_ptr, dx_ptr, k_weight_ptr, cos_ptr, sin_ptr, sums_ptr + start * 2 * D + D, start, tokens, cos_b,
             N, eps, H_KV, 1, width, group * D, D, HALF, ACTIVATION, NORM, INTERLEAVED, HEADS, PROGRAMS,
         )  # fmt: skip
-    else:
+    elif PARTS == 3:
         e = tl.arange(0, width_of(E))[None, :]
         for number in range(start, tokens, PROGRAMS):
             token = tl.full([], number, tl.int64)
@@ -331,25 +335,52 @@ def heads_backward_launch(
     x: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dx: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
     sin: Tensor, sums: Tensor, facts: Heads,
 ) -> Launch:  # fmt: skip
-    """sums (programs, 2 D) if there is a norm, else not looked at."""
+    """sums (programs, 2 D) if there is a norm, else not looked at. dv may be a part of dx."""
     B, N, _ = x.shape
     programs = sums.shape[0] if facts.norm else B * N
+    parts = 3 if dv.is_contiguous() else 2
     sizes = (per_row(cos), N, facts.eps, B * N)
     tensors = (x, dq, dk, dv, dx, q_weight, k_weight, cos, sin, sums)
-    rest = (*sizes, *constants(facts, cos), programs)
-    return Launch(heads_backward_kernel, 3 * programs, tensors, rest, heads_warps(facts))
+    rest = (*sizes, *constants(facts, cos), programs, parts)
+    return Launch(heads_backward_kernel, parts * programs, tensors, rest, heads_warps(facts))
+
+
+class ProjectionGradient:
+    """Where the attention's backward writes dv: a part of the projection's gradient, which `Prepared` completes."""
+
+    def __init__(self, facts: Heads, x: Tensor) -> None:
+        self.facts, self.shape, self.dtype, self.device = facts, x.shape, x.dtype, x.device
+        self.dx: Tensor | None = None
+
+    def value_part(self, x: Tensor) -> Tensor:
+        """v (B, N, H_KV, E) of x."""
+        return x.view(*x.shape[:2], self.facts.H_KV, -1)[..., -self.facts.E :]
+
+    def new_dv(self) -> Tensor:
+        """dv (B, H_KV, N, E)."""
+        self.dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self.value_part(self.dx).transpose(1, 2)
+
+    def take(self, dv: Tensor | None) -> Tensor | None:
+        """The projection's gradient that `dv` (B, N, H_KV, E) is a part of; None if it is not, as where it is a sum."""
+        dx, self.dx = self.dx, None
+        if dx is None or dv is None or dv.dtype != dx.dtype:
+            return None
+        part = self.value_part(dx)
+        found = (dv.data_ptr(), dv.shape, dv.stride()) == (part.data_ptr(), part.shape, part.stride())
+        return dx if found and not dv.is_neg() else None
 
 
 class Prepared(torch.autograd.Function):
     """facts, x (B, N, width), q_weight, k_weight (D,) or None, cos, sin or None -> q, k, v (B, N, heads, size).
 
-    Saves x and what it shares with others. Without an activation v is a view of x.
+    Saves x and what it shares with others. Without an activation v is a view of x, and `place` may have its gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, facts: Heads, x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
-        sin: Tensor | None,
+        sin: Tensor | None, place: ProjectionGradient | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         (B, N, _), (H, H_KV, D, E) = x.shape, facts[:4]
         q = torch.empty(B, N, H, D, dtype=x.dtype, device=x.device)
@@ -359,7 +390,7 @@ class Prepared(torch.autograd.Function):
         else:
             v = torch.empty(B, N, H_KV, E, dtype=x.dtype, device=x.device)
         run(heads_launch, (x, q, k, v, *_stand_ins(x, q_weight, k_weight, cos, sin)), facts)
-        ctx.facts = facts
+        ctx.facts, ctx.place = facts, place
         ctx.save_for_backward(x, q_weight, k_weight, cos, sin)
         ctx.set_materialize_grads(False)
         return q, k, v
@@ -370,20 +401,21 @@ class Prepared(torch.autograd.Function):
         x, q_weight, k_weight, cos, sin = saved(ctx)
         (B, N, _), (H, H_KV, D, E), facts = x.shape, ctx.facts[:4], ctx.facts
         shapes = (B, N, H, D), (B, N, H_KV, D), (B, N, H_KV, E)
-        dq, dk, dv = (
-            x.new_zeros(shape) if d is None else d.contiguous() for d, shape in zip(grads, shapes, strict=True)
-        )
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = None if ctx.place is None else ctx.place.take(grads[2])
+        dq, dk, dv = (x.new_zeros(shape) if d is None else d for d, shape in zip(grads, shapes, strict=True))
+        dq, dk = dq.contiguous(), dk.contiguous()
+        if dx is None:
+            dv, dx = dv.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         weight, k_weight, cos, sin = _stand_ins(x, q_weight, k_weight, cos, sin)
         if facts.norm is None:
             run(heads_backward_launch, (x, dq, dk, dv, dx, weight, k_weight, cos, sin, x), facts)
-            return None, dx, None, None, None, None
+            return None, dx, None, None, None, None, None
         sums = torch.empty(min(HEAD_PROGRAMS, B * N), 2 * D, dtype=torch.float32, device=x.device)
         run(heads_backward_launch, (x, dq, dk, dv, dx, weight, k_weight, cos, sin, sums), facts)
         dweights = torch.empty_like(weight), torch.empty_like(k_weight)
         if any(ctx.needs_input_grad[2:4]):
             run(sum_launch, (sums, *dweights))
-        return None, dx, *dweights, None, None
+        return None, dx, *dweights, None, None, None
 
 
 def _stand_ins(
