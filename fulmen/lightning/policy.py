@@ -136,6 +136,12 @@ SWEEP_TILES = {
     (128, 64): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1), SweepTile(6, 0), SweepTile(5, 2)),
 }
 
+# The same with a decay for each token, where it has other tiles.
+TOKEN_TILES = {
+    (128, 128): (SweepTile(4, 2), SweepTile(4, 2), SweepTile(4, 2, share=True), SweepTile(6, 0)),
+    (128, 64): (SweepTile(4, 2), SweepTile(4, 2), SweepTile(4, 2), SweepTile(6, 0), SweepTile(5, 2)),
+}
+
 # (D, E): the backward with the gradient of a decay for each token, if dv and dk come from one block. us of calls, B8
 # H64 N4096, from two blocks and from one: 1 group 1,482, 1,323; 8 groups 1,526, 1,361. At D64 (B4 H32 N8192) 372, 416.
 PAIR_TILES = {(128, 64): SweepTile(3, 2, pair=True)}
@@ -230,7 +236,8 @@ def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
         return Choice(backend, backend, SplitTile(tile, split), split.number, backend)
     if backend == "cuda" and (spec.D, spec.E) in SWEEP_TILES:
         forward, back = (cuda_split(spec, hw, pass_) for pass_ in ("forward", "backward"))
-        ahead, training, backward, state, *of_e = SWEEP_TILES[spec.D, spec.E]
+        tiles = (SWEEP_TILES | TOKEN_TILES if spec.per_token else SWEEP_TILES)[spec.D, spec.E]
+        ahead, training, backward, state, *of_e = tiles
         if spec.per_token:  # whose gradient begins anew at every saved state
             training = training._replace(save=1)
         found = SweepTiles(ahead, training, backward, state, forward, back, *of_e)

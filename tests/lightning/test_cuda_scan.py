@@ -313,8 +313,8 @@ MISTAKES = {
     ),
     "a gate that has not come yet": (
         "z",
-        "open_gate(const Shared &at) {\n        mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);",
-        "open_gate(const Shared &at) {",
+        "mbarrier_wait(at.rows_full + 8 * who, parity);",
+        "",
         LATE,
         f"{WRONG}|more arrivals|has ended",
     ),
@@ -325,10 +325,10 @@ MISTAKES = {
         PRESSED,
         WRONG,
     ),
-    "a gate of the wrong buffer": (
+    "a gate of the chunk before": (
         "long",
-        "parity ^= OUT_ROWS && !buffer;",
-        "parity ^= DOTS && !buffer;",
+        "parity ^= OUT_ROWS;",
+        "parity ^= DOTS;",
         LATE,
         f"{WRONG}|more arrivals|all wait",
     ),

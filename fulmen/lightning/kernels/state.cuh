@@ -20,10 +20,13 @@ __device__ __forceinline__ void zero_rows(const Shared &at, const Walk &w, int n
     named_barrier_sync<128>(1 + group);
 }
 
+// Saved states are read when they are due: registers do not hold them until then.
+constexpr bool LATE = PANELS == 2 && OUTS == 2;
+
 // What the warpgroup that keeps the state holds.
 struct State {
     float state[D / 2];             // [v, k]
-    u32 saved[DOTS && !JOINED ? D / 4 : 1];  // by the forward
+    u32 saved[DOTS && !LATE ? D / 4 : 1];  // by the forward
     u32 hi[8], lo[8];               // lambda^(rows walked after row j), for pairs of rows, in twice the digits of bf16
     int warp, walked;
 
@@ -85,8 +88,8 @@ struct State {
         }
     }
 
-    // What the forward saved before the chunk at a place, in the order of `state`; and its product with that, summed. With dv
-    // and both panels of dk in a block it is only fetched into L2 ahead of time, as it needs too many registers.
+    // What the forward saved before the chunk at a place, in the order of `state`; and its product with that, summed. LATE: it is
+    // only fetched into L2 ahead of time.
     __device__ __forceinline__ const char *saved_at(const Args &x, const Walk &w, int place) const {
         const int lane = threadIdx.x % 32;
         return x.saved + ((w.saved_slot(x, place) * V + 64 * w.tile + 16 * warp + lane / 4) * D + 2 * (lane % 4)) * 2;
@@ -97,14 +100,14 @@ struct State {
     }
 
     __device__ __forceinline__ void load_saved(const Args &x, const Walk &w, int place) {
-        if (JOINED) {
-            const char *line = x.saved + (w.saved_slot(x, place) * V * D + threadIdx.x * 64) * 2;
+        if (LATE) {
+            const char *line = x.saved + ((w.saved_slot(x, place) * V + 64 * w.tile) * D + threadIdx.x * 64) * 2;
             asm volatile("prefetch.global.L2 [%0];" :: "l"(line) : "memory");
             return;
         }
         const char *from = saved_at(x, w, place);
 #pragma unroll
-        for (int i = 0; i < D / 4; i++) saved[DOTS && !JOINED ? i : 0] = one_saved(from, i);
+        for (int i = 0; i < D / 4; i++) saved[DOTS && !LATE ? i : 0] = one_saved(from, i);
     }
 
     __device__ __forceinline__ void write_anchor(const Args &x, const Walk &w, int place, float times) {
@@ -114,13 +117,13 @@ struct State {
         for (int half = 0; half < D / 64; half++) {
             u32 some[16];
 #pragma unroll
-            for (int i = 0; i < 16; i++) some[i] = JOINED ? one_saved(from, 16 * half + i) : saved[DOTS && !JOINED ? 16 * half + i : 0];
+            for (int i = 0; i < 16; i++) some[i] = LATE ? one_saved(from, 16 * half + i) : saved[DOTS && !LATE ? 16 * half + i : 0];
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 float &sum = each[i % 4];
                 sum = fmaf(state[32 * half + 2 * i + 1], high(some[i]), fmaf(state[32 * half + 2 * i], low(some[i]), sum));
             }
-            if (JOINED) pin(each);    // else all are loaded first
+            if (LATE) pin(each);      // else all are loaded first
         }
         float sum = each[0] + each[1] + (each[2] + each[3]);
 #pragma unroll

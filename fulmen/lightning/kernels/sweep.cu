@@ -112,7 +112,7 @@ template <Kind KIND>
 struct Outputs {
     static constexpr int STEP = KIND == SHARED_OUT ? OUTS : 1;
     static constexpr int WIDTH = KIND == OF_DK ? PANELS : 1;  // panels of its output
-    static constexpr int BUFFERS = 2 / WIDTH;
+    static constexpr int BUFFERS = OUT_BUFFERS / WIDTH;
 
     static constexpr bool DK = KIND == OF_DK;
     int who;                        // of the output warpgroups
@@ -135,7 +135,7 @@ struct Outputs {
     u32 q[16];                      // p of those pairs, decayed
     float skip = 0.0f;              // D of the head
     float sum[2], of_state = 0.0f;  // of this thread: products of two rows, of which so much comes from the state
-    int warp, buffer, parity;  // parity: of the rows that come into the buffer
+    int warp, buffer, parity;       // parity: of the rows that come into the buffer
     bool leads, reports;
 
     // Rows 16 warp + g + 8 r and columns 8 j + 2 t + e: 8 (2 warp + r - j) + g - 2 t - e apart.
@@ -171,24 +171,28 @@ struct Outputs {
         return DECAY ? p[i] * mask[which(i)] : seen >> i & 1 ? p[i] : 0.0f;
     }
 
-    __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (2 * who + buffer) * PANEL; }
+    __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (OUT_BUFFERS * who + buffer) * PANEL; }
 
     // Has the rows come whose products with a chunk's output are written, or its gate, into the buffer of that output.
-    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, int row, int into) {
+    __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, const Place &place) {
         const Product &y = product(x, w);
         if (!OUT_ROWS || !leads || !(GATE || y.out)) return;
-        const u32 to = at.staging + (2 * who + into) * PANEL, full = at.rows_full + 8 * (2 * who + into);
+        const u32 full = at.rows_full + 8 * who;
         tma_store_wait_read<0>();   // of the output that was there
         mbarrier_expect(full, PANEL);
-        tma_load(to, x.map[y.rows], full, 64 * w.tile, row, w.head_of(x, y.rows), w.b);
+        tma_load(output(at), x.map[y.rows], full, 64 * w.tile, w.first + place.at * C, w.head_of(x, y.rows), w.b);
     }
 
-    // This thread's share of the products of two rows of `part` with the rows that lie at `from`; where BOTH, of `more`, too.
-    template <bool BOTH>
-    __device__ __forceinline__ void multiply_rows(
-        u32 from, const float *part, float (&sum)[2], const float *more, float (&also)[2]
-    ) const {
-        float each[4] = {}, other[4] = {};  // four chains, as one sum waits for the other
+    // Where they lie, once they have come.
+    __device__ __forceinline__ u32 await_rows(const Shared &at, int n) const {
+        if (RING_ROWS) return rows(at, n);
+        mbarrier_wait(at.rows_full + 8 * who, parity);
+        return output(at);
+    }
+
+    // This thread's share of the products of two rows of `out` with those that lie at `from`.
+    __device__ __forceinline__ void multiply_rows(u32 from, float (&sum)[2]) const {
+        float each[4] = {};         // four chains, as one sum waits for the other
 #pragma unroll
         for (int j = 0; j < 8 * WIDTH; j += 2) {
             u32 two[4];
@@ -196,12 +200,10 @@ struct Outputs {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = 4 * (j + i / 2) + 2 * (i % 2);
-                each[i] = fmaf(part[at + 1], high(two[i]), fmaf(part[at], low(two[i]), each[i]));
-                if (BOTH) other[i] = fmaf(more[at + 1], high(two[i]), fmaf(more[at], low(two[i]), other[i]));
+                each[i] = fmaf(out[at + 1], high(two[i]), fmaf(out[at], low(two[i]), each[i]));
             }
         }
         sum[0] = each[0] + each[2], sum[1] = each[1] + each[3];
-        also[0] = other[0] + other[2], also[1] = other[1] + other[3];
     }
 
     // The part of q . dq that comes from the state, of a chunk that keeps next to nothing of it; else infinity.
@@ -212,23 +214,8 @@ struct Outputs {
     }
 
     // Its products with q or k, summed over the columns, into the chunk's stage.
-    __device__ __forceinline__ void multiply_output(
-        const Args &x, const Shared &at, const Walk &w, int n, int place, bool begins
-    ) {
-        const int left = w.length - place * C;
-        float part[2];
-        if (RING_ROWS) {
-            multiply_rows<false>(rows(at, n), out, sum, out, part);
-        } else {
-            mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
-            if (begins && product(x, w).entered) {
-                multiply_rows<true>(output(at), out, sum, inter, part);
-                keep_part(part, left);
-            } else {
-                multiply_rows<false>(output(at), out, sum, out, part);
-                of_state = INFINITY_;
-            }
-        }
+    __device__ __forceinline__ void multiply_output(const Shared &at, int n) {
+        multiply_rows(await_rows(at, n), sum);
 #pragma unroll
         for (int bit = 1; bit <= 2; bit++) {
             sum[0] += __shfl_xor_sync(~0u, sum[0], bit);
@@ -261,11 +248,11 @@ struct Outputs {
 
     // out *= silu(z), whose rows have come into its buffer.
     __device__ __forceinline__ void open_gate(const Shared &at) {
-        mbarrier_wait(at.rows_full + 8 * (2 * who + buffer), parity);
+        const u32 from = await_rows(at, 0);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
             u32 two[4];
-            load_rows_of(two, output(at), j, warp);
+            load_rows_of(two, from, j, warp);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float *here = out + 4 * (j + i / 2) + 2 * (i % 2);
@@ -353,6 +340,7 @@ struct Outputs {
         if constexpr (APART) start_over_columns<D, C>(inter, a(at, n), at.state(n));
         else if constexpr (DK) start_over_state<V>(out, a(at, n), at.state(n));
         else start_over_columns<D, C>(out, a(at, n), at.state(n));
+        load_rows(x, at, w, place);
         if (DECAY && WIDTH == 1) mask_p(x, at, n);
         if (DECAY && !APART) {
             wgmma_wait<0>();
@@ -360,8 +348,8 @@ struct Outputs {
             if (DOTS && KIND == SHARED_OUT && product(x, w).entered) {
                 of_state = INFINITY_;
                 if (at.decay(n).keep < BEGINS) {
-                    float part[2], none[2];
-                    multiply_rows<false>(rows(at, n), out, part, out, none);
+                    float part[2];
+                    multiply_rows(await_rows(at, n), part);
                     keep_part(part, w.length - place.at * C);
                 }
             }
@@ -377,7 +365,6 @@ struct Outputs {
     __device__ __forceinline__ void deliver(
         const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n, const Place &place
     ) {
-        const bool begins = DOTS && APART && at.decay(n).keep < BEGINS;
         const bool products = DOTS && KIND != OF_DV && product(x, w).out;
         constexpr bool SKIP = STEPS && !DOTS, DX = STEPS && KIND == OF_DV;
         pin(out);
@@ -391,7 +378,7 @@ struct Outputs {
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
             else if (!DECAY) out[i] *= since[0];
         if (products) {
-            multiply_output(x, at, w, n, place.at, begins);
+            multiply_output(at, n);
             release(at.empty + n % STAGES * 8);
         }
         if (SKIP || DX) {
@@ -401,7 +388,8 @@ struct Outputs {
         }
         if (GATE) open_gate(at);
         const u32 from = output(at);
-        if (BUFFERS == 2) buffer ^= 1, parity ^= OUT_ROWS && !buffer;
+        if (BUFFERS == 2) buffer ^= 1;
+        parity ^= OUT_ROWS;
         if (leads) tma_store_wait_read<BUFFERS - 1>();
         named_barrier_sync<128>(2 + who);
         store_rows(out, from, warp);
@@ -440,14 +428,12 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     int n = KIND == SHARED_OUT ? y.who : 0;
     if (n >= w.chunks) return;
     Place place(w, n);
-    if (OUT_ROWS) y.load_rows(x, at, w, w.first + place.at * C, 0);
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + Y::STEP < w.chunks; n += Y::STEP) {
         y.start_out(x, at, w, n, place);
         const Place here = place;
         place.next(w, Y::STEP);
-        if (OUT_ROWS) y.load_rows(x, at, w, w.first + place.at * C, y.buffer ^ 1);
         if (Y::WIDTH > 1) {         // q and the next p are too many registers at a time
             wgmma_wait<0>();
             pin(y.out);
@@ -466,8 +452,8 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
 
 // Registers of a thread: what the producer gives away, the other warpgroups take.
 constexpr int OF_PRODUCER = DOTS ? 56 - 8 * JOINED : 40;
-constexpr int OF_STATE = OUTS == 1 ? (DOTS ? 224 : 232) : JOINED ? 168 : DOTS ? 136 : 152;
-constexpr int OF_OUTPUT = OUTS == 1 ? (DOTS ? 224 : 232) : 160, OF_DV_BESIDE_DK = 136;
+constexpr int OF_STATE = OUTS == 1 ? 232 : JOINED ? 168 : DOTS ? 136 : 152;
+constexpr int OF_OUTPUT = OUTS == 1 ? 232 : 160, OF_DV_BESIDE_DK = 136;
 constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 constexpr int OF_ALL = OF_PRODUCER + OF_STATE + OUTS * OF_OUTPUT - JOINED * (OF_OUTPUT - OF_DV_BESIDE_DK);
 static_assert(OUTS == 0 || (OF_PRODUCER < AT_LAUNCH && OF_STATE > AT_LAUNCH && OF_OUTPUT > AT_LAUNCH
@@ -491,7 +477,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         for (int i = 0; i < 2; i++) mbarrier_init(at.state_full + 8 * i, 4), mbarrier_init(at.state_empty + 8 * i, JOINED ? 8 : 4);
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
-        for (int i = 0; OUT_ROWS && i < 2 * OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
+        for (int i = 0; OUT_ROWS && i < OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
         fence_barrier_init();
     }
     if (SHARE) cluster_sync();

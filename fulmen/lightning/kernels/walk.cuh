@@ -7,11 +7,14 @@ constexpr bool RING_ROWS = DOTS && (PANELS == 1 || JOINED);          // rows of 
 constexpr bool OUT_ROWS = (DOTS && !RING_ROWS) || GATE;              // rows come into the buffer of a chunk's output
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
+constexpr int OUT_BUFFERS = PANELS == 2 && OUTS == 2 && !JOINED ? 1 : 2;  // panels in which a warpgroup leaves outputs
 constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
 static_assert(!SHARE || TILES == PANELS, "a block loads the panel of its tile");
 static_assert(!TOKENS || DECAY, "a decay for each token is a decay");
+static_assert(!DOTS || OUTS == 2, "products take the registers of two warpgroups");
+static_assert(!OUT_ROWS || OUT_BUFFERS == 1, "rows come between two outputs");
 static_assert(!STEPS || TOKENS, "step sizes come with decays");
 static_assert(!GATE || (STEPS && !DOTS && OUTS), "of o alone");
 static_assert(!JOINED || (DOTS && TILES == 1 && PANELS == 2 && OUTS == 2), "a warpgroup each for dv and dk, twice as wide");
@@ -44,7 +47,7 @@ struct Shared {
     __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
         staging = states + (OUTS ? 2 * STATE : 0);
-        saved = staging + 2 * OUTS * PANEL;
+        saved = staging + OUT_BUFFERS * OUTS * PANEL;
         full = saved + (SAVE == 2 ? STATE : 0);
         empty = full + 8 * STAGES;
         state_full = empty + 8 * STAGES;
@@ -52,7 +55,7 @@ struct Shared {
         saved_full = state_empty + 16;
         saved_empty = saved_full + 8;
         rows_full = saved_empty + 8;
-        const u32 end = rows_full + (OUT_ROWS ? 16 * OUTS : 0);
+        const u32 end = rows_full + (OUT_ROWS ? 8 * OUTS : 0);
         decays = reinterpret_cast<Decays *>(shared + ((end - base + 15) & ~15u));
         sums = reinterpret_cast<Sums *>(decays + STAGES);
         steps = reinterpret_cast<float *>(sums + (DOTS ? STAGES : 0));
