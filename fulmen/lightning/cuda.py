@@ -56,7 +56,7 @@ from fulmen.lightning.kernels.sweep import (
     variant,
 )
 from fulmen.lightning.plan import count_residuals
-from fulmen.lightning.policy import PAIR_TILES, SWEEP_TILES, Split, SweepTile, SweepTiles, saved_rows, slots_of
+from fulmen.lightning.policy import Split, SweepTile, SweepTiles, saved_rows, slots_of, sweep_tiles
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output
 from fulmen.lightning.triton import Segments
 from fulmen.plans import allocator
@@ -73,10 +73,10 @@ def supports(spec: LightningSpec) -> str | None:
     hw = hardware.of(spec.device)
     if hw.arch != 90:
         return f"needs compute capability 9.0, this GPU has {hw.arch / 10}"
-    if (spec.D, spec.E) not in SWEEP_TILES or (spec.D != spec.E and not spec.per_token):
+    if sweep_tiles(spec) is None:
         more = ", or D 128 and E 64" if spec.per_token else ""
         return f"needs D = E of 64 or 128{more}, here D={spec.D}, E={spec.E}"
-    if spec.steps and ((spec.D, spec.E) not in PAIR_TILES or not spec.per_token or spec.scale != 1.0):
+    if spec.steps and ((spec.D, spec.E) != (128, 64) or not spec.per_token or spec.scale != 1.0):
         return f"takes step sizes with D 128, E 64, a decay for each token and scale 1, here D={spec.D}, E={spec.E}"
     if spec.H != spec.H_KV:
         return f"needs as many heads of k and v as of q, here H={spec.H}, H_KV={spec.H_KV}"
@@ -238,8 +238,8 @@ def backward_sweeps(spec: LightningSpec, saved: bool, joined: bool = False) -> l
 
 def backward_tile(tiles: SweepTiles, names: tuple[str, ...], products: bool = False) -> SweepTile:
     """products: with the gradient of a decay for each token."""
-    if products and tiles.backward_of_decay is not None and "dv" in names:
-        return tiles.backward_of_decay
+    if products:
+        return tiles.gradient[0 if "dv" in names else 1]
     return tiles.backward if "dv" in names or tiles.backward_of_e is None else tiles.backward_of_e
 
 
@@ -278,7 +278,7 @@ def backward(
         anchors = x.q.new_empty(heads, number, spec.E // 64 * 4, dtype=torch.float32)
         entered = x.q.new_empty(heads, number * saved_rows(spec) // CHUNK, spec.D // 64, dtype=torch.float32)
         grads = grads._replace(anchors=anchors, entered=entered)
-    joined = ddecay is not None and tiles.backward_of_decay is not None and tiles.backward_of_decay.pair
+    joined = ddecay is not None and tiles.gradient[0].pair
     for names in backward_sweeps(spec, slots is not None and spec.D == 64, joined):
         tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered, *(() if of_steps is None else of_steps))
         tile = backward_tile(tiles, names, ddecay is not None)

@@ -4,7 +4,7 @@ Everything here is data or a pure function of (spec, hw). Nothing is compiled or
 backends. Where to look:
 
     what "auto" takes            `order`
-    a tile                       `triton_tile`, SWEEP_TILES for cuda
+    a tile                       `triton_tile`; for cuda SWEEP_TILES, TOKEN_TILES, GRADIENT_TILES
     when sequences are split     `triton_split` and `cuda_split`
     the answer                   `order` (backends, fastest first) and `choose` (one `Choice`)
 
@@ -77,7 +77,7 @@ class SweepTiles(NamedTuple):
     forward_split: Split
     backward_split: Split
     backward_of_e: SweepTile | None = None  # of dk and dq, where E is not D
-    backward_of_decay: SweepTile | None = None  # of dv and dk with the gradient of a decay for each token, joined
+    gradient: tuple[SweepTile, ...] = ()  # with the gradient of a decay for each token: of the launch of dv, of another
 
     def __str__(self) -> str:
         return str(self.forward)
@@ -126,25 +126,29 @@ def triton_tile(spec: LightningSpec, hw: Hardware) -> TritonTile:
     return TritonTile(32, 64, warps, 3)  # mma.sync: at most 57,344 B, so one or two programs fit 101,376 B
 
 
-# Of backend cuda: (D, E), then forward, training, backward, state; of dk and dq, if they have another. The share of the
-# copy bandwidth, with decay and without: D64 forward 93, 94 %, backward 80, 81 %; D128 forward 93, 92 %, backward 61,
-# 61 %. With a decay for each token, forward, then backward without its gradient and with it, calls with the host's time
-# (constant decay: 75, 56 % backward): D64 89 %, 65, 52 %; D128 80 %, 47, 38 %; D128 E64, 8 groups 54 %, with it 15 %.
-SWEEP_TILES = {
+# Of backend cuda: (D, E), then forward, training, backward, state. The share of the copy bandwidth, with decay and
+# without: D64 forward 93, 94 %, backward 80, 81 %; D128 forward 93, 92 %, backward 61, 61 %.
+SWEEP_TILES: dict[tuple[int, int], tuple[SweepTile, ...]] = {
     (64, 64): (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
     (128, 128): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1, share=True), SweepTile(6, 0)),
-    (128, 64): (SweepTile(4, 1), SweepTile(4, 1), SweepTile(4, 1), SweepTile(6, 0), SweepTile(5, 2)),
 }
 
-# The same with a decay for each token, where it has other tiles.
-TOKEN_TILES = {
-    (128, 128): (SweepTile(4, 2), SweepTile(4, 2), SweepTile(4, 2, share=True), SweepTile(6, 0)),
-    (128, 64): (SweepTile(4, 2), SweepTile(4, 2), SweepTile(4, 2), SweepTile(6, 0), SweepTile(5, 2)),
+# The same with a decay for each token; last the backward of dk and dq, if E is not D. us, forward and backward without
+# the decay's gradient, and those of a constant decay: D64 (B4 H32 N8192) 142, 303; 139, 281. D128 (B2) 149, 407; 140,
+# 371. D128 E64 (B8 H64 N4096, 1 group) forward 262. One warpgroup for outputs: D128 152, 415, D128 E64 284.
+TOKEN_TILES: dict[tuple[int, int], tuple[SweepTile, ...]] = {
+    (64, 64): (SweepTile(6, 2), SweepTile(6, 2, save=1), SweepTile(5, 2, save=2), SweepTile(8, 0)),
+    (128, 128): (SweepTile(4, 2), SweepTile(4, 2, save=1), SweepTile(4, 2, share=True), SweepTile(6, 0)),
+    (128, 64): (SweepTile(4, 2), SweepTile(4, 2, save=1), SweepTile(4, 2), SweepTile(6, 0), SweepTile(5, 2)),
 }
 
-# (D, E): the backward with the gradient of a decay for each token, if dv and dk come from one block. us of calls, B8
-# H64 N4096, from two blocks and from one: 1 group 1,482, 1,323; 8 groups 1,526, 1,361. At D64 (B4 H32 N8192) 372, 416.
-PAIR_TILES = {(128, 64): SweepTile(3, 2, pair=True)}
+# The backward with the gradient of a decay for each token: (D, E), then the launch of dv and another, if there is one.
+# At D128 E64 dv and dk come from one block: 1 group 1,323 us instead of 1,482, 8 groups 1,361 instead of 1,526.
+GRADIENT_TILES: dict[tuple[int, int], tuple[SweepTile, ...]] = {
+    (64, 64): (SweepTile(5, 2, save=2),),
+    (128, 128): (SweepTile(4, 2, share=True), SweepTile(4, 2, share=True)),
+    (128, 64): (SweepTile(3, 2, pair=True), SweepTile(5, 2)),
+}
 
 
 # ---------------------------------------------------------------------------------- segments, to fill the GPU
@@ -162,6 +166,11 @@ LEFTOVER_SEGMENTS = {("forward", 64): 4, ("backward", 64): 5, ("forward", 128): 
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def sweep_tiles(spec: LightningSpec) -> tuple[SweepTile, ...] | None:
+    """The tiles of backend `cuda`; None: it has none for these sizes."""
+    return (TOKEN_TILES if spec.per_token else SWEEP_TILES).get((spec.D, spec.E))
 
 
 def value_tiles(spec: LightningSpec, tile: TritonTile) -> int:
@@ -234,14 +243,10 @@ def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
         tile = triton_tile(spec, hw)
         split = triton_split(spec, tile, hw)
         return Choice(backend, backend, SplitTile(tile, split), split.number, backend)
-    if backend == "cuda" and (spec.D, spec.E) in SWEEP_TILES:
+    if backend == "cuda" and (tiles := sweep_tiles(spec)) is not None:
         forward, back = (cuda_split(spec, hw, pass_) for pass_ in ("forward", "backward"))
-        tiles = (SWEEP_TILES | TOKEN_TILES if spec.per_token else SWEEP_TILES)[spec.D, spec.E]
+        gradient = GRADIENT_TILES[spec.D, spec.E] if spec.per_token else ()
         ahead, training, backward, state, *of_e = tiles
-        if spec.per_token:  # whose gradient begins anew at every saved state
-            training = training._replace(save=1)
-        found = SweepTiles(ahead, training, backward, state, forward, back, *of_e)
-        if spec.per_token:
-            found = found._replace(backward_of_decay=PAIR_TILES.get((spec.D, spec.E)))
+        found = SweepTiles(ahead, training, backward, state, forward, back, of_e[0] if of_e else None, gradient)
         return Choice(backend, backend, found, forward.number, backend)
     return Choice(backend, backend, None, 1, backend)

@@ -31,7 +31,7 @@ def launches(D, E, groups, packed):
     found = [(call, tiles.forward, ("o",), False), (call, tiles.training, ("o",), False)]
     found += [(call, tiles.state, (name,), False) for name in ("state", "dstate")]
     for products in (False, True):
-        joined = products and tiles.backward_of_decay is not None
+        joined = products and tiles.gradient[0].pair
         for names in cuda.backward_sweeps(call, D == 64, joined):
             found.append((call, cuda.backward_tile(tiles, names, products), names, products))
     return found

@@ -41,8 +41,8 @@ from fulmen.layers.fused.rotary import p2, per_row, run
 from fulmen.layers.fused.sums import sum_launch
 
 TILE = 2048  # elements of q, k or v that a program takes at a time
-TOKENS = 8  # whose heads a program of the forward takes, one after the other
-HEAD_PROGRAMS = 1056  # each for q, k and v, of a backward that sums up gradients of norms: 8 on each SM of an H200
+TOKENS, TOKENS_NORMED = 4, 8  # whose heads a program of the forward takes, one after the other
+HEAD_PROGRAMS = 2112  # each for q, k and v, of a backward that sums up gradients of norms: 16 on each SM of an H200
 GATE_PROGRAMS = 528
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3}
@@ -273,8 +273,8 @@ def heads_backward_kernel(
 
     PARTS  2: dv is in its place
     """
-    part = tl.program_id(0) // PROGRAMS  # of q, k or v
-    start = tl.program_id(0) % PROGRAMS
+    part = tl.program_id(0) % PARTS  # of q, k or v
+    start = tl.program_id(0) // PARTS
     group: tl.constexpr = H // H_KV
     width: tl.constexpr = group * D + D + E
     if part == 0:
@@ -308,7 +308,12 @@ def at_a_time(facts: Heads) -> int:
 
 def heads_warps(facts: Heads) -> dict[str, int]:
     """More elements a thread where a weight, cos and sin serve all of a program's heads."""
-    return warps(at_a_time(facts) * p2(max(facts.D, facts.E)), 8 if facts.norm is None else 16)
+    elements = at_a_time(facts) * p2(max(facts.D, facts.E))
+    if facts.norm is None:
+        return warps(elements, 8)
+    # given no number of registers, the assembler spills to fit more programs
+    each, registers = (16, 240) if facts.interleaved else (32, 168)
+    return warps(elements, each) | {"maxnreg": registers}
 
 
 def constants(facts: Heads, cos: Tensor) -> tuple[Any, ...]:
@@ -327,8 +332,9 @@ def heads_launch(
     blocks = triton.cdiv(facts.H, heads) + triton.cdiv(facts.H_KV, heads) * (2 if facts.activation else 1)
     sizes = (per_row(cos), N, facts.eps, B * N)
     tensors, options = (x, q, k, v, q_weight, k_weight, cos, sin), heads_warps(facts)
-    grid = triton.cdiv(B * N, TOKENS) * blocks
-    return Launch(heads_kernel, grid, tensors, (*sizes, *constants(facts, cos), TOKENS), options)
+    count = TOKENS if facts.norm is None else TOKENS_NORMED
+    grid = triton.cdiv(B * N, count) * blocks
+    return Launch(heads_kernel, grid, tensors, (*sizes, *constants(facts, cos), count), options)
 
 
 def heads_backward_launch(
