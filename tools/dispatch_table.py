@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,11 +15,13 @@ from fulmen.hardware import TARGETS
 from fulmen.latent import policy as latent
 from fulmen.latent.spec import LatentSpec
 from fulmen.lightning import policy as lightning
+from fulmen.lightning.cuda import backward_sweeps, backward_tile
 from fulmen.lightning.kernels import sweep
 from fulmen.lightning.spec import LightningSpec
 
 PATH = Path(__file__).parent.parent / "docs" / "internals" / "dispatch.md"
 HEAD_DIMS = (16, 64, 128, 256)
+GRADIENT = ", with the decay's gradient"
 INTRODUCTION = """\
 # What each GPU runs
 
@@ -45,8 +48,8 @@ Beside the warpgroups for outputs, one keeps the state and one loads. Saved stat
 a decay for each token all sizes write them, every {tokens} rows. Where sequences are split, a launch gathers the states
 of segments first; at D = 128 and a constant decay these are kept for the backward, in fp32.
 
-| D, E | pass | stages | warpgroups for outputs | threads | shared memory | saved states |
-|---|---|---|---|---|---|---|
+| D, E | decays of | launch | stages | warpgroups for outputs | threads | shared memory | saved states |
+|---|---|---|---|---|---|---|---|
 """
 FLASH = """
 ## Softmax attention, backend `triton`
@@ -148,30 +151,28 @@ def flash_lines() -> list[str]:
 def lightning_cuda_lines() -> list[str]:
     rows = {"rows": lightning.SAVED_ROWS, "tokens": lightning.TOKEN_ROWS}
     lines = [LIGHTNING_CUDA.format(chunk=sweep.CHUNK, **rows)]
-    passes = {
-        "forward": "forward",
-        "training": "forward with gradients",
-        "backward": "backward",
-        "backward_of_e": "backward",
-        "backward_of_decay": "dv with dk, for the decay's gradient",
-        "state": "states of segments",
-    }
-    for D, E in lightning.SWEEP_TILES:
-        spec = LightningSpec(4, 32, 32, 8192, D, E, torch.bfloat16, torch.device("cuda"), per_token=E != D)
-        tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
-        for name, words in passes.items():
-            tile = getattr(tiles, name)
-            gradients: tuple[str, ...] = ("o",)
-            if tile is None:
-                continue
-            if tile.pair:
-                gradients = ("dv", "dk")
-            elif E != D and name.startswith("backward"):
-                words, gradients = ("dv", ("dv",)) if name == "backward" else ("dk, dq", ("dk", "dq"))
-            cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile, gradients, tile.pair):,} B"
-            saved = ("none", "written", "read")[tile.save]
-            lines.append(f"| {D}, {E} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
+    for per_token, sizes in (False, lightning.SWEEP_TILES), (True, lightning.TOKEN_TILES):
+        for D, E in sizes:
+            spec = LightningSpec(4, 32, 32, 8192, D, E, torch.bfloat16, torch.device("cuda"), per_token=per_token)
+            for words, names, tile in sweep_launches(spec):
+                products = words.endswith(GRADIENT)
+                cost = f"{sweep.threads(tile)} | {sweep.shared_bytes(spec, tile, names, products):,} B"
+                saved = ("none", "written", "read")[tile.save]
+                decay = "tokens" if per_token else "heads"
+                lines.append(f"| {D}, {E} | {decay} | {words} | {tile.stages} | {tile.outs} | {cost} | {saved} |\n")
     return lines
+
+
+def sweep_launches(spec: LightningSpec) -> Iterator[tuple[str, tuple[str, ...], lightning.SweepTile]]:
+    """What each launch of backend `cuda` is for, its sweeps and its tile."""
+    tiles = lightning.choose(spec, TARGETS[90], "cuda").tile
+    yield "forward", ("o",), tiles.forward
+    yield "forward with gradients", ("o",), tiles.training
+    for products in (False, True)[: 1 + spec.per_token]:
+        for names in backward_sweeps(spec, spec.D == 64, products and tiles.gradient[0].pair):
+            words = ", ".join(names) + (GRADIENT if products else "")
+            yield words, names, backward_tile(tiles, names, products)
+    yield "states of segments", ("state",), tiles.state
 
 
 def render() -> str:
