@@ -74,8 +74,6 @@ class Verdict:
     a_ms: float | None = None
     b_ms: float | None = None
     time: Effect | None = None
-    cycles: Effect | None = None
-    in_cycles: bool = False  # the verdict rests on cycles
     missing: str = ""  # "a" or "b": the file that has no such cell
     broken: bool = False  # a has a time, b tried and has none
 
@@ -159,14 +157,13 @@ def _judge(first: schema.Cell, second: schema.Cell, differences: str) -> Verdict
     old, new = _cycles(first, samples[0]), _cycles(second, samples[1])
     if old is None or new is None:
         return found
-    cycles = found.cycles = effect(old, new)
+    cycles = effect(old, new)
     if time.verdict in ("SAME", cycles.verdict):
         return found  # a time that stands still needs no confirmation
     before, after = (float(np.median(cell.clocks_mhz)) for cell in (first, second))
     clocks = f"the clock moved from {before:.0f} to {after:.0f} MHz"
     if cycles.verdict == "SAME" and abs(after / before - 1) >= CLOCK_MOVED:
-        found.verdict, found.in_cycles = "SAME", True
-        found.why = f"in cycles {cycles.words}; in time {time.words}: {clocks}"
+        found.verdict, found.why = "SAME", f"in cycles {cycles.words}; in time {time.words}: {clocks}"
     elif time.verdict in ("FASTER", "SLOWER"):
         found.verdict, found.why = "INCONCLUSIVE", f"{time.words}, but in cycles {cycles.words}: {clocks}"
     return found
