@@ -24,13 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulmen.bench import Refused, schema, words
+from fulmen.bench import Refused, schema
 from fulmen.bench.audit import median_interval, ms, time_ms
 from fulmen.bench.schema import number
 
-VERDICTS = tuple(words.VERDICTS)
 COLOURS = {"SLOWER": "red", "FASTER": "green", "INCONCLUSIVE": "yellow", "INCOMPARABLE": "magenta", "SAME": "dim"}
-ORDER = list(COLOURS)
+VERDICTS = list(COLOURS)  # in the order in which they are shown
 P_VALUE = 0.002
 CHANGE = 0.02
 EQUAL = 0.01
@@ -121,7 +120,7 @@ def compare(a: schema.Results, b: schema.Results) -> list[Verdict]:
             verdicts.append(Verdict(cell, why="only in the second file", missing="a"))
         elif not old.status == cell.status in ("unsupported", "skipped"):
             verdicts.append(_judge(old, cell, _differences(a.runs.get(old.run_id), b.runs.get(cell.run_id))))
-    return sorted(verdicts, key=lambda v: (ORDER.index(v.verdict), -abs((v.b_ms or 0.0) - (v.a_ms or 0.0))))
+    return sorted(verdicts, key=lambda v: (VERDICTS.index(v.verdict), -abs((v.b_ms or 0.0) - (v.a_ms or 0.0))))
 
 
 def _differences(a: schema.Run | None, b: schema.Run | None) -> str:

@@ -130,7 +130,7 @@ def test_every_word_is_explained():
     statuses = {"ok", "failed", "oom", "unsupported", "timeout", "withheld", "interrupted", "skipped"}
     assert set(words.STATUSES) == set(schema.STATUSES) == statuses
     assert set(words.FLAGS) == {*audit.OURS, *audit.GROUPS, "SIDE-STREAM"}
-    assert set(words.VERDICTS) == set(comparing.COLOURS)
+    assert set(comparing.VERDICTS) == {"FASTER", "SLOWER", "SAME", "INCONCLUSIVE", "INCOMPARABLE"}
 
 
 def test_hostile_text_stays_text(tmp_path):
