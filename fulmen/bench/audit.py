@@ -318,11 +318,6 @@ class Scaling(NamedTuple):
     growth: str  # as `Fit.growth`, of time and memory together
     verdict: str
 
-    @property
-    def linear(self) -> bool | None:
-        """O(n) in time and memory; None: cannot be told."""
-        return None if self.growth == "open" else self.growth == "O(n)"
-
 
 class Crossover(NamedTuple):
     """The N from which one competitor is faster than another; None: not among the lengths measured."""

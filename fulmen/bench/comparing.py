@@ -24,13 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulmen.bench import Refused, schema, words
+from fulmen.bench import Refused, schema
 from fulmen.bench.audit import median_interval, ms, time_ms
 from fulmen.bench.schema import number
 
-VERDICTS = tuple(words.VERDICTS)
 COLOURS = {"SLOWER": "red", "FASTER": "green", "INCONCLUSIVE": "yellow", "INCOMPARABLE": "magenta", "SAME": "dim"}
-ORDER = list(COLOURS)
+VERDICTS = list(COLOURS)  # in the order in which they are shown
 P_VALUE = 0.002
 CHANGE = 0.02
 EQUAL = 0.01
@@ -74,8 +73,6 @@ class Verdict:
     a_ms: float | None = None
     b_ms: float | None = None
     time: Effect | None = None
-    cycles: Effect | None = None
-    in_cycles: bool = False  # the verdict rests on cycles
     missing: str = ""  # "a" or "b": the file that has no such cell
     broken: bool = False  # a has a time, b tried and has none
 
@@ -123,7 +120,7 @@ def compare(a: schema.Results, b: schema.Results) -> list[Verdict]:
             verdicts.append(Verdict(cell, why="only in the second file", missing="a"))
         elif not old.status == cell.status in ("unsupported", "skipped"):
             verdicts.append(_judge(old, cell, _differences(a.runs.get(old.run_id), b.runs.get(cell.run_id))))
-    return sorted(verdicts, key=lambda v: (ORDER.index(v.verdict), -abs((v.b_ms or 0.0) - (v.a_ms or 0.0))))
+    return sorted(verdicts, key=lambda v: (VERDICTS.index(v.verdict), -abs((v.b_ms or 0.0) - (v.a_ms or 0.0))))
 
 
 def _differences(a: schema.Run | None, b: schema.Run | None) -> str:
@@ -159,14 +156,13 @@ def _judge(first: schema.Cell, second: schema.Cell, differences: str) -> Verdict
     old, new = _cycles(first, samples[0]), _cycles(second, samples[1])
     if old is None or new is None:
         return found
-    cycles = found.cycles = effect(old, new)
+    cycles = effect(old, new)
     if time.verdict in ("SAME", cycles.verdict):
         return found  # a time that stands still needs no confirmation
     before, after = (float(np.median(cell.clocks_mhz)) for cell in (first, second))
     clocks = f"the clock moved from {before:.0f} to {after:.0f} MHz"
     if cycles.verdict == "SAME" and abs(after / before - 1) >= CLOCK_MOVED:
-        found.verdict, found.in_cycles = "SAME", True
-        found.why = f"in cycles {cycles.words}; in time {time.words}: {clocks}"
+        found.verdict, found.why = "SAME", f"in cycles {cycles.words}; in time {time.words}: {clocks}"
     elif time.verdict in ("FASTER", "SLOWER"):
         found.verdict, found.why = "INCONCLUSIVE", f"{time.words}, but in cycles {cycles.words}: {clocks}"
     return found

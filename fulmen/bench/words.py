@@ -1,4 +1,4 @@
-"""Statuses, flags and verdicts in plain language: the same sentences in the page, the Markdown and the plots."""
+"""Statuses and flags in plain language: the same sentences in the page, the Markdown and the plots."""
 
 from __future__ import annotations
 
@@ -37,14 +37,6 @@ FLAGS = {
     "NOISY": Word("care", "noisy", "The samples spread too far for a close comparison."),
     "ANOTHER-FUNCTION": Word("note", "another function", "Computes something else: a choice of model, not of kernel."),
     "UNAUDITED": Word("note", "not audited", "No floor is known for this operation, so the number was not checked."),
-}
-
-VERDICTS = {
-    "FASTER": Word("good", "faster", "Surely and noticeably faster than before."),
-    "SLOWER": Word("bad", "slower", "Surely and noticeably slower than before."),
-    "SAME": Word("note", "same", "Any difference is below one per cent and within the noise."),
-    "INCONCLUSIVE": Word("care", "inconclusive", "The samples allow neither 'same' nor 'different': measure longer."),
-    "INCOMPARABLE": Word("note", "incomparable", "Another machine, protocol, or one side has no number."),
 }
 
 

@@ -275,11 +275,11 @@ def test_scaling_and_crossover() -> None:
     assert [n for n, _ in ours.points] == list(LENGTHS)
     assert ours.time is not None
     assert 0.85 < ours.time.exponent < 1
-    assert ours.linear is True
+    assert ours.growth == "O(n)"
     assert "a constant one" in ours.verdict
     assert baseline.time is not None
     assert baseline.time.exponent == pytest.approx(2, abs=0.1)
-    assert baseline.linear is False
+    assert baseline.growth == "above O(n)"
     (cross,) = found.crossovers
     assert cross.N is not None
     assert 1024 < cross.N < 2048
@@ -288,14 +288,14 @@ def test_scaling_and_crossover() -> None:
 def test_order_n_needs_time_and_memory() -> None:
     good = audit.scaling(series("x", {n: 2e-4 * n for n in LENGTHS}), make_run())
     assert good is not None
-    assert good.linear is True
+    assert good.growth == "O(n)"
     assert good.verdict.startswith("O(n): ")
     hungry = audit.scaling(series("x", {n: 2e-4 * n for n in LENGTHS}, memory=2.0), make_run())
     assert hungry is not None
-    assert hungry.linear is False
+    assert hungry.growth == "above O(n)"
     flat = audit.scaling(series("x", dict.fromkeys(LENGTHS, 14.3)), make_run())
     assert flat is not None
-    assert flat.linear is False
+    assert flat.growth == "sublinear"
     assert "too slowly" in flat.verdict
     for grows in (flat, audit.scaling(series("x", {n: 1e-3 * n**0.85 for n in LENGTHS}), make_run())):
         assert grows is not None
@@ -303,7 +303,7 @@ def test_order_n_needs_time_and_memory() -> None:
         assert "not O(n)" not in grows.verdict
     few = audit.scaling(series("x", {n: 2e-4 * n for n in LENGTHS[:3]}), make_run())
     assert few is not None
-    assert few.linear is None
+    assert few.growth == "open"
     tiny = audit.scaling(series("x", {n: 1e-3 * n / 1024 for n in LENGTHS}), make_run())
     assert tiny is not None
     assert len(tiny.points) == 1  # the others are shorter than five launches

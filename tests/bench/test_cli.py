@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import subprocess
@@ -196,16 +195,30 @@ def test_a_base_that_cannot_be_had_is_one_sentence(why: str, tmp_path: Path, mon
     assert not list(tmp_path.glob("*.jsonl"))
 
 
+class Told:
+    """A pipe whose other end has said all it will say."""
+
+    def __init__(self, *messages: object) -> None:
+        self.messages, self.sent = list(messages), list[object]()
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def recv(self) -> object:
+        if not self.messages:
+            raise EOFError
+        return self.messages.pop(0)
+
+
 def test_the_other_process_goes_on_when_it_is_asked_to() -> None:
     """It stops at each case and sample; unasked, as after Ctrl-C, it is interrupted; without an answer it has ended."""
-    answers = io.BytesIO()
-    turns = base.Turns(io.BytesIO(b"\n\n"), answers)
+    answered = Told(None, None)
+    turns = base.Turns(answered)
     turns.group({"N": 8}, "quick")
     turns.sampled(None)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         turns.group({"N": 16}, "quick")
-    pipes = SimpleNamespace(stdin=io.BytesIO(), stdout=io.BytesIO(answers.getvalue()))
-    other, line = base.Base("HEAD", pipes), SimpleNamespace(suite="quick", case={"N": 8})
+    other, line = base.Base("HEAD", Told(*answered.sent)), SimpleNamespace(suite="quick", case={"N": 8})
     other.prepare(line)  # type: ignore[arg-type]
     assert other.done, "it has not said that it is there"
     other.advance()

@@ -210,14 +210,13 @@ class LayerStep(Operation):
     attention: Operation
     words: str
     made: Any
-    own_faults: Any
 
     def derived(self, case: Case) -> Case:
         return super().derived(case) | {"hidden": case["H"] * (case["E"] or case["D"])}
 
     def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
         one = case["N_Q"] == 1 and case["causal"]
-        return [(not one, "N_Q and causal: a step of a layer is of one token, and causal"), *self.own_faults(case)]
+        return [(not one, "N_Q and causal: a step of a layer is of one token, and causal")]
 
     def function(self, case: Case) -> str:
         return f"a decoding step of a {self.words}"
@@ -295,8 +294,8 @@ class GroupedQueryStep(LayerStep):
     KEYS = LayerStep.SIZES | {"H_KV": 8}
     attention, words = flash_cache, "grouped-query attention layer, softmax attention"
 
-    def own_faults(self, case: Case) -> Sequence[tuple[Any, str]]:
-        return [(case["E"] != case["D"], f"E={case['E']}: must be D={case['D']}")]
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+        return [*super().faults(case), (case["E"] != case["D"], f"E={case['E']}: must be D={case['D']}")]
 
     def made(self, case: Case, device: torch.device, dtype: torch.dtype) -> Any:
         options: dict[str, Any] = {"head_dim": case["D"], "rope": {}, "causal": True, "device": device, "dtype": dtype}
@@ -309,9 +308,10 @@ class LatentStep(LayerStep):
     KEYS = LayerStep.SIZES | {"D": 192, "E": 128, "rank": 512, "q_rank": 1536}
     attention, words = latent, "latent attention layer, softmax attention"
 
-    def own_faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
         H, H_KV, D, E = (case[key] for key in ("H", "H_KV", "D", "E"))
-        return [(H_KV != H or E >= D, f"H_KV={H_KV} must be H, and E={E} less than D={D}, by what RoPE turns")]
+        why = f"H_KV={H_KV} must be H, and E={E} less than D={D}, by what RoPE turns"
+        return [*super().faults(case), (H_KV != H or E >= D, why)]
 
     def small_case(self, case: Case) -> Case:
         return super().small_case(case) | {"rank": 64, "q_rank": 48}
@@ -329,9 +329,9 @@ class LightningStep(LayerStep):
     KEYS = LayerStep.SIZES | {"N": 1, "gate": True, "state_dtype": "float32"}
     attention, words = step, "lightning layer, linear attention with decay"
 
-    def own_faults(self, case: Case) -> Sequence[tuple[Any, str]]:
+    def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
         state = case["state_dtype"]
-        return [(state != "float32", f"state_dtype={state}: must be fp32, that of a layer's pool")]
+        return [*super().faults(case), (state != "float32", f"state_dtype={state}: a layer's pool must be fp32")]
 
     def made(self, case: Case, device: torch.device, dtype: torch.dtype) -> Any:
         sizes = {"num_kv_heads": case["H_KV"], "head_dim": case["D"], "value_dim": case["E"], "gate": case["gate"]}
