@@ -167,7 +167,7 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
         if (DECAY) y.take_c(c, from, at.decays[stage], w.rate, w.reverse, n == partial ? rest : C);
     };
     auto step = [&](int n, const int turn, u32 (&c)[16], u32 (&next)[16]) {
-        const u32 chunk = at.ring + stage * STAGE, state = at.states + turn * STATE, free = at.empty + 8 * stage;
+        const u32 chunk = at.ring + stage * STAGE, state = at.states + turn % STATE_BUFFERS * STATE, free = at.empty + 8 * stage;
         if (SAVE == 2 && w.grouped && n == opens) {
             mbarrier_wait(at.saved_full, group++ % 2);
             y.take_saved(at.saved);
@@ -176,15 +176,15 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
             opens = n ? n + EVERY : (w.chunks - 1) % EVERY + 1;
         }
         if (OUTS) {
-            if (SAVE == 1 && n >= 2 && (n - 2) % EVERY == 0) {  // the store of what this buffer held must have read it
+            if (SAVE == 1 && n >= STATE_BUFFERS && (n - STATE_BUFFERS) % EVERY == 0) {  // the store of what this buffer held must have read it
                 if (leads) tma_store_wait_read<0>();
                 named_barrier_sync<128>(1);
             }
-            mbarrier_wait(at.state_empty + 8 * turn, n / 2 % 2 ^ 1);
+            mbarrier_wait(at.state_empty + 8 * (turn % STATE_BUFFERS), n / STATE_BUFFERS % 2 ^ 1);
             store_rows(y.state, state, y.warp);
             fence_async();
             __syncwarp();
-            if (reports) mbarrier_arrive(at.state_full + 8 * turn);
+            if (reports) mbarrier_arrive(at.state_full + 8 * (turn % STATE_BUFFERS));
             if (SAVE == 1 && n % EVERY == 0) {
                 named_barrier_sync<128>(1);
                 if (leads) {

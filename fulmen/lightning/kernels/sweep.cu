@@ -17,7 +17,7 @@
 // Who waits for what: a stage has a `full` barrier, on which TMA counts bytes and for which the warpgroups wait, and an
 // `empty` one, on which their warps arrive and for which the producer waits. The published state has two buffers with
 // the same pair of barriers between the state's warpgroup and the outputs'. What one chunk must wait for, the state, is
-// so never behind the work on outputs. OUTS = 0 gathers a state alone.
+// so never behind the work on outputs. OUTS = 0 gathers a state alone. With five stages at D = 128 there is one buffer.
 //
 // dq needs the states of (k, v) left to right, and dk, dv walk right to left. So that all three can read the same rows
 // at about the same time, from L2, the forward of a call with gradients saves the state before every EVERY-th chunk
@@ -320,18 +320,18 @@ struct Outputs {
             const int row = 16 * warp + threadIdx.x % 32 / 4 + 8 * r;
             since[r] = STEPS && DK ? at.decay(n).into[row] * at.step_sizes(n)[row] : at.decay(n).into[row];
         }
-        if (DECAY && WIDTH == 1) mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+        if (DECAY && WIDTH == 1) at.await_state(n);
         wgmma_wait<0>();
         pin(p);
         if (DECAY && WIDTH > 1) {   // p is masked first: its registers and those of two panels are too many at a time
             mask_p(x, at, n);
             pin(q);
-            mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+            at.await_state(n);
         }
         if (!DECAY) {               // with decay, p is masked while the product below runs, for which it must wait
             mask_p(x, at, n);
             pin(q);
-            mbarrier_wait(at.state_full + n % 2 * 8, n / 2 % 2);
+            at.await_state(n);
         }
         if (JOINED) fresh(out);
         else pin(out);
@@ -371,7 +371,7 @@ struct Outputs {
         pin(inter);
         if (WIDTH == 1) keep_alive(q, x.zero);
         else asm volatile("" : "+r"(warp));  // else addresses are computed ahead of the walk, for more registers than there are
-        if (reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
+        if (reports) mbarrier_arrive(at.state_empty + n % STATE_BUFFERS * 8);
         if (!products && !SKIP && !DX) release(at.empty + n % STAGES * 8);
 #pragma unroll
         for (int i = 0; i < 32 * WIDTH; i++)

@@ -98,11 +98,9 @@ def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = 
     decays += tile.stages * (STEP_SIZES + (STEP_SUMS if tile.pair else 0)) if spec.steps else 0
     if not tile.outs:
         return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
-    states, rows = (
-        (3 if tile.save == 2 else 2) * panels,
-        int(tile.pair or (products and panels == 1)),
-    )
-    outputs = 2 if panels == 2 and not tile.pair else 2 * tile.outs
+    deep = tile.outs == 1 and tile.stages > 4  # which leaves room for one state and one output
+    states, rows = (1 if deep else 3 if tile.save == 2 else 2) * panels, int(tile.pair or (products and panels == 1))
+    outputs = 1 if deep else 2 if panels == 2 and not tile.pair else 2 * tile.outs
     return tile.stages * ((2 * panels + 1 + rows) * panel + 16) + (states + outputs) * panel + 64 + decays
 
 

@@ -7,7 +7,8 @@ constexpr bool RING_ROWS = DOTS && (PANELS == 1 || JOINED);          // rows of 
 constexpr bool OUT_ROWS = (DOTS && !RING_ROWS) || GATE;              // rows come into the buffer of a chunk's output
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
-constexpr int OUT_BUFFERS = PANELS == 2 && OUTS == 2 && !JOINED ? 1 : 2;  // panels in which a warpgroup leaves outputs
+constexpr int STATE_BUFFERS = OUTS == 1 && STAGES > 4 ? 1 : 2;       // of published states; a fifth stage takes the place of one
+constexpr int OUT_BUFFERS = (PANELS == 2 && OUTS == 2 && !JOINED) || STATE_BUFFERS == 1 ? 1 : 2;  // panels in which a warpgroup leaves outputs
 constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
 static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is done with this one");
@@ -46,7 +47,7 @@ struct Shared {
     StepSums *step_sums;
     __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
-        staging = states + (OUTS ? 2 * STATE : 0);
+        staging = states + (OUTS ? STATE_BUFFERS * STATE : 0);
         saved = staging + OUT_BUFFERS * OUTS * PANEL;
         full = saved + (SAVE == 2 ? STATE : 0);
         empty = full + 8 * STAGES;
@@ -70,7 +71,10 @@ struct Shared {
     __device__ __forceinline__ u32 rows(int n) const { return stage(n) + (2 * PANELS + 1) * PANEL; }
     __device__ __forceinline__ void await_full(int n) const { mbarrier_wait(full + n % STAGES * 8, n / STAGES % 2); }
     __device__ __forceinline__ void await_empty(int n) const { mbarrier_wait(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
-    __device__ __forceinline__ u32 state(int n) const { return states + n % 2 * STATE; }
+    __device__ __forceinline__ u32 state(int n) const { return states + n % STATE_BUFFERS * STATE; }
+    __device__ __forceinline__ void await_state(int n) const {
+        mbarrier_wait(state_full + n % STATE_BUFFERS * 8, n / STATE_BUFFERS % 2);
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------- walks
