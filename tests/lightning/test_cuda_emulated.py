@@ -214,7 +214,7 @@ MISTAKES = {
     ),
     "the one published state replaced before it was read": (
         "D=128 long", "mbarrier_wait(at.state_empty + 8 * (turn % STATE_BUFFERS), n / STATE_BUFFERS % 2 ^ 1);", "",
-        PRESSED, f"{WRONG}|more arrivals",
+        PRESSED, f"{WRONG}|more arrivals|all wait",
     ),
     "dk from the state as dv reads it": (
         "D=128 E=64 token", "b + j * 16 * 128 / 16, j > 0);", "b + j * 2, j > 0);", ANY, WRONG,
