@@ -120,7 +120,7 @@ def decoding(axes: Axes, cells: list[Cell]) -> None:
 def layers(axes: Axes, cells: list[Cell]) -> None:
     """How many times as fast as `nn.Linear` and torch SDPA, forward and backward together."""
     of = {(c["competitor"], label(c)): c["stats"]["median"] for c in cells if c["pass_"] == "total"}
-    cases = [case for competitor, case in of if competitor == AUTO]
+    cases = [case for competitor, case in of if competitor == AUTO and ("sdpa-layer", case) in of]
     axes.barh(cases, [of["sdpa-layer", case] / of[AUTO, case] for case in cases], color="#0072B2")
     axes.axvline(1, color=LINE, linewidth=1)
     axes.invert_yaxis()
@@ -181,6 +181,12 @@ SUITES = (
         {"sdpa-cudnn": "cuDNN causal softmax", "fulmen triton": "`triton`"}, "% of copy", share_of_copy,
     ),
     Suite(
+        "lightning-tokens", "A decay for each token",
+        "bf16. Backward passes make the decay's gradient, too, if tokens have one; heads of v share the q and k of a group. "
+        "The unit is the share of a device copy's bandwidth, over the bytes that must move.",
+        {"fulmen triton": "`triton`", "fla-chunk": "fla"}, "% of copy", share_of_copy,
+    ),
+    Suite(
         "decode", "Decoding", "bf16, without gradients. Replays of a CUDA graph, so the host does not count.",
         {"sdpa-cudnn": "cuDNN", "sdpa-fa2": "FlashAttention-2", "fulmen triton": "`triton`"}, "us", microseconds,
         ("forward",), ("flash",),
@@ -204,8 +210,11 @@ SUITES = (
         ("forward",),
     ),
     Suite(
-        "layers", "Layers", "bf16, causal. The baseline is `nn.Linear` projections with torch SDPA.",
-        {"sdpa-layer": "nn.Linear + SDPA"}, "ms", milliseconds, ("forward", "total"),
+        "layers", "Layers",
+        "bf16, causal. The baseline is `nn.Linear` projections with torch SDPA; beside it the layer's own matrix products "
+        "and attention kernel alone.",
+        {"sdpa-layer": "nn.Linear + SDPA", "layer-parts": "products and kernel"}, "ms", milliseconds,
+        ("forward", "total"),
     ),
     Suite(
         "train", "A training step",
@@ -231,7 +240,8 @@ def label(cell: Cell) -> str:
     elif cell["op"] == "train":
         words.append("compiled" if case["compiled"] else "eager")
     elif "decay" in case:
-        words.append("decay" if case["decay"] else "no decay")
+        words.append("decay of tokens" if case.get("per_token") else "decay" if case["decay"] else "no decay")
+        words += [f"groups {case['groups']}"] if case.get("groups") else []
     elif cell["op"] == "flash" and "N_Q" not in case:
         words.append("causal" if case["causal"] else "full")
     if case["dtype"] != "bfloat16":

@@ -197,8 +197,11 @@ MISTAKES = {
     "a place counted wrong between groups": (
         "D=64 token, groups", "at += group - end;", "at += group - end + 1;", ANY, "below 0",
     ),
-    "rows into an output that is yet to be stored": (
-        "D=128 token, long", "tma_store_wait_read<0>();   // of the output that was there", "", PRESSED, WRONG,
+    "rows that come while others are in use": (
+        "D=128 token, long",
+        "named_barrier_sync<128>(2 + who);\n        if (next) load_rows(x, at, w, *next);",
+        "if (next) load_rows(x, at, w, *next);\n        named_barrier_sync<128>(2 + who);",
+        PRESSED, f"{WRONG}|all wait",
     ),
     "bits that have decayed between other rows": (
         "D=64 token", "d.since[row + 8]}", "d.since[row + 7]}", ANY, WRONG,
@@ -213,7 +216,7 @@ MISTAKES = {
         "D=128 E=64 long", "JOINED ? 8 : 4)", "4)", PRESSED, "all wait|more arrivals",
     ),
     "the one published state replaced before it was read": (
-        "D=128 long", "mbarrier_wait(at.state_empty + 8 * (turn % STATE_BUFFERS), n / STATE_BUFFERS % 2 ^ 1);", "",
+        "D=128 long", "else if (n) mbarrier_wait(at.state_empty + 8 * (turn ^ 1), (n - 1) / 2 % 2);", "",
         PRESSED, f"{WRONG}|more arrivals|all wait",
     ),
     "dk from the state as dv reads it": (

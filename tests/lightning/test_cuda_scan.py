@@ -318,10 +318,10 @@ MISTAKES = {
         LATE,
         f"{WRONG}|more arrivals|has ended",
     ),
-    "a gate into an output that is yet to be stored": (
+    "a gate that comes while another is in use": (
         "long",
-        "tma_store_wait_read<0>();   // of the output that was there",
-        "",
+        "named_barrier_sync<128>(2 + who);\n        if (next) load_rows(x, at, w, *next);",
+        "if (next) load_rows(x, at, w, *next);\n        named_barrier_sync<128>(2 + who);",
         PRESSED,
         WRONG,
     ),

@@ -180,11 +180,12 @@ __device__ __forceinline__ void keep_state(const Args &x, const Shared &at, cons
                 if (leads) tma_store_wait_read<0>();
                 named_barrier_sync<128>(1);
             }
-            mbarrier_wait(at.state_empty + 8 * (turn % STATE_BUFFERS), n / STATE_BUFFERS % 2 ^ 1);
+            if (STATE_BUFFERS == 2) mbarrier_wait(at.state_empty + 8 * turn, n / 2 % 2 ^ 1);
+            else if (n) mbarrier_wait(at.state_empty + 8 * (turn ^ 1), (n - 1) / 2 % 2);
             store_rows(y.state, state, y.warp);
             fence_async();
             __syncwarp();
-            if (reports) mbarrier_arrive(at.state_full + 8 * (turn % STATE_BUFFERS));
+            if (reports) mbarrier_arrive(at.state_full + 8 * turn);
             if (SAVE == 1 && n % EVERY == 0) {
                 named_barrier_sync<128>(1);
                 if (leads) {

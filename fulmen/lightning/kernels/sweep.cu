@@ -173,21 +173,20 @@ struct Outputs {
 
     __device__ __forceinline__ u32 output(const Shared &at) const { return at.staging + (OUT_BUFFERS * who + buffer) * PANEL; }
 
-    // Has the rows come whose products with a chunk's output are written, or its gate, into the buffer of that output.
+    // Has the rows come whose products with a chunk's output are written, or its gate.
     __device__ __forceinline__ void load_rows(const Args &x, const Shared &at, const Walk &w, const Place &place) {
         const Product &y = product(x, w);
         if (!OUT_ROWS || !leads || !(GATE || y.out)) return;
         const u32 full = at.rows_full + 8 * who;
-        tma_store_wait_read<0>();   // of the output that was there
         mbarrier_expect(full, PANEL);
-        tma_load(output(at), x.map[y.rows], full, 64 * w.tile, w.first + place.at * C, w.head_of(x, y.rows), w.b);
+        tma_load(at.rows_of_outputs + who * PANEL, x.map[y.rows], full, 64 * w.tile, w.first + place.at * C, w.head_of(x, y.rows), w.b);
     }
 
     // Where they lie, once they have come.
     __device__ __forceinline__ u32 await_rows(const Shared &at, int n) const {
         if (RING_ROWS) return rows(at, n);
         mbarrier_wait(at.rows_full + 8 * who, parity);
-        return output(at);
+        return at.rows_of_outputs + who * PANEL;
     }
 
     // This thread's share of the products of two rows of `out` with those that lie at `from`.
@@ -340,11 +339,11 @@ struct Outputs {
         if constexpr (APART) start_over_columns<D, C>(inter, a(at, n), at.state(n));
         else if constexpr (DK) start_over_state<V>(out, a(at, n), at.state(n));
         else start_over_columns<D, C>(out, a(at, n), at.state(n));
-        load_rows(x, at, w, place);
         if (DECAY && WIDTH == 1) mask_p(x, at, n);
         if (DECAY && !APART) {
             wgmma_wait<0>();
             pin(out);
+            if (OUT_ROWS && reports) mbarrier_arrive(at.state_empty + n % 2 * 8);  // its one buffer is free
             if (DOTS && KIND == SHARED_OUT && product(x, w).entered) {
                 of_state = INFINITY_;
                 if (at.decay(n).keep < BEGINS) {
@@ -363,7 +362,7 @@ struct Outputs {
     }
 
     __device__ __forceinline__ void deliver(
-        const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n, const Place &place
+        const Args &x, const Shared &at, const Walk &w, const Sweep &sweep, int n, const Place &place, const Place *next
     ) {
         const bool products = DOTS && KIND != OF_DV && product(x, w).out;
         constexpr bool SKIP = STEPS && !DOTS, DX = STEPS && KIND == OF_DV;
@@ -371,7 +370,7 @@ struct Outputs {
         pin(inter);
         if (WIDTH == 1) keep_alive(q, x.zero);
         else asm volatile("" : "+r"(warp));  // else addresses are computed ahead of the walk, for more registers than there are
-        if (reports) mbarrier_arrive(at.state_empty + n % STATE_BUFFERS * 8);
+        if (!OUT_ROWS && reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
         if (!products && !SKIP && !DX) release(at.empty + n % STAGES * 8);
 #pragma unroll
         for (int i = 0; i < 32 * WIDTH; i++)
@@ -392,6 +391,7 @@ struct Outputs {
         parity ^= OUT_ROWS;
         if (leads) tma_store_wait_read<BUFFERS - 1>();
         named_barrier_sync<128>(2 + who);
+        if (next) load_rows(x, at, w, *next);
         store_rows(out, from, warp);
         fence_async();
         named_barrier_sync<128>(2 + who);
@@ -415,7 +415,7 @@ struct Outputs {
             char *to = sweep.out + w.b * sweep.out_b + w.h * sweep.out_h + (row + r) * sweep.out_n;
             *reinterpret_cast<uint4 *>(to + (64 * w.tile + 8 * u) * 2) = y;
         }
-        if (OUT_ROWS) named_barrier_sync<128>(2 + who);  // before rows come into this buffer
+        if (OUT_ROWS) named_barrier_sync<128>(2 + who);  // before the next output is written there
     }
 };
 
@@ -428,6 +428,7 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
     int n = KIND == SHARED_OUT ? y.who : 0;
     if (n >= w.chunks) return;
     Place place(w, n);
+    y.load_rows(x, at, w, place);
     y.start_p(at, w, n);
 #pragma unroll 1
     for (; n + Y::STEP < w.chunks; n += Y::STEP) {
@@ -441,12 +442,12 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
         }
         y.start_p(at, w, n + Y::STEP);
         if (Y::WIDTH == 1) wgmma_wait<1>();
-        y.deliver(x, at, w, sweep, n, here);
+        y.deliver(x, at, w, sweep, n, here, &place);
     }
     y.start_out(x, at, w, n, place);
     wgmma_wait<0>();
     if (Y::WIDTH > 1) keep_alive(y.q, x.zero);
-    y.deliver(x, at, w, sweep, n, place);
+    y.deliver(x, at, w, sweep, n, place, nullptr);
     if (y.leads) tma_store_wait_read<0>();
 }
 

@@ -4,10 +4,10 @@
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
 constexpr bool RING_ROWS = DOTS && (PANELS == 1 || JOINED);          // rows of q or k are in a stage, too
-constexpr bool OUT_ROWS = (DOTS && !RING_ROWS) || GATE;              // rows come into the buffer of a chunk's output
+constexpr bool OUT_ROWS = (DOTS && !RING_ROWS) || GATE;              // rows come into a buffer of each output warpgroup
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
-constexpr int STATE_BUFFERS = OUTS == 1 && STAGES > 4 ? 1 : 2;       // of published states; a fifth stage takes the place of one
+constexpr int STATE_BUFFERS = (OUTS == 1 && STAGES > 4) || OUT_ROWS ? 1 : 2;  // of published states; others need the room
 constexpr int OUT_BUFFERS = (PANELS == 2 && OUTS == 2 && !JOINED) || STATE_BUFFERS == 1 ? 1 : 2;  // panels in which a warpgroup leaves outputs
 constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
@@ -39,7 +39,7 @@ struct StepSums {
 };
 
 struct Shared {
-    u32 ring, states, staging, saved;
+    u32 ring, states, staging, rows_of_outputs, saved;
     u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
     Decays *decays;
     Sums *sums;
@@ -48,7 +48,8 @@ struct Shared {
     __device__ __forceinline__ explicit Shared(u32 base, char *shared) : ring(base) {
         states = ring + STAGES * STAGE;
         staging = states + (OUTS ? STATE_BUFFERS * STATE : 0);
-        saved = staging + OUT_BUFFERS * OUTS * PANEL;
+        rows_of_outputs = staging + OUT_BUFFERS * OUTS * PANEL;
+        saved = rows_of_outputs + (OUT_ROWS ? OUTS * PANEL : 0);
         full = saved + (SAVE == 2 ? STATE : 0);
         empty = full + 8 * STAGES;
         state_full = empty + 8 * STAGES;
@@ -73,7 +74,7 @@ struct Shared {
     __device__ __forceinline__ void await_empty(int n) const { mbarrier_wait(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
     __device__ __forceinline__ u32 state(int n) const { return states + n % STATE_BUFFERS * STATE; }
     __device__ __forceinline__ void await_state(int n) const {
-        mbarrier_wait(state_full + n % STATE_BUFFERS * 8, n / STATE_BUFFERS % 2);
+        mbarrier_wait(state_full + n % 2 * 8, n / 2 % 2);
     }
 };
 
