@@ -182,9 +182,9 @@ SUITES = (
     ),
     Suite(
         "lightning-tokens", "A decay for each token",
-        "bf16. Backward passes make the decay's gradient, too, if tokens have one; heads of v share the q and k of a group. "
+        "bf16. Backward passes make the gradient of a token's decay, too; heads of v share the q and k of a group. "
         "The unit is the share of a device copy's bandwidth, over the bytes that must move.",
-        {"fulmen triton": "`triton`", "fla-chunk": "fla"}, "% of copy", share_of_copy,
+        {"fulmen triton": "`triton`"}, "% of copy", share_of_copy,
     ),
     Suite(
         "decode", "Decoding", "bf16, without gradients. Replays of a CUDA graph, so the host does not count.",
@@ -211,8 +211,8 @@ SUITES = (
     ),
     Suite(
         "layers", "Layers",
-        "bf16, causal. The baseline is `nn.Linear` projections with torch SDPA; beside it the layer's own matrix products "
-        "and attention kernel alone.",
+        "bf16, causal. The baseline is `nn.Linear` projections with torch SDPA; beside it the layer's own matrix "
+        "products and attention kernel alone.",
         {"sdpa-layer": "nn.Linear + SDPA", "layer-parts": "products and kernel"}, "ms", milliseconds,
         ("forward", "total"),
     ),

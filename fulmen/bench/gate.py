@@ -25,6 +25,7 @@ from fulmen import testing
 from fulmen.testing import NORMS, Expected
 
 DOUT_SEED = 1 << 40  # so that dO is not drawn from the numbers of an argument
+YARDSTICKS = 4  # further inputs on which a formula shows how much it errs
 Attend = Callable[[Any], Any]  # a problem's arguments -> its first output, or several
 
 

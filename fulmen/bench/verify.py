@@ -21,12 +21,11 @@ from torch import Tensor
 from fulmen.bench import adapters, environment, schema
 from fulmen.bench.cases import Line, Settings
 from fulmen.bench.competitors import Competitor
-from fulmen.bench.gate import Formula, Problem
+from fulmen.bench.gate import YARDSTICKS, Formula, Problem
 from fulmen.bench.group import Group
 from fulmen.bench.timing import Timer
 
 OP = "custom"
-YARDSTICKS = 4  # further inputs on which the reference shows how much it errs
 
 
 @dataclass

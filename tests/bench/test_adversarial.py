@@ -284,7 +284,7 @@ def test_honest_kernels_are_never_rejected(who: str, dtype: str) -> None:
 
 
 def test_plain_sdpa_is_never_rejected() -> None:
-    from fulmen.bench.verify import YARDSTICKS
+    from fulmen.bench.gate import YARDSTICKS
 
     for seed in range(60):
         formula = Formula(plain)
