@@ -17,7 +17,8 @@
 // Who waits for what: a stage has a `full` barrier, on which TMA counts bytes and for which the warpgroups wait, and an
 // `empty` one, on which their warps arrive and for which the producer waits. The published state has two buffers with
 // the same pair of barriers between the state's warpgroup and the outputs'. What one chunk must wait for, the state, is
-// so never behind the work on outputs. OUTS = 0 gathers a state alone. With five stages at D = 128 there is one buffer.
+// so never behind the work on outputs. OUTS = 0 gathers a state alone. At D = 128 a fifth stage, or rows beside the outputs, take
+// the room of one of the two buffers.
 //
 // dq needs the states of (k, v) left to right, and dk, dv walk right to left. So that all three can read the same rows
 // at about the same time, from L2, the forward of a call with gradients saves the state before every EVERY-th chunk
@@ -32,15 +33,14 @@
 // A decay for each token (TOKENS): warps beside the producer sum s over the rows of a chunk and leave the factors in the
 // chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
 // has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, with
-// rows of q or k: a fourth tile of the stage, or, where that does not fit (D = 128), loaded into the buffer of the chunk's
-// output. That sum begins anew every EVERY chunks, at the product
-// of the state's gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that
+// rows of q or k: a fourth tile of the stage, or, where that does not fit (D = 128), in a buffer of each output warpgroup, which
+// has the next ones come when it is done with these. That sum begins anew every EVERY chunks, at the product of the state's gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that
 // enters it, at this state's part of q . dq.
 //
 // Mamba-2's scan (STEPS), of o, a state, dv and dk JOINED, and dq: v = dt x is never in memory, c or b is x. The decay warps
 // leave the step sizes in the stage, too. They weigh the columns of the mask and what enters the state in o and dq, the rows
-// of dk. o adds D x, whose rows are c, before it is stored; with GATE it is multiplied by silu(z), whose rows come into the
-// buffer of the chunk's output. dv = d(dt x) becomes dx = dt dv + D do; the sums x . dv and x . do of its rows go through the
+// of dk. o adds D x, whose rows are c, before it is stored; with GATE it is multiplied by silu(z), whose rows come into
+// such a buffer. dv = d(dt x) becomes dx = dt dv + D do; the sums x . dv and x . do of its rows go through the
 // stage to the decay warps, as those of DOTS do. The scale is 1.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
