@@ -34,8 +34,9 @@
 // chunk's stage (`Decays`). Chunks are counted from a sequence's first row in both directions: p of dq and of dk then
 // has the same bits, and cancels in the sum of q . dq - k . dk that is the decay's gradient. DOTS writes these products, with
 // rows of q or k: a fourth tile of the stage, or, where that does not fit (D = 128), in a buffer of each output warpgroup, which
-// has the next ones come when it is done with these. That sum begins anew every EVERY chunks, at the product of the state's gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that
-// enters it, at this state's part of q . dq.
+// has the next ones come when it is done with these. That sum begins anew every EVERY chunks, at the product of the state's
+// gradient (of dv's sweep) and the state saved, and at each chunk that keeps next to nothing of the state that enters it, at
+// this state's part of q . dq.
 //
 // Mamba-2's scan (STEPS), of o, a state, dv and dk JOINED, and dq: v = dt x is never in memory, c or b is x. The decay warps
 // leave the step sizes in the stage, too. They weigh the columns of the mask and what enters the state in o and dq, the rows
