@@ -32,8 +32,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Inductor's few loops on a CPU are small: headers of vectors and their compiled form take most of g++'s time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-# Workers and other processes, which start after this, keep the memory they free: to get it anew from the kernel, page by
-# page, takes a tenth of what Triton's interpreter takes.
+# Workers and all they start keep the memory they free: to get it anew from the kernel, page by page, takes a tenth of
+# what Triton's interpreter takes.
 for name, size in {"MMAP_THRESHOLD": 2**25, "TRIM_THRESHOLD": 2**28, "TOP_PAD": 2**25}.items():
     os.environ.setdefault(f"MALLOC_{name}_", str(size))
 
@@ -42,6 +42,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(100_000)  # interpreted kernels and compilers make much that is soon gone
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # Python ends without a look at what the tests have left
 
 
 # Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, which sm_86
@@ -116,9 +121,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Any:
 
 
 def shared_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """For two workers, who get half of the tests each and take from the end of each other's when they are done: one half
-    begins with what asks processes of ranks, the other with what asks the compiler's, so that only one worker starts
-    them. Then comes what is slow, so that the end is short."""
+    """For two workers, who get half of the tests each and take from the end of each other's when they are done.
+
+    One half begins with what asks processes of ranks, the other with what asks the compiler's, so that only one worker
+    starts them. Then comes what is slow, so that the end is short.
+    """
     asked = ("nursery", "fresh_process", "compiler")
     fixtures = [set(getattr(item, "fixturenames", ())).intersection(asked) for item in items]
     compiled = [item for item, uses in zip(items, fixtures, strict=True) if "compiler" in uses]

@@ -239,7 +239,7 @@ def block_init(core: Any, init: Any) -> Any:
 
     def block_init(self: Any, element_ty: Any, shape: Any) -> None:
         shape = tuple(shape)
-        if not all([type(n) is int for n in shape]):
+        if {*map(type, shape)} != {int}:
             shape = tuple([getattr(n, "value", n) for n in shape])
         block, name = checked(shape)
         self.element_ty, self.shape, self.numel = element_ty, block.shape, block.numel
