@@ -32,12 +32,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Inductor's few loops on a CPU are small: headers of vectors and their compiled form take most of g++'s time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+# Workers and all they start keep the memory they free: to get it anew from the kernel, page by page, takes a tenth of
+# what Triton's interpreter takes.
+for name, size in {"MMAP_THRESHOLD": 2**25, "TRIM_THRESHOLD": 2**28, "TOP_PAD": 2**25}.items():
+    os.environ.setdefault(f"MALLOC_{name}_", str(size))
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(100_000)  # interpreted kernels and compilers make much that is soon gone
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # Python ends without a look at what the tests have left
 
 
 # Left to `make test-all`: all architectures but the one we measure on and one with the least shared memory, which sm_86
@@ -96,8 +105,8 @@ def repeated(items: list[pytest.Item]) -> list[pytest.Item]:
     return found
 
 
-@pytest.hookimpl(tryfirst=True)  # before markers select
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Any:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     nightly = [item for item in items if item.get_closest_marker("nightly") or is_nightly(item)]
     left = set(map(id, gpu + nightly))
@@ -107,6 +116,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in gpu:
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    yield  # markers select
+    items[:] = shared_out(items)
+
+
+def shared_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """For two workers, who get half of the tests each and take from the end of each other's when they are done.
+
+    One half begins with what asks processes of ranks, the other with what asks the compiler's, so that only one worker
+    starts them. Then comes what is slow, so that the end is short.
+    """
+    asked = ("nursery", "fresh_process", "compiler")
+    fixtures = [set(getattr(item, "fixturenames", ())).intersection(asked) for item in items]
+    compiled = [item for item, uses in zip(items, fixtures, strict=True) if "compiler" in uses]
+    first = [item for item, uses in zip(items, fixtures, strict=True) if uses and "compiler" not in uses]
+    rest = [item for item, uses in zip(items, fixtures, strict=True) if not uses]
+    rest.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    half = max(0, len(items) // 2 - len(first))
+    return [*first, *rest[:half], *compiled, *rest[half:]]
 
 
 @pytest.hookimpl(tryfirst=True)

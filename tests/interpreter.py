@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,8 @@ def faster() -> Iterator[None]:
         monkeypatch.setattr(interpreter, "_patch_lang", patched_once(interpreter._patch_lang, core.tensor, quick))
         monkeypatch.setattr(interpreter, "_get_np_dtype", known(interpreter._get_np_dtype))
         monkeypatch.setattr(interpreter.ScanOps, "generic_scan", scan)
+        monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtin(interpreter._patch_attr, core.is_builtin))
+        monkeypatch.setattr(core.dtype, "__eq__", unless_identical(core.dtype.__eq__))
         monkeypatch.setattr(core.block_type, "__init__", block_init(core, core.block_type.__init__))
         monkeypatch.setattr(core.tensor, "__init__", tensor_init(core))
         broadcast = semantic.TritonSemantic.broadcast_impl_value
@@ -82,6 +85,7 @@ class Operators:
         self.limits = {id(t): 2 ** (t.primitive_bitwidth - 1) for t in ints}
         self.numbers = {(id(a), id(b)): kind[max(i, j)]
                         for kind in (floats, ints) for i, a in enumerate(kind) for j, b in enumerate(kind)}  # fmt: skip
+        self.integers = {(a, b): dtype for (a, b), dtype in self.numbers.items() if id(dtype) in self.limits}
         self.bools = {(id(core.int1), id(core.int1)): core.int1}
         self.facts = functools.cache(self.facts)
         self.block = functools.cache(self.block)
@@ -129,7 +133,8 @@ class Operators:
                     is_block = is_block or type(other.type) is block_type
                 else:
                     dtype = types.get((id(self.dtype), id(self.dtype)))
-                    b = None if dtype in (None, core.int1) else constant(other, id(dtype), result is not None)
+                    unusual = dtype is None or dtype is core.int1
+                    b = None if unusual else constant(other, id(dtype), result is not None)
                 if dtype is None or b is None:
                     return slow(self, other)
                 return made(op(b, a) if swapped else op(a, b), dtype, result or dtype, is_block)
@@ -168,8 +173,19 @@ class Operators:
 
         return method
 
+    def to(self, slow: Any) -> Any:
+        """Of the type it has already."""
+
+        def method(self: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+            return self if dtype is self.dtype and not args and not kwargs else slow(self, dtype, *args, **kwargs)
+
+        return method
+
     def by_name(self) -> dict[str, Any]:
         import numpy as np
+
+        def quotient(a: Any, b: Any) -> Any:
+            return (a - np.fmod(a, b)) // b  # rounded towards zero, as the interpreter has it
 
         binary, numbers = self.binary, self.numbers
         compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
@@ -178,10 +194,31 @@ class Operators:
             "__add__": self.added, "__radd__": binary(np.add, numbers, swapped=True),
             "__sub__": binary(np.subtract, numbers), "__rsub__": binary(np.subtract, numbers, swapped=True),
             "__mul__": binary(np.multiply, numbers), "__rmul__": binary(np.multiply, numbers, swapped=True),
+            "__floordiv__": binary(quotient, self.integers), "__mod__": binary(np.fmod, self.integers), "to": self.to,
             "__and__": binary(np.bitwise_and, self.bools), "__or__": binary(np.bitwise_or, self.bools),
             "__getitem__": self.indexed,
             **{f"__{name}__": binary(op, numbers, result=self.core.int1) for name, op in compared.items()},
         }  # fmt: skip
+
+
+def patch_builtin(patch_attr: Any, is_builtin: Any) -> Any:
+    """`_patch_builtin`, which looks through all that a module or a class has at every launch."""
+
+    @functools.cache
+    def builtins(owner: Any) -> list[tuple[str, Any]]:  # asked first when none of them is patched
+        return [(name, member) for name, member in inspect.getmembers(owner) if is_builtin(member)]
+
+    def patch(owner: Any, builder: Any, scope: Any) -> None:
+        for name, member in builtins(owner):
+            if getattr(owner, name) is member:  # not patched yet
+                patch_attr(owner, name, member, builder, scope)
+
+    return patch
+
+
+def unless_identical(equal: Any) -> Any:
+    """`dtype.__eq__`, which compares names."""
+    return lambda self, other: self is other or equal(self, other)
 
 
 def known(np_dtype: Any) -> Any:
@@ -198,12 +235,15 @@ def block_init(core: Any, init: Any) -> Any:
     def checked(shape: tuple[int, ...]) -> Any:
         block = object.__new__(core.block_type)
         init(block, core.float32, list(shape))
-        return block
+        return block, f"<{block.shape}, "
 
     def block_init(self: Any, element_ty: Any, shape: Any) -> None:
-        block = checked(tuple([getattr(n, "value", n) for n in shape]))
+        shape = tuple(shape)
+        if {*map(type, shape)} != {int}:
+            shape = tuple([getattr(n, "value", n) for n in shape])
+        block, name = checked(shape)
         self.element_ty, self.shape, self.numel = element_ty, block.shape, block.numel
-        self.name = f"<{self.shape}, {element_ty}>"
+        self.name = f"{name}{element_ty.name}>"
 
     return block_init
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import runpy
 import socket
@@ -94,17 +93,27 @@ def test_public_names_are_on_the_api_pages():
     assert others == set(), "documented, but not public"
 
 
+RANK = """
+import os, runpy, torch
+os.environ |= {environment}
+torch.set_num_threads(1)
+runpy.run_path({path}, run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(path, one_rank, capfd):
+def test_examples_run(path, one_rank, capfd, request):
     source = path.read_text("utf-8")
     assert len(source.splitlines()) <= 60
-    if "torchrun" in source:
-        ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *ranks, str(path)], env=environment, check=True, timeout=120)
+    if "torchrun" in source:  # which imports torch three times for two ranks
+        start, port = request.getfixturevalue("fresh_process"), free_port()
+        ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": "2", "MASTER_PORT": port} for i in range(2)]
+        done = start.at_once(*(RANK.format(environment=rank, path=repr(str(path))) for rank in ranks))
+        assert [one.returncode for one in done] == [0, 0], done
+        assert done[0].stdout.strip()
     else:
         runpy.run_path(str(path), run_name="__main__")
-    assert capfd.readouterr().out.strip()
+        assert capfd.readouterr().out.strip()
 
 
 def test_there_are_six_examples():

@@ -196,7 +196,7 @@ def version() -> str:
     return subprocess.run([COMPILER, "-v"], capture_output=True, text=True, check=True).stderr
 
 
-def compiled(level: str, *sources: str) -> Path:
+def compiled(options: tuple[str, ...], *sources: str) -> Path:
     """A library of these sources."""
 
     def make(library: Path) -> None:
@@ -204,24 +204,26 @@ def compiled(level: str, *sources: str) -> Path:
             files = [Path(scratch) / f"{i}.cpp" for i in range(len(sources))]
             for file, text in zip(files, sources, strict=True):
                 file.write_text(text)
-            subprocess.run([COMPILER, level, *OPTIONS, f"-I{HERE}", *map(str, files), "-o", str(library)], check=True)
+            command = [COMPILER, *options, *OPTIONS, f"-I{HERE}", *map(str, files), "-o", str(library)]
+            subprocess.run(command, check=True)
 
     headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
-    return builds.once((version(), level, OPTIONS, headers, sources), make)
+    return builds.once((version(), options, OPTIONS, headers, sources), make)
 
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """Found by the kernels that are loaded after it."""
     sources = [path.read_text() for path in sorted(HERE.glob("*.cpp"))]
-    return ctypes.CDLL(str(compiled("-O2", *sources)), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(compiled(("-O2",), *sources)), ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def library(variant: cuda.Variant, edit: Edit = None) -> Any:
-    """Not optimised, which would take longer than it saves: a kernel runs a few times, and mostly in the runtime."""
+    """Not optimised, which would take longer than it saves: a kernel runs a few times, and mostly in the runtime, which
+    brings C++'s library along."""
     runtime()
-    run = ctypes.CDLL(str(compiled("-O0", translated(variant, edit)))).run
+    run = ctypes.CDLL(str(compiled(("-O0", "-nostdlib"), translated(variant, edit)))).run
     run.restype = ctypes.c_char_p
     return run
 
