@@ -41,6 +41,8 @@ from fulmen.lightning.spec import (
 )
 from fulmen.plans import Plan, nothing
 
+NewGradient = Callable[[Tensor], Tensor | None]
+
 
 def lightning_attention(
     q: Tensor,
@@ -94,10 +96,10 @@ def lightning_attention_with_state(
 
 
 def lightning_attention_into(
-    new_dv: Callable[[], Tensor], q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float,
+    new_dv: NewGradient, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float,
     cu_seqlens: Tensor | None, backend: str,
 ) -> Tensor:  # fmt: skip
-    """As `lightning_attention`, but a plain eager backward writes dv to the tensor that `new_dv` makes, like v."""
+    """As `lightning_attention`; a plain eager backward writes dv to the tensor that `new_dv` makes for v, if one."""
     return _attend((q, k, v, decay, None, cu_seqlens), scale, False, backend, new_dv)[0]
 
 
@@ -292,7 +294,7 @@ class LightningFunction(torch.autograd.Function):
     """The gradient of plain eager calls, whose plan is known; what a kernel saves is saved here."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, new_dv: Callable[[], Tensor] | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: Plan, new_dv: NewGradient | None, *tensors: Any) -> Any:
         o, state, saved = plan.forward.run(*tensors)
         ctx.plan, ctx.new_dv = plan, new_dv
         ctx.set_materialize_grads(False)
@@ -304,9 +306,9 @@ class LightningFunction(torch.autograd.Function):
         plan, tensors = ctx.plan, ctx.saved_tensors
         if do is None:  # only the state was used
             do = _zero_output(tensors[0], tensors[2])
-        decay_gradient, new_dv = ctx.needs_input_grad[5], ctx.new_dv
-        ddecay = _token_gradient(plan.spec, tensors[3], decay_gradient)
-        into = () if ddecay is None and new_dv is None else (ddecay, None, new_dv and new_dv())
+        decay_gradient = ctx.needs_input_grad[5]
+        ddecay, dv = _token_gradient(plan.spec, tensors[3], decay_gradient), ctx.new_dv and ctx.new_dv(tensors[2])
+        into = () if ddecay is None and dv is None else (ddecay, None, dv)
         run = plan.backward_of((*tensors, do, dstate, *into))
         if run is None:
             return None, None, *_operator_gradients(tensors, do, dstate, decay_gradient, plan.arguments)
@@ -320,7 +322,7 @@ _apply = plans.function_call(LightningFunction)
 
 
 def _attend(
-    tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str, new_dv: Callable[[], Tensor] | None = None
+    tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str, new_dv: NewGradient | None = None
 ) -> tuple[Tensor, Any]:
     plan = None
     if type(scale) is float and type(backend) is str:

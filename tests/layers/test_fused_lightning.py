@@ -246,6 +246,17 @@ def test_autocast(kind, launched) -> None:
         assert (got - exact).norm() < 0.05 * exact.norm()
 
 
+def test_autocast_of_a_projection_in_another_dtype(launched) -> None:
+    """dv is then of another dtype than the projection's gradient, and copied there."""
+    layer, x = made("ring", backend="triton"), drawn(2, 9, WIDTH).requires_grad_()
+    layer.qkv_proj.register_forward_hook(lambda module, given, out: out.float())
+    want = torch.autograd.grad(plainly(layer, x).sum(), x)[0]
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        y = layer(x)
+    got = torch.autograd.grad(y.float().sum(), x)[0]
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
 @pytest.mark.parametrize("name", ["q_norm", "norm"])
 def test_a_norm_with_a_hook_is_called(name, launched) -> None:
     layer, x, seen = made("ring"), drawn(2, 9, WIDTH), []

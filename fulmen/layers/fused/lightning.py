@@ -362,8 +362,10 @@ class ProjectionGradient:
         """v (B, N, H_KV, E) of x."""
         return x.view(*x.shape[:2], self.facts.H_KV, -1)[..., -self.facts.E :]
 
-    def new_dv(self) -> Tensor:
-        """dv (B, H_KV, N, E)."""
+    def new_dv(self, v: Tensor) -> Tensor | None:
+        """dv (B, H_KV, N, E) of the v that attention had; None if autocast made it another dtype."""
+        if v.dtype != self.dtype:
+            return None
         self.dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return self.value_part(self.dx).transpose(1, 2)
 

@@ -15,7 +15,7 @@ static_assert(STAGES > OUTS, "a warpgroup starts on its next chunk before it is 
 static_assert(!SHARE || TILES == PANELS, "a block loads the panel of its tile");
 static_assert(!TOKENS || DECAY, "a decay for each token is a decay");
 static_assert(!DOTS || OUTS == 2, "products take the registers of two warpgroups");
-static_assert(!OUT_ROWS || OUT_BUFFERS == 1, "rows come between two outputs");
+static_assert(!OUT_ROWS || (OUTS == 2 && OUT_BUFFERS == 1), "a buffer for rows takes the place of one for outputs");
 static_assert(!STEPS || TOKENS, "step sizes come with decays");
 static_assert(!GATE || (STEPS && !DOTS && OUTS), "of o alone");
 static_assert(!JOINED || (DOTS && TILES == 1 && PANELS == 2 && OUTS == 2), "a warpgroup each for dv and dk, twice as wide");
