@@ -410,6 +410,14 @@ def mamba_tensors(rows: Any, shared: bool) -> tuple[Any, ...]:
     return rows(B, H, P, N), x, dt, A, rows(B, G, N), rows(B, G, N), of_head, x, bias, None
 
 
+def sums_of(arch: int) -> None:
+    """Norms' backwards load as many rows ahead as on such a GPU."""
+    from fulmen.hardware import TARGETS
+    from fulmen.layers.fused import sums
+
+    sums.shared_memory = lambda device: TARGETS[arch].smem_bytes
+
+
 def scan_launches(case: ScanCase) -> list[Any]:
     import torch
 
@@ -417,12 +425,13 @@ def scan_launches(case: ScanCase) -> list[Any]:
     from fulmen.layers.fused import mamba as module
     from fulmen.layers.scan import Steps
 
+    sums_of(case.arch)
     B, N, H, P = 2, 2048, case.H, case.P
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     full = functools.partial(torch.empty, device="meta")
     x, dt, A, seq = rows(B, N, H, P), rows(B, N, H), full(H), full(B, N, dtype=torch.int32)
     o, weight, decay, steps = rows(B, N, H * P), rows(H * P), full(B, H, N), Steps(True, 0.0, torch.inf)
-    channels, sums = H * P + 256, full(module.GATE_PROGRAMS, H * P)
+    channels, sums = H * P + 256, full(132, H * P)
     mixed, taps, bias, before = rows(B, N, channels), rows(channels, 4), rows(channels), rows(B, 3, channels)
     return [
         module.values_launch(x, dt, A, A, seq, x, decay, steps),
@@ -443,13 +452,14 @@ def layer_launches(case: LayerCase) -> list[Any]:
 
     from fulmen.layers.fused import lightning as module
 
+    sums_of(case.arch)
     B, N, H, D = 2, 2048, case.H, case.D
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     ring = case.preset == "ring"
     facts = module.Heads(H, H, D, D, None if ring else "silu", "before" if ring else None, 1e-6, case.interleaved)
     x, q, o, norm, weight = rows(B, N, 3 * H * D), rows(B, N, H, D), rows(B, N, H * D), rows(D), rows(H * D)
     cos = torch.empty(N, D // 4 if ring else 0, device="meta")
-    parts, sums = torch.empty(module.HEAD_PROGRAMS, 2 * D, device="meta"), rows(module.GATE_PROGRAMS, H * D).float()
+    parts, sums = torch.empty(module.HEAD_PROGRAMS, 2 * D, device="meta"), rows(396, H * D).float()
     options = 4 if ring else 1, 1e-6, True
     dv = module.ProjectionGradient(facts, x).value_part(x) if ring else q
     return [
@@ -465,10 +475,11 @@ def block_launches(case: BlockCase) -> list[Any]:
 
     from fulmen.layers.fused import block as module
 
+    sums_of(case.arch)
     T, dim = 4096, case.dim
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     x, weight, gate, logits = rows(T, dim), rows(dim), rows(T, 3 * dim), rows(T, case.vocab)
-    sums, each = rows(module.PROGRAMS, dim).float(), rows(T).float()
+    sums, each = rows(396, dim).float(), rows(T).float()
     return [
         module.add_norm_launch(x, x, weight, x, x, 1e-6),
         module.add_norm_backward_launch(x, weight, x, x, x, sums, 1e-6, True),

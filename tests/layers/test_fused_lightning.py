@@ -66,7 +66,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(kernels, "run", run)
     monkeypatch.setattr(lightning, "kernels_for", chosen)
     monkeypatch.setattr(kernels, "HEAD_PROGRAMS", 3)  # so that one takes several tokens
-    monkeypatch.setattr(kernels, "GATE_PROGRAMS", 2)
+    monkeypatch.setattr(kernels, "programs_for", lambda size, groups, rows: 2)
     monkeypatch.setattr(kernels, "TILE", 2 * D)  # and several tiles of heads
     return found
 

@@ -27,11 +27,10 @@ from fulmen.launch import Launch
 from fulmen.layers.fused import saved
 from fulmen.layers.fused.lightning import ACTIVATIONS, activated, slope, warps, width_of
 from fulmen.layers.fused.rotary import p2, run
-from fulmen.layers.fused.sums import sum_launch
+from fulmen.layers.fused.sums import programs_for, sum_launch, walking
 
 BLOCK = 4096  # elements of `gate` that a program takes
 COLUMNS = 4096  # logits that a program takes at a time
-PROGRAMS = 528  # of the norm's backward: 4 on each SM of an H200
 
 
 # --------------------------------------------------------------------------------------------- sum and norm
@@ -53,13 +52,13 @@ def add_norm_kernel(x_ptr, y_ptr, weight_ptr, sum_ptr, normed_ptr, eps, SIZE: tl
 @triton.jit
 def add_norm_backward_kernel(
     sum_ptr, weight_ptr, dsum_ptr, dnormed_ptr, dx_ptr, sums_ptr, eps, tokens,
-    SIZE: tl.constexpr, RESIDUAL: tl.constexpr, PROGRAMS: tl.constexpr,
+    SIZE: tl.constexpr, RESIDUAL: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every PROGRAMS-th token; sums (PROGRAMS, SIZE). Without RESIDUAL nobody used the sum but the norm."""
     i = tl.arange(0, width_of(SIZE))
     weight = tl.load(weight_ptr + i, i < SIZE, 0.0).to(tl.float32)
     total = tl.zeros([width_of(SIZE)], tl.float32)
-    for token in range(tl.program_id(0), tokens, PROGRAMS):
+    for token in tl.range(tl.program_id(0), tokens, PROGRAMS, num_stages=STAGES):
         at = tl.full([], token, tl.int64) * SIZE + i
         unit = tl.load(sum_ptr + at, i < SIZE, 0.0).to(tl.float32)
         d = tl.load(dnormed_ptr + at, i < SIZE, 0.0).to(tl.float32)
@@ -87,8 +86,9 @@ def add_norm_backward_launch(
 ) -> Launch:
     """dsum is not looked at unless `residual`."""
     programs, size = sums.shape
-    tensors, rest = (added, weight, dsum, dnormed, dx, sums), (eps, added.numel() // size, size, residual, programs)
-    return Launch(add_norm_backward_kernel, programs, tensors, rest, warps(p2(size), 8))
+    stages, options = walking(size, added, dnormed, dsum)
+    rest = (eps, added.numel() // size, size, residual, programs, stages)
+    return Launch(add_norm_backward_kernel, programs, (added, weight, dsum, dnormed, dx, sums), rest, options)
 
 
 class Added(torch.autograd.Function):
@@ -113,7 +113,7 @@ class Added(torch.autograd.Function):
         dsum = dnormed if dsum is None else dsum.contiguous()
         rows, size = added.numel() // added.shape[-1], added.shape[-1]
         dx, dweight = torch.empty_like(added), torch.empty_like(weight)
-        sums = torch.empty(min(PROGRAMS, rows), size, dtype=torch.float32, device=added.device)
+        sums = torch.empty(programs_for(size, 1, rows), size, dtype=torch.float32, device=added.device)
         run(add_norm_backward_launch, (added, weight, dsum, dnormed, dx, sums), ctx.eps, residual)
         if ctx.needs_input_grad[3]:
             run(sum_launch, (sums, dweight, dweight))

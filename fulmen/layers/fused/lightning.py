@@ -38,12 +38,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused import saved
 from fulmen.layers.fused.rotary import p2, per_row, run
-from fulmen.layers.fused.sums import sum_launch
+from fulmen.layers.fused.sums import programs_for, sum_launch, walking
 
 TILE = 2048  # elements of q, k or v that a program takes at a time
 TOKENS, TOKENS_NORMED = 4, 8  # whose heads a program of the forward takes, one after the other
-HEAD_PROGRAMS = 2112  # each for q, k and v, of a backward that sums up gradients of norms: 16 on each SM of an H200
-GATE_PROGRAMS = 528
+HEAD_PROGRAMS = 792  # each for q, k and v, of a backward that sums up gradients of norms: 6 on each SM of an H200
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3}
 NORMS = {None: 0, "before": 1, "after": 2}  # RoPE
@@ -468,6 +467,7 @@ def gate_kernel(
 def gate_backward_kernel(
     o_ptr, gate_ptr, weight_ptr, dy_ptr, do_ptr, dgate_ptr, sums_ptr, eps, tokens,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes every PROGRAMS-th token; sums (PROGRAMS, GROUPS * SIZE) are its parts of the weight's gradient.
 
@@ -477,7 +477,7 @@ def gate_backward_kernel(
     i = tl.arange(0, width_of(SIZE))[None, :]
     there, at = (g < GROUPS) & (i < SIZE), g * SIZE + i
     total = tl.zeros([width_of(GROUPS), width_of(SIZE)], tl.float32)
-    for token in range(tl.program_id(0), tokens, PROGRAMS):
+    for token in tl.range(tl.program_id(0), tokens, PROGRAMS, num_stages=STAGES):
         row = tl.full([], token, tl.int64) * GROUPS * SIZE
         d = tl.load(dy_ptr + row + at, there, 0.0).to(tl.float32)
         unit = tl.load(o_ptr + row + at, there, 0.0).to(tl.float32)
@@ -517,9 +517,11 @@ def gate_backward_launch(
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
     programs = B * N if eps is None else sums.shape[0]
-    rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs)
-    tensors, options = (o, gate, weight, dy, do, dgate, sums), warps(p2(groups) * p2(width // groups), 8)
-    return Launch(gate_backward_kernel, programs, tensors, rest, options)
+    stages, options = walking(p2(groups) * p2(width // groups), dy, o, gate)
+    if eps is None:  # a program takes one token
+        stages = 1
+    rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs, stages)
+    return Launch(gate_backward_kernel, programs, (o, gate, weight, dy, do, dgate, sums), rest, options)
 
 
 def gated(
@@ -555,7 +557,7 @@ class Gated(torch.autograd.Function):
         dgate = None if gate is None else torch.empty(o.shape, dtype=o.dtype, device=o.device)
         sums, dweight = o, None
         if weight is not None:
-            programs = min(GATE_PROGRAMS, o.shape[0] * o.shape[1])
+            programs = programs_for(o.shape[2], 1, o.shape[0] * o.shape[1])
             sums = torch.empty(programs, o.shape[2], dtype=torch.float32, device=o.device)
         given = (o, o if gate is None else gate, o if weight is None else weight)
         run(gate_backward_launch, (*given, dy, do, do if dgate is None else dgate, sums), *ctx.options)

@@ -38,9 +38,9 @@ from torch.autograd.function import once_differentiable
 
 from fulmen.launch import Launch
 from fulmen.layers.fused import saved_rows
-from fulmen.layers.fused.lightning import GATE_PROGRAMS, warps, width_of
+from fulmen.layers.fused.lightning import warps, width_of
 from fulmen.layers.fused.rotary import p2, run
-from fulmen.layers.fused.sums import sum_launch
+from fulmen.layers.fused.sums import programs_for, sum_launch, walking
 from fulmen.layers.scan import RESET as RESET_DECAY
 from fulmen.layers.scan import Steps
 from fulmen.plans import Plan
@@ -372,13 +372,13 @@ def outputs_kernel(
 @triton.jit
 def outputs_backward_kernel(
     o_ptr, x_ptr, D_ptr, z_ptr, weight_ptr, dy_ptr, do_ptr, dz_ptr, sums_ptr, o_n, x_n, z_n, eps, tokens,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes a group of every PROGRAMS-th token; sums (PROGRAMS, features): parts of the weight's gradient."""
     i = tl.arange(0, width_of(SIZE))
     there, at = i < SIZE, tl.program_id(0) % GROUPS * SIZE + i
     total = tl.zeros([width_of(SIZE)], tl.float32)
-    for number in range(tl.program_id(0) // GROUPS, tokens, PROGRAMS):
+    for number in tl.range(tl.program_id(0) // GROUPS, tokens, PROGRAMS, num_stages=STAGES):
         token = tl.full([], number, tl.int64)
         row = token * GROUPS * SIZE
         d = tl.load(dy_ptr + row + at, there, 0.0).to(tl.float32)
@@ -423,8 +423,11 @@ def outputs_backward_launch(
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
     programs = B * N if sums is None else sums.shape[0]
-    rest = (*between_tokens(o, x, z), eps, B * N, groups, width // groups, programs)
-    tensors, options = (o, x, D, z, weight, dy, do, dz, sums), warps(p2(width // groups), 8)
+    stages, options = walking(width // groups, *(t for t in (dy, o, x, D, z) if t is not None))
+    if sums is None:  # a program takes a group of one token
+        stages = 1
+    rest = (*between_tokens(o, x, z), eps, B * N, groups, width // groups, programs, stages)
+    tensors = (o, x, D, z, weight, dy, do, dz, sums)
     return Launch(outputs_backward_kernel, programs * groups, tensors, rest, options)
 
 
@@ -470,7 +473,7 @@ class Outputs(torch.autograd.Function):
         dz = None if z is None else torch.empty_like(do)
         sums, dweight = None, None
         if weight is not None:
-            programs = min(triton.cdiv(GATE_PROGRAMS, ctx.options[0]), o.shape[0] * o.shape[1])
+            programs = programs_for(o.shape[2] // ctx.options[0], ctx.options[0], o.shape[0] * o.shape[1])
             sums = torch.empty(programs, o.shape[2], dtype=torch.float32, device=o.device)
         run(outputs_backward_launch, (o, x, D, z, weight, dy, do, dz, sums), *ctx.options)
         if sums is not None:
