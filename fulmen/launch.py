@@ -46,8 +46,13 @@ def starts_early(device: torch.device) -> bool:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have there; without a GPU, the least of those we name."""
+    """The most bytes of shared memory a program may have; without a GPU the least of all `TARGETS`."""
     return hardware.of(device).smem_bytes if device.type == "cuda" else min(hw.smem_bytes for hw in TARGETS.values())
+
+
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of the GPU; without one those of an H200."""
+    return hardware.of(device).sm_count if device.type == "cuda" else TARGETS[90].sm_count
 
 
 def starting(early: bool) -> dict[str, int]:

@@ -20,6 +20,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 
 
+def name_of(case: Any) -> str:
+    """A test's name for it: GPU, pass, head dim and what is not the default."""
+    named = list(zip(case._fields, case, strict=True))[3:]
+    odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
+    return "-".join([f"sm_{case.arch}", case.pass_, f"D={case.D}", *odd])
+
+
 class Case(NamedTuple):
     """A call of lightning attention as a target GPU would see it; the defaults are a benchmark shape."""
 
@@ -40,8 +47,7 @@ class Case(NamedTuple):
     per_token: bool = False
     groups: int | None = None
 
-    def __str__(self) -> str:
-        return name_of(self)
+    __str__ = name_of
 
 
 class FlashCase(NamedTuple):
@@ -62,8 +68,7 @@ class FlashCase(NamedTuple):
     H: int = 16
     N: int = 8192
 
-    def __str__(self) -> str:
-        return name_of(self)
+    __str__ = name_of
 
 
 class StepCase(NamedTuple):
@@ -102,8 +107,7 @@ class LatentCase(NamedTuple):
     B: int = 4
     N: int = 8192
 
-    def __str__(self) -> str:
-        return name_of(self)
+    __str__ = name_of
 
 
 class CacheCase(NamedTuple):
@@ -124,8 +128,7 @@ class CacheCase(NamedTuple):
     B: int = 4
     H: int = 32
 
-    def __str__(self) -> str:
-        return name_of(self)
+    __str__ = name_of
 
 
 class RotaryCase(NamedTuple):
@@ -183,12 +186,6 @@ class RanksCase(NamedTuple):
     dtype: str = "bfloat16"
 
 
-def name_of(case: Case | FlashCase | CacheCase | LatentCase) -> str:
-    named = list(zip(case._fields, case, strict=True))[3:]
-    odd = [f"{name}={value}" for name, value in named if value != case._field_defaults[name]]
-    return "-".join([f"sm_{case.arch}", case.pass_, f"D={case.D}", *odd])
-
-
 class Usage(NamedTuple):
     """What one compiled launch takes. `stack` > 0 means registers spilled to memory."""
 
@@ -223,6 +220,18 @@ class Compiler:
 
 
 # -------------------------------------------------------------------------------- inside the other process
+
+
+def pretend(arch: int) -> None:
+    """Modules that ask what the device can do are told of a GPU of this architecture."""
+    from fulmen.hardware import TARGETS
+    from fulmen.layers.fused import decode, lightning, linear, sums
+    from fulmen.step import triton as step
+
+    for module in (decode, lightning, linear, step):
+        module.starts_early = lambda device: arch >= 90
+    for module in (linear, sums):
+        module.shared_memory = lambda device: TARGETS[arch].smem_bytes
 
 
 def launches(case: Case) -> list[Any]:
@@ -305,7 +314,6 @@ def step_launches(case: StepCase) -> list[Any]:
         make(B, H, D, E, dtype=getattr(torch, case.state)), ints if case.slots else None,
         *(draft if case.draft else (None, None, None)),
     )  # fmt: skip
-    module.starts_early = lambda device: case.arch >= 90  # as on such a GPU
     if case.gated:
         x = x._replace(gate=rows(B, H, T, E), weight=rows(H * E))
     spec = spec_of(x, 1.0)._replace(early=case.early, gated=case.gated)
@@ -375,7 +383,7 @@ def rotary_launches(case: RotaryCase) -> list[Any]:
     cos = torch.empty(N, dim // 2, device="meta")
     norm = rows(B, N, R + dim), rows(R), rows(B, N, R)
     q_norm = rows(B, N, R_Q), rows(R_Q), rows(B, N, R_Q)
-    rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(latent.PROGRAMS, R_Q + R, device="meta")
+    rstd, sums = torch.empty(2, B * N, device="meta"), torch.empty(528, R_Q + R, device="meta")
     ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
     step = q.flatten(2), norm[2], norm[0], None, cos, cos, ints
     facts = [module.Pairs(dim // 2, case.interleaved, *f) for f in ((True, False), (True, True), (False, False))]
@@ -410,14 +418,6 @@ def mamba_tensors(rows: Any, shared: bool) -> tuple[Any, ...]:
     return rows(B, H, P, N), x, dt, A, rows(B, G, N), rows(B, G, N), of_head, x, bias, None
 
 
-def sums_of(arch: int) -> None:
-    """Norms' backwards load as many rows ahead as on such a GPU."""
-    from fulmen.hardware import TARGETS
-    from fulmen.layers.fused import sums
-
-    sums.shared_memory = lambda device: TARGETS[arch].smem_bytes
-
-
 def scan_launches(case: ScanCase) -> list[Any]:
     import torch
 
@@ -425,7 +425,6 @@ def scan_launches(case: ScanCase) -> list[Any]:
     from fulmen.layers.fused import mamba as module
     from fulmen.layers.scan import Steps
 
-    sums_of(case.arch)
     B, N, H, P = 2, 2048, case.H, case.P
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     full = functools.partial(torch.empty, device="meta")
@@ -452,14 +451,13 @@ def layer_launches(case: LayerCase) -> list[Any]:
 
     from fulmen.layers.fused import lightning as module
 
-    sums_of(case.arch)
     B, N, H, D = 2, 2048, case.H, case.D
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     ring = case.preset == "ring"
     facts = module.Heads(H, H, D, D, None if ring else "silu", "before" if ring else None, 1e-6, case.interleaved)
     x, q, o, norm, weight = rows(B, N, 3 * H * D), rows(B, N, H, D), rows(B, N, H * D), rows(D), rows(H * D)
     cos = torch.empty(N, D // 4 if ring else 0, device="meta")
-    parts, sums = torch.empty(module.HEAD_PROGRAMS, 2 * D, device="meta"), rows(396, H * D).float()
+    parts, sums = torch.empty(792, 2 * D, device="meta"), rows(396, H * D).float()
     options = 4 if ring else 1, 1e-6, True
     dv = module.ProjectionGradient(facts, x).value_part(x) if ring else q
     return [
@@ -475,7 +473,6 @@ def block_launches(case: BlockCase) -> list[Any]:
 
     from fulmen.layers.fused import block as module
 
-    sums_of(case.arch)
     T, dim = 4096, case.dim
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     x, weight, gate, logits = rows(T, dim), rows(dim), rows(T, 3 * dim), rows(T, case.vocab)
@@ -493,13 +490,9 @@ def block_launches(case: BlockCase) -> list[Any]:
 def linear_launches(case: LinearCase) -> list[Any]:
     import torch
 
-    from fulmen.hardware import TARGETS
     from fulmen.layers.fused import decode, lightning, linear
     from fulmen.layers.fused.projections import MAX_ROWS, Facts
 
-    for module in (decode, lightning, linear):
-        module.starts_early = lambda device: case.arch >= 90  # as on such a GPU
-    linear.shared_memory = lambda device: TARGETS[case.arch].smem_bytes
     B, K, H, nope, dim, R, R_Q = case.rows, 4096, 32, 128, 64, 512, 1536
     rows = functools.partial(torch.empty, dtype=getattr(torch, case.dtype), device="meta")
     ints, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 128)))
@@ -594,6 +587,7 @@ def serve() -> None:
             "RanksCase": (RanksCase, ranks_launches),
         }
         case = made[kind][0](*fields)
+        pretend(case.arch)
         try:
             todo = made[kind][1](case)
             answer: dict[str, Any] = {"usage": [usage(launch, compile(launch, case.arch)) for launch in todo]}

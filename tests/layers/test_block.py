@@ -35,7 +35,7 @@ def launched(monkeypatch):
     kernels_run = kernels.run
     monkeypatch.setattr(kernels, "run", run)
     monkeypatch.setattr(block, "kernels_for", chosen)
-    for name, size in (("BLOCK", 64), ("COLUMNS", 16), ("programs_for", lambda size, groups, rows: 3)):
+    for name, size in (("BLOCK", 64), ("COLUMNS", 16), ("programs_for", lambda size, groups, rows, device: 3)):
         monkeypatch.setattr(kernels, name, size)
     return found
 

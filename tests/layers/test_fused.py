@@ -251,7 +251,8 @@ def test_a_projection_nothing_comes_back_to() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [((16, 6),), ((24, 0),), ((5, 3),), ((24, 0), (16, 6)), ((5, 3), (40, 1))], ids=str)
 def test_normed(sizes, dtype, monkeypatch, launched) -> None:
-    monkeypatch.setattr(latent_kernels, "PROGRAMS", 3)  # so that one takes several tiles
+    monkeypatch.setattr(latent_kernels, "PROGRAMS_PER_SM", 3)  # so that one takes several tiles
+    monkeypatch.setattr(latent_kernels, "sm_count", lambda device: 1)
     monkeypatch.setattr(latent_kernels, "TILE", 64)  # of one row or several
 
     def plain(*given):

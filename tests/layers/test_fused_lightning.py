@@ -65,8 +65,9 @@ def launched(monkeypatch):
     kernels_run = kernels.run
     monkeypatch.setattr(kernels, "run", run)
     monkeypatch.setattr(lightning, "kernels_for", chosen)
-    monkeypatch.setattr(kernels, "HEAD_PROGRAMS", 3)  # so that one takes several tokens
-    monkeypatch.setattr(kernels, "programs_for", lambda size, groups, rows: 2)
+    monkeypatch.setattr(kernels, "HEAD_PROGRAMS_PER_SM", 3)  # so that one takes several tokens
+    monkeypatch.setattr(kernels, "sm_count", lambda device: 1)
+    monkeypatch.setattr(kernels, "programs_for", lambda size, groups, rows, device: 2)
     monkeypatch.setattr(kernels, "TILE", 2 * D)  # and several tiles of heads
     return found
 

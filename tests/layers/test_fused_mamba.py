@@ -37,7 +37,7 @@ def fused(monkeypatch):
         monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(mamba, "kernels_for", lambda name, *given: MODULES[name] if is_plain_eager(*given) else None)
     monkeypatch.setattr(conv, "BACK_TOKENS", 16)
-    monkeypatch.setattr(kernels, "programs_for", lambda size, groups, rows: 5)
+    monkeypatch.setattr(kernels, "programs_for", lambda size, groups, rows, device: 5)
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from fulmen.launch import Launch, starting, starts_early
-from fulmen.layers.fused.rotary import HEADS, WARPS, angles, p2, pairs, turned
+from fulmen.layers.fused.rotary import HEADS, WARPS, angles, next_power_of_2, pairs, turned
 
 CONTIGUOUS = torch.contiguous_format
 
@@ -130,7 +130,17 @@ def appended(
     strides = tuple(tuple(x.stride()[:3]) for x in (q, k, v, outputs[-1] if half else q, k_cache, v_cache))
     sizes = (N_Q, N_NEW, H, H_KV, k_cache.shape[1], k_cache.shape[0], width, 1 if cos is None else cos.shape[0])
     early = starts_early(q.device)
-    constants = (D, p2(D), E, p2(E), half, p2(max(half, 1)), *options, early, HEADS)
+    constants = (
+        D,
+        next_power_of_2(D),
+        E,
+        next_power_of_2(E),
+        half,
+        next_power_of_2(max(half, 1)),
+        *options,
+        early,
+        HEADS,
+    )
     tensors = (q, k, v, k_cache, v_cache, lengths, table, cos, sin, *outputs, *([None] if cos is None else []))
     grid = B * max(N_Q, N_NEW) * parts
     return outputs, Launch(cache_append_kernel, grid, tensors, (strides, sizes, *constants), WARPS | starting(early))

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from fulmen.launch import Launch
 from fulmen.layers.fused import saved
 from fulmen.layers.fused.lightning import ACTIVATIONS, activated, slope, warps, width_of
-from fulmen.layers.fused.rotary import p2, run
-from fulmen.layers.fused.sums import programs_for, sum_launch, walking
+from fulmen.layers.fused.rotary import next_power_of_2, run
+from fulmen.layers.fused.sums import pipeline, programs_for, sum_launch
 
 BLOCK = 4096  # elements of `gate` that a program takes
 COLUMNS = 4096  # logits that a program takes at a time
@@ -77,7 +77,7 @@ def add_norm_backward_kernel(
 
 def add_norm_launch(x: Tensor, y: Tensor, weight: Tensor, added: Tensor, normed: Tensor, eps: float) -> Launch:
     size = x.shape[-1]
-    tensors, options = (x, y, weight, added, normed), warps(p2(size), 8)
+    tensors, options = (x, y, weight, added, normed), warps(next_power_of_2(size), 8)
     return Launch(add_norm_kernel, x.numel() // size, tensors, (eps, size), options)
 
 
@@ -86,7 +86,7 @@ def add_norm_backward_launch(
 ) -> Launch:
     """dsum is not looked at unless `residual`."""
     programs, size = sums.shape
-    stages, options = walking(size, added, dnormed, dsum)
+    stages, options = pipeline(size, added, dnormed, dsum)
     rest = (eps, added.numel() // size, size, residual, programs, stages)
     return Launch(add_norm_backward_kernel, programs, (added, weight, dsum, dnormed, dx, sums), rest, options)
 
@@ -113,7 +113,7 @@ class Added(torch.autograd.Function):
         dsum = dnormed if dsum is None else dsum.contiguous()
         rows, size = added.numel() // added.shape[-1], added.shape[-1]
         dx, dweight = torch.empty_like(added), torch.empty_like(weight)
-        sums = torch.empty(programs_for(size, 1, rows), size, dtype=torch.float32, device=added.device)
+        sums = torch.empty(programs_for(size, 1, rows, added.device), size, dtype=torch.float32, device=added.device)
         run(add_norm_backward_launch, (added, weight, dsum, dnormed, dx, sums), ctx.eps, residual)
         if ctx.needs_input_grad[3]:
             run(sum_launch, (sums, dweight, dweight))
@@ -215,13 +215,13 @@ def loss_backward_kernel(
 
 
 def loss_launch(logits: Tensor, targets: Tensor, losses: Tensor, sums: Tensor) -> Launch:
-    columns = min(COLUMNS, p2(logits.shape[1]))
+    columns = min(COLUMNS, next_power_of_2(logits.shape[1]))
     rest = (logits.shape[1], columns)
     return Launch(loss_kernel, logits.shape[0], (logits, targets, losses, sums), rest, warps(columns, 16))
 
 
 def loss_backward_launch(logits: Tensor, targets: Tensor, sums: Tensor, dloss: Tensor, dlogits: Tensor) -> Launch:
-    columns = min(COLUMNS, p2(logits.shape[1]))
+    columns = min(COLUMNS, next_power_of_2(logits.shape[1]))
     tensors, rest = (logits, targets, sums, dloss, dlogits), (logits.shape[1], columns)
     return Launch(loss_backward_kernel, logits.shape[0], tensors, rest, warps(columns, 16))
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from fulmen.launch import Launch
 from fulmen.layers.fused import saved_rows
-from fulmen.layers.fused.rotary import p2, run
+from fulmen.layers.fused.rotary import next_power_of_2, run
 
 TOKENS, CHANNELS, ONE_WARP = 64, 256, {"num_warps": 1}  # of a program of the forward
 BACK_TOKENS, BACK_CHANNELS, TWO_WARPS = 128, 256, {"num_warps": 2}
@@ -221,7 +221,7 @@ def conv_step_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, y: Tensor, silu: bool
 ) -> Launch:  # fmt: skip
     B, channels = x.shape
-    block = min(256, p2(channels))
+    block = min(256, next_power_of_2(channels))
     sizes = (*x.stride(), *state.stride(), channels, silu, weight.shape[1], state.shape[2], block)
     return Launch(conv_step_kernel, B * triton.cdiv(channels, block), (x, weight, bias, state, y), sizes, TWO_WARPS)
 

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fulmen.launch import Launch, starting, starts_early
 from fulmen.layers.fused.append import place_of
 from fulmen.layers.fused.projections import MAX_ROWS
-from fulmen.layers.fused.rotary import angles, p2, pairs, turned
+from fulmen.layers.fused.rotary import angles, next_power_of_2, pairs, turned
 from fulmen.tiles import padded
 
 HEADS = 16  # at a time
@@ -176,7 +176,7 @@ def latent_step(
     early = starts_early(queries.device)
     rows = 1 if B * N == 1 else MAX_ROWS
     columns, _ = ONE_ROW if rows == 1 else FEW_ROWS
-    constants = (nope, R, p2(R), half, p2(half), interleaved, early, HEADS, columns, rows)
+    constants = (nope, R, next_power_of_2(R), half, next_power_of_2(half), interleaved, early, HEADS, columns, rows)
     tensors = (queries, latent, down, norm, cos, sin, begin, table, kv, up, out)
     grid = B * N * triton.cdiv(H, HEADS) + (0 if up is None else H * triton.cdiv(R, columns))
     rest = ((*strides, 0 if up is None else up.stride(0)), sizes, eps, *constants)

@@ -30,12 +30,12 @@ from torch.autograd.function import once_differentiable
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fulmen import hardware
-from fulmen.launch import Launch, describable, starting, starts_early
+from fulmen.launch import Launch, describable, sm_count, starting, starts_early
 from fulmen.layers.fused import saved
-from fulmen.layers.fused.rotary import angles, p2, pairs, per_row, run, turned
-from fulmen.layers.fused.sums import sum_launch
+from fulmen.layers.fused.rotary import angles, next_power_of_2, pairs, per_row, run, turned
+from fulmen.layers.fused.sums import pipeline, sum_launch
 
-PROGRAMS = 528  # of a norm's backward: 4 on each SM of an H200, where it takes 18 us; with 264 and 4096 33 us
+PROGRAMS_PER_SM = 4  # of a norm's backward. H200, B2 N2048, 512 + 1,536 columns: 23 us, with 2 30 us
 TILE = 2048  # elements of a row, or of several, that it takes at a time
 HEADS = {"forward": 32, "backward": 32}  # that RoPE takes at a time
 WARPS = {"num_warps": 2}  # 32.5 us forward and 32.8 backward at B1 N4096 H64; with 4 warps 33.1 and 39.4
@@ -99,11 +99,11 @@ def norm_backward_kernel(
     sums_ptr, stride, stride2, rows,
     R: tl.constexpr, R_P2: tl.constexpr, REST: tl.constexpr, REST_P2: tl.constexpr,
     R2: tl.constexpr, R2_P2: tl.constexpr, REST2: tl.constexpr, REST2_P2: tl.constexpr,
-    ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros([ROWS, R_P2], tl.float32)
     total2 = tl.zeros([ROWS, R2_P2], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, PROGRAMS * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, PROGRAMS * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         total = norm_rows_backward(
             total, x_ptr, weight_ptr, rstd_ptr, dy_ptr, drest_ptr, dx_ptr, row, rows, stride, R, R_P2, REST, REST_P2
@@ -145,21 +145,45 @@ def norm_launch(
     """rstd (norms, rows): if that is one norm the second x, weight and y are not looked at."""
     (norms, rows), R = rstd.shape, weight.shape[0]
     R2 = weight2.shape[0] if norms == 2 else 0
-    sizes = (x.stride(1), x2.stride(1), eps[0], eps[-1], rows, R, p2(R), R2, p2(max(R2, 1)), early)
-    options = warps(p2(max(R, R2))) | starting(early)
+    sizes = (
+        x.stride(1),
+        x2.stride(1),
+        eps[0],
+        eps[-1],
+        rows,
+        R,
+        next_power_of_2(R),
+        R2,
+        next_power_of_2(max(R2, 1)),
+        early,
+    )
+    options = warps(next_power_of_2(max(R, R2))) | starting(early)
     return Launch(norm_kernel, rows, (x, weight, x2, weight2, rstd, y, y2), sizes, options)
 
 
 def norm_backward_launch(*tensors: Tensor) -> Launch:
     """x, weight, dy, drest, dx of each of two norms, as above; rstd, and sums (programs, all weights' columns)."""
-    x, weight, _, _, dx, x2, weight2, _, _, dx2, rstd, sums = tensors
+    x, weight, dy, _, dx, x2, weight2, dy2, _, dx2, rstd, sums = tensors
     (norms, rows), R = rstd.shape, weight.shape[0]
     R2 = weight2.shape[0] if norms == 2 else 0
     rest, rest2 = dx.shape[2] - R, dx2.shape[2] - R2
-    at_a_time = max(1, TILE // p2(max(R, R2)))
-    sizes = (R, p2(R), rest, p2(max(rest, 1)), R2, p2(max(R2, 1)), rest2, p2(max(rest2, 1)), at_a_time, sums.shape[0])
-    options = warps(at_a_time * p2(max(R, R2)))
-    return Launch(norm_backward_kernel, sums.shape[0], tensors, (x.stride(1), x2.stride(1), rows, *sizes), options)
+    at_a_time = max(1, TILE // next_power_of_2(max(R, R2)))
+    columns = (
+        R,
+        next_power_of_2(R),
+        rest,
+        next_power_of_2(max(rest, 1)),
+        R2,
+        next_power_of_2(max(R2, 1)),
+        rest2,
+        next_power_of_2(max(rest2, 1)),
+        at_a_time,
+        sums.shape[0],
+    )
+    tile = at_a_time * next_power_of_2(max(R, R2))
+    stages, _ = pipeline(tile, x, dy, *((x2, dy2) if norms == 2 else ()))
+    sizes = (x.stride(1), x2.stride(1), rows, *columns, stages)
+    return Launch(norm_backward_kernel, sums.shape[0], tensors, sizes, warps(tile))
 
 
 def twice(tensors: list[Tensor], eps: tuple[float, ...]) -> list[Tensor]:
@@ -196,7 +220,12 @@ class Normed(torch.autograd.Function):
             tensors += [x, weight, dy, drest, torch.empty(x.shape, dtype=x.dtype, device=x.device)]
         weights = given[1::2]
         columns = sum(weight.shape[0] for weight in weights)
-        sums = torch.empty(min(PROGRAMS, rstd.shape[1]), columns, dtype=torch.float32, device=rstd.device)
+        sums = torch.empty(
+            min(PROGRAMS_PER_SM * sm_count(rstd.device), rstd.shape[1]),
+            columns,
+            dtype=torch.float32,
+            device=rstd.device,
+        )
         run(norm_backward_launch, (*twice(tensors, ctx.eps), rstd, sums))
         dweights = [torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) for weight in weights]
         if any(ctx.needs_input_grad[2::2]):
@@ -257,15 +286,15 @@ def rope_backward_kernel(
 
 def rope_launch(q: Tensor, rope: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Launch:
     B, N, H, D = k.shape
-    half, heads = cos.shape[-1], min(HEADS["forward"], p2(H))
-    rest = (*rope.stride()[:2], per_row(cos), N, H, D - 2 * half, half, p2(half), interleaved, heads)
+    half, heads = cos.shape[-1], min(HEADS["forward"], next_power_of_2(H))
+    rest = (*rope.stride()[:2], per_row(cos), N, H, D - 2 * half, half, next_power_of_2(half), interleaved, heads)
     return Launch(rope_kernel, B * N * triton.cdiv(H, heads), (q, rope, k, cos, sin), rest, WARPS)
 
 
 def rope_backward_launch(dq: Tensor, dk: Tensor, drope: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Launch:
     B, N, H, D = dk.shape
-    half, heads = cos.shape[-1], min(HEADS["backward"], p2(H))
-    rest = (per_row(cos), N, H, D - 2 * half, half, p2(half), interleaved, heads)
+    half, heads = cos.shape[-1], min(HEADS["backward"], next_power_of_2(H))
+    rest = (per_row(cos), N, H, D - 2 * half, half, next_power_of_2(half), interleaved, heads)
     return Launch(rope_backward_kernel, B * N, (dq, dk, drope, cos, sin), rest, WARPS)
 
 

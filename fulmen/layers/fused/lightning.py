@@ -35,14 +35,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fulmen.launch import Launch, starting, starts_early
+from fulmen.launch import Launch, sm_count, starting, starts_early
 from fulmen.layers.fused import saved
-from fulmen.layers.fused.rotary import p2, per_row, run
-from fulmen.layers.fused.sums import programs_for, sum_launch, walking
+from fulmen.layers.fused.rotary import next_power_of_2, per_row, run
+from fulmen.layers.fused.sums import pipeline, programs_for, sum_launch
 
 TILE = 2048  # elements of q, k or v that a program takes at a time
 TOKENS, TOKENS_NORMED = 4, 8  # whose heads a program of the forward takes, one after the other
-HEAD_PROGRAMS = 792  # each for q, k and v, of a backward that sums up gradients of norms: 6 on each SM of an H200
+HEAD_PROGRAMS_PER_SM = 6  # each for q, k and v, of a backward that sums gradients of norms
 
 ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3}
 NORMS = {None: 0, "before": 1, "after": 2}  # RoPE
@@ -302,12 +302,12 @@ def heads_backward_kernel(
 
 def at_a_time(facts: Heads) -> int:
     """Heads of a tile."""
-    return min(p2(facts.H), max(1, TILE // p2(max(facts.D, facts.E))))
+    return min(next_power_of_2(facts.H), max(1, TILE // next_power_of_2(max(facts.D, facts.E))))
 
 
 def heads_warps(facts: Heads) -> dict[str, int]:
     """More elements a thread where a weight, cos and sin serve all of a program's heads."""
-    elements = at_a_time(facts) * p2(max(facts.D, facts.E))
+    elements = at_a_time(facts) * next_power_of_2(max(facts.D, facts.E))
     if facts.norm is None:
         return warps(elements, 8)
     # given no number of registers, the assembler spills to fit more programs
@@ -417,7 +417,9 @@ class Prepared(torch.autograd.Function):
         if facts.norm is None:
             run(heads_backward_launch, (x, dq, dk, dv, dx, weight, k_weight, cos, sin, x), facts)
             return None, dx, None, None, None, None, None
-        sums = torch.empty(min(HEAD_PROGRAMS, B * N), 2 * D, dtype=torch.float32, device=x.device)
+        sums = torch.empty(
+            min(HEAD_PROGRAMS_PER_SM * sm_count(x.device), B * N), 2 * D, dtype=torch.float32, device=x.device
+        )
         run(heads_backward_launch, (x, dq, dk, dv, dx, weight, k_weight, cos, sin, sums), facts)
         dweights = torch.empty_like(weight), torch.empty_like(k_weight)
         if any(ctx.needs_input_grad[2:4]):
@@ -507,7 +509,7 @@ def gate_launch(
     """eps None: no norm, and weight is not looked at; nor is gate unless `gated`."""
     B, N, width = o.shape
     rest = (eps or 0.0, groups, width // groups, eps is not None, gated, early)
-    options = warps(p2(groups) * p2(width // groups), 8) | starting(early)
+    options = warps(next_power_of_2(groups) * next_power_of_2(width // groups), 8) | starting(early)
     return Launch(gate_kernel, B * N, (o, gate, weight, y), rest, options)
 
 
@@ -517,7 +519,7 @@ def gate_backward_launch(
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
     programs = B * N if eps is None else sums.shape[0]
-    stages, options = walking(p2(groups) * p2(width // groups), dy, o, gate)
+    stages, options = pipeline(next_power_of_2(groups) * next_power_of_2(width // groups), dy, o, gate)
     if eps is None:  # a program takes one token
         stages = 1
     rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs, stages)
@@ -557,7 +559,7 @@ class Gated(torch.autograd.Function):
         dgate = None if gate is None else torch.empty(o.shape, dtype=o.dtype, device=o.device)
         sums, dweight = o, None
         if weight is not None:
-            programs = programs_for(o.shape[2], 1, o.shape[0] * o.shape[1])
+            programs = programs_for(o.shape[2], 1, o.shape[0] * o.shape[1], o.device)
             sums = torch.empty(programs, o.shape[2], dtype=torch.float32, device=o.device)
         given = (o, o if gate is None else gate, o if weight is None else weight)
         run(gate_backward_launch, (*given, dy, do, do if dgate is None else dgate, sums), *ctx.options)

@@ -39,8 +39,8 @@ from torch.autograd.function import once_differentiable
 from fulmen.launch import Launch
 from fulmen.layers.fused import saved_rows
 from fulmen.layers.fused.lightning import warps, width_of
-from fulmen.layers.fused.rotary import p2, run
-from fulmen.layers.fused.sums import programs_for, sum_launch, walking
+from fulmen.layers.fused.rotary import next_power_of_2, run
+from fulmen.layers.fused.sums import pipeline, programs_for, sum_launch
 from fulmen.layers.scan import RESET as RESET_DECAY
 from fulmen.layers.scan import Steps
 from fulmen.plans import Plan
@@ -155,7 +155,7 @@ def values_backward_kernel(
 def values_tile(x: Tensor) -> tuple[int, dict[str, int], int, tuple[int, int, int]]:
     """Programs, their warps, tiles of tokens, and P, TOKENS, HEADS."""
     B, N, H, P = x.shape
-    heads = max(1, min(p2(H), TILE // (TOKENS * p2(P))))
+    heads = max(1, min(next_power_of_2(H), TILE // (TOKENS * next_power_of_2(P))))
     tiles = B * triton.cdiv(N, TOKENS)
     return tiles * triton.cdiv(H, heads), {"num_warps": 4}, tiles, (P, TOKENS, heads)
 
@@ -414,7 +414,9 @@ def outputs_launch(
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
     rest = (*between_tokens(o, x, z), eps, groups, width // groups)
-    return Launch(outputs_kernel, B * N * groups, (o, x, D, z, weight, y), rest, warps(p2(width // groups), 8))
+    return Launch(
+        outputs_kernel, B * N * groups, (o, x, D, z, weight, y), rest, warps(next_power_of_2(width // groups), 8)
+    )
 
 
 def outputs_backward_launch(
@@ -423,7 +425,7 @@ def outputs_backward_launch(
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
     programs = B * N if sums is None else sums.shape[0]
-    stages, options = walking(width // groups, *(t for t in (dy, o, x, D, z) if t is not None))
+    stages, options = pipeline(width // groups, *(t for t in (dy, o, x, D, z) if t is not None))
     if sums is None:  # a program takes a group of one token
         stages = 1
     rest = (*between_tokens(o, x, z), eps, B * N, groups, width // groups, programs, stages)
@@ -473,7 +475,8 @@ class Outputs(torch.autograd.Function):
         dz = None if z is None else torch.empty_like(do)
         sums, dweight = None, None
         if weight is not None:
-            programs = programs_for(o.shape[2] // ctx.options[0], ctx.options[0], o.shape[0] * o.shape[1])
+            groups = ctx.options[0]
+            programs = programs_for(o.shape[2] // groups, groups, o.shape[0] * o.shape[1], o.device)
             sums = torch.empty(programs, o.shape[2], dtype=torch.float32, device=o.device)
         run(outputs_backward_launch, (o, x, D, z, weight, dy, do, dz, sums), *ctx.options)
         if sums is not None:

@@ -150,7 +150,7 @@ def turn_both_kernel(
 # ------------------------------------------------------------------------------------------------ launches
 
 
-def p2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
 
@@ -164,7 +164,7 @@ def turn_launch(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float, i
     half = cos.shape[-1]
     rest = D - 2 * half
     sizes = (*x.stride()[:3], *out.stride()[:3], per_row(cos), N, H, sign)
-    constants = (half, p2(half), rest, p2(max(rest, 1)), interleaved, HEADS)
+    constants = (half, next_power_of_2(half), rest, next_power_of_2(max(rest, 1)), interleaved, HEADS)
     return Launch(turn_kernel, B * N * triton.cdiv(H, HEADS), (x, out, cos, sin), (*sizes, *constants), WARPS)
 
 
@@ -201,7 +201,7 @@ def both_launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k
     table = (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
     sizes = (*q.stride()[:3], *k.stride()[:3], *table, N, H, H_KV)
     grid = B * N * (triton.cdiv(H, HEADS) + triton.cdiv(H_KV, HEADS))
-    constants = (half, p2(half), rest, p2(max(rest, 1)), *facts[1:], HEADS)
+    constants = (half, next_power_of_2(half), rest, next_power_of_2(max(rest, 1)), *facts[1:], HEADS)
     return Launch(turn_both_kernel, grid, (q, k, cos, sin, q_out, k_out), (*sizes, *constants), WARPS)
 
 

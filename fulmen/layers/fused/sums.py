@@ -1,40 +1,35 @@
-"""How programs of a norm's backward walk rows, and the weight's gradient from the sums that each of them leaves.
-
-The sums are always added in the same order.
-"""
+"""The gradient of a norm's weight: partial sums by the programs of the backward, then their sum in a fixed order."""
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulmen.launch import Launch, shared_memory
-from fulmen.layers.fused.rotary import p2
+from fulmen.launch import Launch, shared_memory, sm_count
+from fulmen.layers.fused.rotary import next_power_of_2
 
-COLUMNS, ROWS = 8, 512  # that one program adds at a time: 1,056 x 256 7 us, with 32 and 64 18
-
-SMS = 132  # of an H200
-STAGES = 3  # rows that are on their way while one is worked on, and that one
+COLUMNS, ROWS = 8, 512  # a program of the sum adds at a time: 1,056 x 256 takes 7 us, with 32 and 64 18 us
+STAGES = 3  # rows in flight
 
 
-def programs_for(size: int, groups: int, rows: int) -> int:
-    """Programs for each of a row's groups of `size`: as many as run at once.
+def programs_for(size: int, groups: int, rows: int, device: torch.device) -> int:
+    """How many programs share the rows of one group of `size` columns: as many as the GPU runs at once.
 
-    H200, 4 32 2048 rows in all: 1, 2 and 3 on each SM at 8,192, 4,096 and 2,048 columns, 94 to 98 % of a copy.
+    On an H200, with 32 M elements in all, one program an SM at 8,192 columns, two at 4,096 and three at 2,048 reach 94
+    to 98 % of a copy.
     """
-    each = max(1, min(8, triton.cdiv(6144, p2(size))))
-    return min(triton.cdiv(SMS * each, groups), rows)
+    per_sm = max(1, min(8, triton.cdiv(6144, next_power_of_2(size))))
+    return min(triton.cdiv(sm_count(device) * per_sm, groups), rows)
 
 
-def walking(size: int, *tensors: Tensor) -> tuple[int, dict[str, Any]]:
-    """The stages of a loop that loads `size` elements of each tensor, as many as fit, and the launch's options."""
-    width = p2(size)
-    row = width * sum(x.element_size() for x in tensors)
-    free = shared_memory(tensors[0].device) - 4 * width - 1024  # the sums change their layout there
-    return max(1, min(STAGES, 1 + free // row)), {"num_warps": max(1, min(16, width // (32 * 16)))}
+def pipeline(size: int, *tensors: Tensor) -> tuple[int, dict[str, int]]:
+    """Stages and launch options of a loop over rows that loads `size` elements of each tensor an iteration."""
+    width = next_power_of_2(size)
+    row_bytes = width * sum(x.element_size() for x in tensors)
+    free = shared_memory(tensors[0].device) - 4 * width - 1024  # the final sum needs one fp32 row of shared memory
+    return max(1, min(STAGES, 1 + free // row_bytes)), {"num_warps": max(1, min(16, width // (32 * 16)))}
 
 
 @triton.jit
