@@ -94,10 +94,14 @@ class FlashSpec(NamedTuple):
 
 
 def heads_as_queries(spec: FlashSpec) -> FlashSpec:
-    """The call with the query heads of a group as queries, if that is the same and they could not share a tile else."""
-    packable, masked = spec.group in (1, *PACKABLE_GROUPS), spec.left is not None or (spec.top_left and spec.right)
-    apart = masked or spec.has_sinks or spec.sequences is not None or spec.needs_grad
-    if packable or apart or spec.N_Q != 1 or spec.group > MAX_FOLDED:
+    """The spec with the query heads of a group as rows of one head, where that is the same and saves tiles.
+
+    So a single query of a group that cannot be packed (`PACKABLE_GROUPS`) reads k and v once. All rows must see all
+    keys: a single query does, with a bottom-right causal mask.
+    """
+    packable, masked = spec.group in (1, *PACKABLE_GROUPS), spec.left is not None or spec.top_left
+    differ = masked or spec.has_sinks or spec.sequences is not None or spec.needs_grad
+    if packable or differ or spec.N_Q != 1 or spec.group > MAX_FOLDED:
         return spec
     return spec._replace(H=spec.H_KV, N_Q=spec.group, right=None, top_left=False)
 

@@ -82,6 +82,9 @@ HOPPER = {
         G(1, 128, 2, blocks_per_sm=2), 64,
         {"H": 10, "H_KV": 2, "N_Q": 1, "N_KV": 299, "causal": True, "softcap": 3.0, "layout": "bnhd"},
     ),
+    "heads not as queries": (
+        G(1, 128, 2, blocks_per_sm=2), 64, {"H": 10, "H_KV": 2, "N_Q": 1, "N_KV": 299, "causal": "top_left"},
+    ),
 }  # fmt: skip
 SPLIT = {
     "64x128": (G(1, 128, 2, blocks_per_sm=2, splits=3), 64, {"N_Q": 5, "N_KV": 700}),

@@ -20,7 +20,7 @@ from fulmen.flash import cuda as flash
 from fulmen.flash import policy
 from fulmen.flash.kernels import sm90
 from fulmen.flash.policy import Sm90Tile
-from fulmen.flash.spec import FlashSpec, Residuals
+from fulmen.flash.spec import FlashSpec, Residuals, heads_as_queries
 from fulmen.hardware import TARGETS
 from fulmen.testing import flash as testing
 from tests.flash.test_cuda import detail, launched_with
@@ -63,6 +63,19 @@ def spec(B=1, H=32, H_KV=8, N_Q=1, N_KV=8192, D=128, causal=False, **options) ->
 )
 def test_packed_where_it_saves_work(call, words):
     assert detail(policy.choose(call, HW, "cuda")) == f"sm90, {words}"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"right": 0}, {"right": 3}, {"right": 0, "top_left": True}, {"right": 3, "top_left": True}, {"left": 9},
+])  # fmt: skip
+def test_heads_become_queries_only_where_they_see_the_same_keys(options):
+    call = spec(H=10, H_KV=2, N_KV=20, **options)
+    first = 0 if call.top_left else call.N_KV - 1  # the query's position
+    left, right = (call.N_KV if reach is None else reach for reach in (call.left, call.right))
+    sees_all = first - left <= 0 and first + right >= call.N_KV - 1
+    folded = heads_as_queries(call)
+    assert (folded != call) == sees_all
+    assert folded == call or (folded.N_Q, folded.H, folded.left, folded.right) == (5, 2, None, None)
 
 
 def test_odd_groups_cannot_be_forced(monkeypatch):
