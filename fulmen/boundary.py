@@ -328,6 +328,52 @@ def register_mutation(
     library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
+# --------------------------------------------------------------------------------------- second derivatives
+
+
+class _Unpacked:
+    """A backward's context whose saved tensors are unpacked once: a checkpoint refuses a second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The first `count` tensors, as a function of all of them whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return tuple(t if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise NotImplementedError(f"{ctx.name} has no second derivative")
+
+
+def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Makes a Function's backward one whose results cannot be differentiated again.
+
+    torch's own decorator cuts the results off from the saved tensors, and `autograd.grad` of some inputs leaves out
+    what is cut off. So the second derivative would silently lack every path through the function.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        ctx = _Unpacked(ctx)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        return _OnceDifferentiable.apply(backward.__qualname__.split(".")[0], len(found), *found, *sources)
+
+    return run
+
+
 def no_second_derivative(op: str) -> Callable[..., Any]:
     def refuse(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         raise NotImplementedError(f"{op} has no second derivative; backend='reference' is twice differentiable")

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
-from fulmen.boundary import check_offset_values
+from fulmen.boundary import check_offset_values, once_differentiable
 from fulmen.lightning.plan import count_residuals, plan_of
 from fulmen.lightning.spec import Residuals, check_inputs, check_values, spec_of
 from fulmen.parallel import states

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
-from fulmen.boundary import check_offset_values, check_scale, empty_rows, tidy_rows
+from fulmen.boundary import check_offset_values, check_scale, empty_rows, once_differentiable, tidy_rows
 from fulmen.flash.plan import TENSORS, plan_of
 from fulmen.flash.spec import Causal, FlashSpec, Residuals, Window, check_inputs, check_mask
 from fulmen.parallel.blocks import Block, Mask, blocks, reach, shapes

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fulmen.boundary import once_differentiable
 from fulmen.lightning.plan import count_residuals, plan_of
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output, spec_of, state_dtype
 from fulmen.parallel import lightning, states

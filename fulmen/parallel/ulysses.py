@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from fulmen import dispatch
-from fulmen.boundary import check_offset_values, check_offsets, require_tensors
+from fulmen.boundary import check_offset_values, check_offsets, once_differentiable, require_tensors
 from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import Causal, Residuals, Window, check_inputs, check_mask, checked_spec
 from fulmen.parallel.groups import Group, Ranks, agree, all_to_all, ranks_of

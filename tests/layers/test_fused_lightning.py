@@ -113,6 +113,19 @@ def test_outputs_and_all_gradients(kind, call, dtype, launched) -> None:
 
 
 @pytest.mark.parametrize("kind", ["minimax", "ring"])
+def test_no_second_derivative(kind, launched) -> None:
+    """Nor a part of one: every parameter's gradient of a gradient has paths through the kernels."""
+    layer, x = made(kind), drawn(1, 9, WIDTH).requires_grad_()
+    (g,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(g, torch.autograd.grad(layer(x).square().sum(), x)[0], rtol=0, atol=0)
+    for p in (x, *layer.parameters()):
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            torch.autograd.grad(g.sum(), p, retain_graph=True)
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again.square().sum(), x, create_graph=True)[0], g)
+
+
+@pytest.mark.parametrize("kind", ["minimax", "ring"])
 def test_what_is_saved(kind, launched) -> None:
     """In u, the bytes of q: x, the projection's output (3), q, k and, if activated, v, o, the gate and out_proj's
     input; nothing twice. Parameters, tables and norms are small."""

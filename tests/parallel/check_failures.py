@@ -198,7 +198,7 @@ def a_dtype_that_is_not_moved() -> None:
 def no_second_derivative(way: str) -> None:
     x = torch.randn(1, 4, 8, 8, requires_grad=True)
     (g,) = torch.autograd.grad(WAYS[way](x, x, x, group=dist.group.WORLD).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         g.square().sum().backward()
 
 
@@ -210,7 +210,7 @@ def one_rank() -> None:
         alone = fulmen.lightning_attention if way == "lightning" else fulmen.flash_attention
         torch.testing.assert_close(attend(q, k, v, group=mine), alone(q, k, v))
         grads = torch.autograd.grad(attend(q, k, v, group=mine).square().sum(), (q, k, v), create_graph=True)
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"once_differentiable|no second derivative"):
+        with pytest.raises(NotImplementedError, match="no second derivative"):
             grads[0].sum().backward()
 
 

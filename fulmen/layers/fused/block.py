@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fulmen.boundary import once_differentiable
 from fulmen.launch import Launch
 from fulmen.layers.fused import saved
 from fulmen.layers.fused.lightning import ACTIVATIONS, activated, slope, warps, width_of

@@ -32,9 +32,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fulmen.boundary import once_differentiable
 from fulmen.launch import Launch, sm_count, starting, starts_early
 from fulmen.layers.fused import saved
 from fulmen.layers.fused.rotary import next_power_of_2, per_row, run

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from fulmen.boundary import is_plain_eager
+from fulmen.boundary import is_plain_eager, once_differentiable
 from fulmen.layers.fused import fused_call, on_gpu
 
 MAX_ROWS = 16  # that kernels of decoding steps multiply

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fulmen.boundary import once_differentiable
 from fulmen.launch import Launch, repeat
 from fulmen.layers.fused import saved
 
