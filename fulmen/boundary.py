@@ -358,7 +358,8 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
     """Makes a Function's backward one whose results cannot be differentiated again.
 
     torch's own decorator cuts the results off from the saved tensors, and `autograd.grad` of some inputs leaves out
-    what is cut off. So the second derivative would silently lack every path through the function.
+    what is cut off. So the second derivative would silently lack every path through the function. An input of which the
+    forward saves something else, such as a cast, must be saved itself, too.
     """
 
     @functools.wraps(backward)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fulmen import dispatch, plans
 from fulmen.boundary import aligned, autocasts, is_plain_eager, needs_gradient
-from fulmen.layers.fused import are_readable, fused_call, kernels_for
+from fulmen.layers.fused import are_readable, fused_call, in_rows, kernels_for
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.plan import plan_for
 from fulmen.lightning.spec import check_inputs, spec_of
@@ -86,8 +86,14 @@ def scan(
         return o, state
     weight, groups, eps = (None, 1, 0.0) if norm is None else norm
     skip, z = None if D is None else skip.flatten(2), None if z is None else z.flatten(2)
-    y = kernels.Outputs.apply(groups, eps, o.flatten(2), skip, None if D is None else D.detach(), z, weight)
+    y = kernels.Outputs.apply(groups, eps, _rows(o), skip, None if D is None else D.detach(), z, weight)
     return y.view(x.shape), state
+
+
+def _rows(o: Tensor) -> Tensor:
+    """o as `Outputs` reads it, (B, N, all heads): its memory lies as that of C or x, which may be (N, B, ...)."""
+    o = o.flatten(2)
+    return o if in_rows(o) else o.contiguous()
 
 
 def _inside(
@@ -130,7 +136,7 @@ def _scanned(
     if norm is None and (z is None or gate is not None):
         return y, state
     weight, groups, eps = (None, 1, 0.0) if norm is None else norm
-    u = kernels.Outputs.apply(groups, eps, y.flatten(2), None, None, None if z is None else z.flatten(2), weight)
+    u = kernels.Outputs.apply(groups, eps, _rows(y), None, None, None if z is None else z.flatten(2), weight)
     return u.view(y.shape), state
 
 

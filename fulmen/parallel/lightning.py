@@ -330,14 +330,14 @@ class _Lightning(torch.autograd.Function):
         ctx.call, ctx.shape = call, (call.sequences or x.q.shape[0], *every.shape[2:])
         ctx.has_initial = initial_state is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x.q, x.k, x.v, x.decay, initial)
+        ctx.save_for_backward(x.q, x.k, x.v, x.decay, initial, initial_state)  # the last for `once_differentiable`
         return o, of_whole(left, part.ends, initial_state, ctx.shape, every, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         call, part = ctx.call, ctx.call.part
-        q, k, v, slopes, initial = ctx.saved_tensors
+        q, k, v, slopes, initial, _ = ctx.saved_tensors
         x = Residuals(q, k, v, slopes, None, None)
         decay = states.Decay.of(slopes, call.slopes, q)
         if do is None:  # only the state was used

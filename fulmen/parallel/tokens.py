@@ -90,14 +90,14 @@ class TokenLightning(torch.autograd.Function):
         ctx.call, ctx.shape = call, (call.sequences or q.shape[0], *here[1:])
         ctx.has_initial = initial_state is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, decay, local.initial_state)
+        ctx.save_for_backward(q, k, v, decay, local.initial_state, initial_state)  # the last for `once_differentiable`
         return o, lightning.of_whole(left, part.ends, initial_state, ctx.shape, every, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         call, part = ctx.call, ctx.call.part
-        q, k, v, decay, initial = ctx.saved_tensors
+        q, k, v, decay, initial, _ = ctx.saved_tensors
         x, H, E = Residuals(q, k, v, decay, None, None), decay.shape[1], v.shape[3]
         if do is None:  # only the state was used
             do = q.new_zeros(q.shape[0], H, q.shape[2], E)

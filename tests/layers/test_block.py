@@ -13,7 +13,7 @@ from fulmen.hardware import TARGETS
 from fulmen.layers import AddNorm, GatedMLP, block, linear_cross_entropy
 from fulmen.layers.fused import are_alike
 from fulmen.layers.fused import block as kernels
-from tests.aot import BlockCase
+from tests.aot_layers import BlockCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}

@@ -18,7 +18,7 @@ from fulmen.layers.fused import rotary as kernels
 from fulmen.layers.fused.projections import Projected, is_plain
 from fulmen.layers.rotary import Rotary, apply_rotary
 from fulmen.testing import GRADIENT_FACTOR, assert_close, expected, results_of
-from tests.aot import RotaryCase
+from tests.aot_layers import RotaryCase, WideCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -396,6 +396,13 @@ def test_autocast_casts_the_weight(forced) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ compiled
+
+
+@pytest.mark.parametrize("arch", sorted(TARGETS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wide_and_narrow_rows_fit(compiler, arch, dtype) -> None:
+    for usage in compiler(WideCase(arch, dtype)):
+        assert usage.shared <= TARGETS[arch].smem_bytes, usage
 
 
 @pytest.mark.parametrize("arch", sorted(TARGETS))

@@ -15,7 +15,7 @@ from fulmen.layers import StateCache, lightning
 from fulmen.layers.fused import lightning as kernels
 from fulmen.layers.lightning import LightningAttention
 from fulmen.lightning.op import lightning_attention_into
-from tests.aot import LayerCase
+from tests.aot_layers import LayerCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
 WIDTH, H, D = 48, 4, 16

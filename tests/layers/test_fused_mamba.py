@@ -3,6 +3,8 @@ operations and fp64, what is saved, compiled for every GPU we name."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fulmen.hardware import TARGETS
 from fulmen.layers import scan as mamba
 from fulmen.layers.fused import conv, state_update
 from fulmen.layers.fused import mamba as kernels
-from tests.aot import ScanCase
+from tests.aot_layers import ScanCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
 MODULES = {"conv": conv, "mamba": kernels}
@@ -116,7 +118,7 @@ OPTIONS = {
     "no D": {"D": False},
     "no bias": {"bias": False, "z": False, "D": False},
     "limit": {"steps": (True, 0.3, 0.9)},
-    "no softplus": {"steps": (False, 0.0, 1.5)},
+    "no softplus": {"steps": (False, 1 / 300, 4 / 3)},  # which no step size is: its gradient there depends on torch
     "norm": {"groups": 1},
     "norm in groups": {"groups": 3, "D": False},
     "packed": {"packed": True, "groups": 2},
@@ -165,6 +167,50 @@ def test_outputs_and_all_gradients(name, dtype, fused) -> None:
 
     mine = [t for use, t in zip(used, leaves, strict=True) if use]
     compare(chosen(fast), chosen(lambda *given: plainly(of, *given)), mine, (B, N, H, P), terms=B * N)
+
+
+@pytest.mark.parametrize("first", ["x", "dt", "k", "q", "z"])
+def test_memory_that_begins_with_tokens(first, fused) -> None:
+    """An argument (B, N, ...) with the memory of (N, B, ...)."""
+
+    def made(name, seed, *shape):
+        t = drawn(N, B, *shape, seed=seed).transpose(0, 1)
+        return (t if name == first else t.contiguous()).requires_grad_()
+
+    names = {"x": (H, P), "dt": (H,), "k": (H, D), "q": (H, D), "z": (H, P)}  # with a group a head, o lies as q does
+    x, dt, k, q, z = given = [made(name, seed, *shape) for seed, (name, shape) in enumerate(names.items())]
+    A, Dw, steps = -drawn(H, seed=6).abs(), drawn(H, seed=7), mamba.Steps(True, 0.0, torch.inf)
+
+    def of():
+        y, _ = mamba.scan(x, dt, A, k, q, Dw, z, None, steps, backend="eager")
+        return y, *torch.autograd.grad(y.square().sum(), given)
+
+    for got, want in zip(of(), plainly(of), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.detach().abs().max()))
+    assert ("outputs_kernel" in fused) == (first not in ("x", "z"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_second_derivative_of_the_skip(dtype, fused, monkeypatch) -> None:
+    """Whose cast is what the kernel reads. The plan of a backend that takes step sizes is y = D x here."""
+
+    class Kernel:
+        needs_grad, spec = True, SimpleNamespace(with_final_state=False, gated=False)
+        forward = SimpleNamespace(run=lambda *x: (x[2] * x[8][:, None, None].to(x[2].dtype), None, None))
+
+        @staticmethod
+        def gradients(q, k, v, decay, initial, cu_seqlens, saved, sizes, skip, gate, do, dstate, ddecay, of_steps):
+            ddecay.zero_()
+            of_steps.zero_()
+            return torch.zeros_like(q), torch.zeros_like(k), do * skip[:, None, None].to(v.dtype), None
+
+    monkeypatch.setattr(mamba, "_inside", lambda *given: Kernel)
+    x, skip = drawn(B, N, H, P).to(dtype).requires_grad_(), drawn(H, seed=4).to(dtype).requires_grad_()
+    dt, k, q = (drawn(B, N, *shape, seed=1).to(dtype) for shape in ((H,), (G, D), (G, D)))
+    y, _ = mamba.scan(x, dt, -torch.ones(H, device=DEVICE), k, q, skip, None, None, mamba.Steps(True, 0.0, torch.inf))
+    (g,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(g.float().sum() + skip.float().sum(), skip)
 
 
 @pytest.mark.parametrize("name", ["all", "no bias", "limit", "no softplus", "packed"])

@@ -19,7 +19,7 @@ from fulmen.layers import (
 )
 from fulmen.layers.fused.projections import MAX_ROWS, Facts, few_rows, project
 from fulmen.testing import assert_close, expected
-from tests.aot import LinearCase
+from tests.aot_layers import LinearCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [  # B, N, K, widths

@@ -200,6 +200,15 @@ def no_second_derivative(way: str) -> None:
     (g,) = torch.autograd.grad(WAYS[way](x, x, x, group=dist.group.WORLD).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         g.square().sum().backward()
+    if way != "lightning":
+        return
+    packed = {"cu_seqlens": torch.tensor([0, 3, 8 * dist.get_world_size()], dtype=torch.int32)}
+    for decay in (torch.rand(4), torch.rand(1, 4, 8)):  # a state is moved before it is used
+        state = torch.rand(2, 4, 8, 8, requires_grad=True)
+        o = WAYS[way](x, x, x, decay, group=dist.group.WORLD, initial_state=state, **packed)
+        (g,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            torch.autograd.grad(g.sum() + state.sum(), state)
 
 
 def one_rank() -> None:

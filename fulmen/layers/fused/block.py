@@ -86,7 +86,7 @@ def add_norm_backward_launch(
 ) -> Launch:
     """dsum is not looked at unless `residual`."""
     programs, size = sums.shape
-    stages, options = pipeline(size, added, dnormed, dsum)
+    stages, options = pipeline(size, *((size, t) for t in (added, dnormed, dsum)))
     rest = (eps, added.numel() // size, size, residual, programs, stages)
     return Launch(add_norm_backward_kernel, programs, (added, weight, dsum, dnormed, dx, sums), rest, options)
 

@@ -163,7 +163,7 @@ def norm_launch(
 
 def norm_backward_launch(*tensors: Tensor) -> Launch:
     """x, weight, dy, drest, dx of each of two norms, as above; rstd, and sums (programs, all weights' columns)."""
-    x, weight, dy, _, dx, x2, weight2, dy2, _, dx2, rstd, sums = tensors
+    x, weight, dy, drest, dx, x2, weight2, dy2, drest2, dx2, rstd, sums = tensors
     (norms, rows), R = rstd.shape, weight.shape[0]
     R2 = weight2.shape[0] if norms == 2 else 0
     rest, rest2 = dx.shape[2] - R, dx2.shape[2] - R2
@@ -181,7 +181,12 @@ def norm_backward_launch(*tensors: Tensor) -> Launch:
         sums.shape[0],
     )
     tile = at_a_time * next_power_of_2(max(R, R2))
-    stages, _ = pipeline(tile, x, dy, *((x2, dy2) if norms == 2 else ()))
+    rows_of = [(x, weight, dy, drest, R, rest), (x2, weight2, dy2, drest2, R2, rest2)][:norms]
+    loads: list[tuple[int, Tensor]] = []
+    for a, w, da, da_rest, n, n_rest in rows_of:
+        row, others = at_a_time * next_power_of_2(n), at_a_time * next_power_of_2(n_rest) if n_rest else 0
+        loads += [(row, a), (row, da), (n, w), (others, da_rest), (at_a_time, rstd)]
+    stages, _ = pipeline(tile, *loads)
     sizes = (x.stride(1), x2.stride(1), rows, *columns, stages)
     return Launch(norm_backward_kernel, sums.shape[0], tensors, sizes, warps(tile))
 

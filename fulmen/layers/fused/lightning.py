@@ -519,7 +519,8 @@ def gate_backward_launch(
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
     programs = B * N if eps is None else sums.shape[0]
-    stages, options = pipeline(next_power_of_2(groups) * next_power_of_2(width // groups), dy, o, gate)
+    row = next_power_of_2(groups) * next_power_of_2(width // groups)
+    stages, options = pipeline(row, *((row, t) for t in (dy, o, gate, weight)))
     if eps is None:  # a program takes one token
         stages = 1
     rest = (eps or 0.0, B * N, groups, width // groups, eps is not None, gated, programs, stages)

@@ -316,13 +316,14 @@ class Scanned(torch.autograd.Function):
         made, y, state = scanned(plan, steps, x, dt, A, B, C, bias, D, None, seq, initial, cu_seqlens)
         ctx.plan, ctx.steps, ctx.of_skip = plan, steps, None if D is None else D.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, dt, A, B, C, bias, initial, cu_seqlens, *made)
+        # D itself too, of which `made` has another dtype: inputs that are not saved get a second derivative of zero
+        ctx.save_for_backward(x, dt, A, B, C, bias, initial, cu_seqlens, *made, D)
         return y if state is None else (y, state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None = None) -> tuple[Any, ...]:
-        x, dt, A, B, C, bias, initial, cu_seqlens, decay, saved, sizes, skip = saved_rows(ctx)
+        x, dt, A, B, C, bias, initial, cu_seqlens, decay, saved, sizes, skip, _ = saved_rows(ctx)
         q, k, v, do = (t.transpose(1, 2) for t in (C, B, x, torch.zeros_like(x) if dy is None else dy))
         ddecay = torch.empty(decay.shape, dtype=torch.float32, device=v.device)
         of_steps = torch.empty(2, *decay.shape, dtype=torch.float32, device=v.device)
@@ -425,7 +426,7 @@ def outputs_backward_launch(
 ) -> Launch:  # fmt: skip
     B, N, width = o.shape
     programs = B * N if sums is None else sums.shape[0]
-    stages, options = pipeline(width // groups, *(t for t in (dy, o, x, D, z) if t is not None))
+    stages, options = pipeline(width // groups, *((width // groups, t) for t in (dy, o, x, D, z, weight)))
     if sums is None:  # a program takes a group of one token
         stages = 1
     rest = (*between_tokens(o, x, z), eps, B * N, groups, width // groups, programs, stages)

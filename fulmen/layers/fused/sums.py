@@ -24,11 +24,16 @@ def programs_for(size: int, groups: int, rows: int, device: torch.device) -> int
     return min(triton.cdiv(sm_count(device) * per_sm, groups), rows)
 
 
-def pipeline(size: int, *tensors: Tensor) -> tuple[int, dict[str, int]]:
-    """Stages and launch options of a loop over rows that loads `size` elements of each tensor an iteration."""
-    width = next_power_of_2(size)
-    row_bytes = width * sum(x.element_size() for x in tensors)
-    free = shared_memory(tensors[0].device) - 4 * width - 1024  # the final sum needs one fp32 row of shared memory
+def pipeline(width: int, *loads: tuple[int, Tensor | None]) -> tuple[int, dict[str, int]]:
+    """Stages and launch options of a loop over rows of `width` elements that makes these `loads` an iteration.
+
+    Each is a number of elements and the tensor they come from. All count: Triton keeps each load of such a loop in
+    shared memory, weights too, which are the same in every iteration.
+    """
+    given = [(next_power_of_2(size), x) for size, x in loads if size and x is not None]
+    row_bytes = sum(size * x.element_size() for size, x in given)
+    width = next_power_of_2(width)
+    free = shared_memory(given[0][1].device) - 4 * width - 1024  # the final sum needs one fp32 row of shared memory
     return max(1, min(STAGES, 1 + free // row_bytes)), {"num_warps": max(1, min(16, width // (32 * 16)))}
 
 
