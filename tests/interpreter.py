@@ -2,7 +2,8 @@
 
 It spends its time on Python around numpy, again and again on the same questions. `faster` answers them once, and leaves
 out what is computed for nothing. This knows the interpreter of the Triton that the Makefile installs; any other is used
-as it is.
+as it is, but for one mistake: a comparison's answer, made a tensor, turns from bool to int32, which Triton 3.9 refuses
+as a mask.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ VERSION = "3.6.0"
 @contextlib.contextmanager
 def faster() -> Iterator[None]:
     import triton
-
-    if triton.__version__ != VERSION:
-        yield
-        return
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
     with pytest.MonkeyPatch.context() as monkeypatch:
+        if triton.__version__ != VERSION:
+            monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", splat(interpreter.TensorHandle))
+            yield
+            return
         quick = Operators(core, interpreter).by_name()
         monkeypatch.setattr(interpreter, "_patch_lang", patched_once(interpreter._patch_lang, core.tensor, quick))
         monkeypatch.setattr(interpreter, "_get_np_dtype", known(interpreter._get_np_dtype))
@@ -48,6 +49,16 @@ def faster() -> Iterator[None]:
         # Overflow is computed for every operation on integers, and asserted in debug mode only.
         monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
+
+
+def splat(handle: Any) -> Any:
+    """`create_splat` that keeps the dtype of its data."""
+    import numpy as np
+
+    def create_splat(self: Any, to: Any, value: Any) -> Any:
+        return handle(np.full(to.shape, value.data.item(), value.data.dtype), value.dtype.scalar)
+
+    return create_splat
 
 
 def patched_once(patch: Any, tensor: Any, quick: dict[str, Any]) -> Any:

@@ -122,7 +122,7 @@ def lightning_scan_kernel(
                 carry = carry * tl.where(there, kept, 1.0) + added[u]
             elif decay_ptr is not None:
                 walked = tl.minimum(tl.maximum(N - (first + u) * segment, 0), segment)
-                part = tl.exp2(-LOG2E * slope * walked)
+                part = tl.exp2(slope * -LOG2E * walked)
                 added_u = carry * tl.where(walked == segment, rest, 0.0) + added[u]
                 carry = carry * tl.where(walked == segment, keep, part) + added_u
             else:

@@ -67,27 +67,31 @@ def replace(module: Any, backend: str) -> list[Callable[[], None]]:
         hooks = importlib.import_module("transformers.integrations.accelerate")
         forward = hooks.force_accelerate_hooks("conv1d")(forward)
     names = tuple(inspect.signature(own).parameters)[1:]
-    undo = [set_forward(module, types.MethodType(functools.partial(keeping_states, forward, names), module))]
+    undo = [set_forward(module, types.MethodType(keeping_states(forward, names), module))]
     norm = getattr(module, "norm", None)
     if _is_gated_norm(norm):
         undo.append(set_forward(norm, types.MethodType(gated, norm)))
     return undo
 
 
-def keeping_states(forward: Any, names: tuple[str, ...], module: Any, *args: Any, **kwargs: Any) -> Any:
+def keeping_states(forward: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     """The mixer's forward. In a decoding step, rows without a token keep their convolution's and scan's states."""
-    tokens: Tensor | None = kwargs.pop(packing.TOKENS, None)
-    if tokens is None:
-        return forward(module, *args, **kwargs)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    cache = given.get("cache_params")
-    if cache is None or not cache.has_previous_state(module.layer_idx):  # the first token: as of a prompt
-        return forward(module, **{**given, "attention_mask": tokens})
-    before = [state.clone() for state in _states(cache, module.layer_idx)]
-    y = forward(module, **given)
-    for state, old in zip(_states(cache, module.layer_idx), before, strict=True):
-        state.copy_(torch.where(tokens.view(-1, *[1] * (state.ndim - 1)), state, old))
-    return y
+
+    def keeping(module: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens: Tensor | None = kwargs.pop(packing.TOKENS, None)
+        if tokens is None:
+            return forward(module, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache = given.get("cache_params")
+        if cache is None or not cache.has_previous_state(module.layer_idx):  # the first token: as of a prompt
+            return forward(module, **{**given, "attention_mask": tokens})
+        before = [state.clone() for state in _states(cache, module.layer_idx)]
+        y = forward(module, **given)
+        for state, old in zip(_states(cache, module.layer_idx), before, strict=True):
+            state.copy_(torch.where(tokens.view(-1, *[1] * (state.ndim - 1)), state, old))
+        return y
+
+    return keeping
 
 
 def _states(cache: Any, layer: int) -> list[Tensor]:
