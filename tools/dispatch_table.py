@@ -10,7 +10,7 @@ import torch
 
 from fulmen.flash import policy as flash
 from fulmen.flash.kernels import backward
-from fulmen.flash.spec import FlashSpec
+from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec
 from fulmen.hardware import TARGETS
 from fulmen.latent import policy as latent
 from fulmen.latent.spec import LatentSpec
@@ -34,8 +34,8 @@ Measurements stand beside the rows in the code. `fulmen.explain(...)` prints the
 Both passes, with and without decay, D = E (else the larger one counts). An entry is the chunk length x the value
 columns of a program, warps, pipeline stages.
 
-| GPU | shared memory | D up to | bf16, fp16 | fp32 |
-|---|---|---|---|---|
+| GPU | shared memory | D up to | bf16, fp16 | a decay for each token | fp32 |
+|---|---|---|---|---|---|
 """
 
 
@@ -62,14 +62,14 @@ bf16 and fp16, causal or not. An entry is the rows a program owns x the rows it 
 AUTO = """
 ## Softmax attention, `auto`
 
-On compute capability 9.0 the first row that fits; "full" is from 1024 queries a head and {full:,} in all on. If the
+On compute capability 9.0 the first row that fits; "full" is from {head} queries a head and {full:,} in all on. If the
 backend cannot serve the call, the next of sdpa, triton, eager follows. On other GPUs torch's kernels come first, as
 nothing was measured there, and on CPUs, where they are fused; eager, plain PyTorch, serves the options they lack.
 
 | call | first |
 |---|---|
 | decoding (below) | cuda or sdpa |
-| less than {small:g} FLOP, no gradients, plain, D = E of 64 or 128, up to 256 keys (512 where N_Q = N_KV) | cuda |
+| less than {small:g} FLOP, no gradients, plain, D = E of 64 or 128, up to {few} keys ({square} if N_Q = N_KV) | cuda |
 | less than {small:g} FLOP | triton |
 | no gradients, plain, up to {keys64} keys (D = E = 64) or {keys128} (D = E = 128) | cuda |
 | window, softcap, sinks or packed sequences | cuda if full, else triton |
@@ -81,13 +81,13 @@ more queries than that, are served the same way where keys are split over blocks
 
 | options | keys | heads | first |
 |---|---|---|---|
-| window, softcap or sinks | any | up to 64 queries of a GQA group together | cuda |
-| plain | over 256 | a GQA group of 1, 2, 4, 8, 16, 32 or 64 | cuda |
-| plain, several queries, causal from the last key | over 256 | any | cuda |
-| plain | over 256 | other groups, or a head dim that cuda lacks | sdpa |
+| window, softcap or sinks | any | up to {rows} queries of a GQA group together | cuda |
+| plain | over {few} | a GQA group of {groups} | cuda |
+| plain, several queries, causal from the last key | over {few} | any | cuda |
+| plain | over {few} | other groups, or a head dim that cuda lacks | sdpa |
 
-All other plain calls follow this table. At D = 128, full, without GQA and below 4096 keys, "full" takes eight times as
-many queries.
+All other plain calls follow this table. At D = 128, without a mask or GQA and below {long} keys, "full" is from
+{many:,} queries in all on.
 
 | D, E up to | mask | keys from | first |
 |---|---|---|---|
@@ -134,8 +134,10 @@ def flash_lines() -> list[str]:
             picked = [str(getattr(tiles, pass_)) for pass_ in flash.PASSES]
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
     limits = {f"keys{D}": keys for D, keys in flash.SHORT_KEYS.items()}
-    limits["queries"] = flash.DECODE_QUERIES
-    lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, **limits))
+    limits |= {"few": flash.SMALL_KEYS, "square": flash.SQUARE_KEYS, "rows": flash.FEW_ROWS}
+    limits |= {"queries": flash.DECODE_QUERIES, "head": flash.FULL_QUERIES, "long": flash.LONG, "many": flash.MANY}
+    groups = " or ".join(", ".join(map(str, (1, *PACKABLE_GROUPS))).rsplit(", ", 1))
+    lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, groups=groups, **limits))
     for r in flash.ROWS:
         lines.append(f"| {r.D} | {'causal' if r.causal else 'full'} | {r.keys} | {r.first} |\n")
     lines.append(BACKWARD)
@@ -180,8 +182,8 @@ def render() -> str:
     for hw in TARGETS.values():
         for D in HEAD_DIMS:
             picked = []
-            for dtype in (torch.bfloat16, torch.float32):
-                spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"))
+            for dtype, per_token in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)):
+                spec = LightningSpec(4, 32, 32, 8192, D, D, dtype, torch.device("cuda"), per_token=per_token)
                 picked.append(str(lightning.choose(spec, hw, "triton").tile))
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
     return INTRODUCTION + "".join([*lines, *lightning_cuda_lines(), *flash_lines(), *latent_lines()])

@@ -19,7 +19,7 @@ from fulmen.boundary import (
     refuse_derivatives_we_lack,
     register_operator,
 )
-from fulmen.flash.plan import plain_options, plan_for
+from fulmen.flash.plan import has_exact_types, plan_for
 from fulmen.flash.spec import (
     Causal,
     Residuals,
@@ -85,7 +85,7 @@ def attend_cache(
     """o, and lse or None; arguments as of `flash_attention`, `most` is max_kv_length."""
     tensors: Any = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
     key = ("flash cache", causal, window, softcap, scale, most, backend, with_lse)
-    plain, plan = plain_options(causal, window, softcap, scale, backend) and (most is None or type(most) is int), None
+    plain, plan = has_exact_types(causal, window, softcap, scale, backend) and (most is None or type(most) is int), None
     if plain:
         which, given = plans.given(tensors)
         plan = plans.find((which, *key), given)

@@ -23,7 +23,7 @@ from fulmen.boundary import (
     register_operator,
 )
 from fulmen.flash.cache import attend_cache, fake_nothing
-from fulmen.flash.plan import TENSORS, given_tensors, plain_options, planned
+from fulmen.flash.plan import TENSORS, given_tensors, has_exact_types, planned
 from fulmen.flash.spec import (
     Causal,
     Residuals,
@@ -129,7 +129,7 @@ def flash_attention_with_lse(
 _lib = torch.library.Library("fulmen", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _FACTS = "float scale, int? left, int? right, bool top_left, float? softcap, bool with_lse, bool needs_grad"
-FACTS = 7
+FACTS = _FACTS.count(",") + 1
 ALONE, PLAIN = 0b111, 0b0111000111  # as `plans.given` counts: q, k, v; of a backward's tensors with o, lse and do
 
 
@@ -264,7 +264,7 @@ def _attend(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
     alone = sinks is None and cu_seqlens_q is None and cu_seqlens_k is None
-    plain, plan = plain_options(causal, window, softcap, scale, backend), None
+    plain, plan = has_exact_types(causal, window, softcap, scale, backend), None
     if plain:
         which, given = (ALONE, (q, k, v)) if alone else given_tensors(tensors)
         plan = plans.find((which, "flash", causal, window, softcap, scale, backend, with_lse), given)

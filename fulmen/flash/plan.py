@@ -79,7 +79,7 @@ def tidy(
     return q, k, v, sinks, cu_q, cu_k, o, lse.resolve_neg().contiguous(), do, dlse
 
 
-def plain_options(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
+def has_exact_types(causal: Causal, window: Window, softcap: float | None, scale: float | None, backend: str) -> bool:
     """Whether every option has an exact built-in type, so that it can be part of a plan's key."""
     return (
         type(causal) in (bool, str)

@@ -132,8 +132,10 @@ ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # on a G
 CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")  # triton is interpreted there
 
 SMALL_FLOPS = 8e9  # forward; below, CPU overhead decides: 15 us a call with triton, 39 with sdpa
-FULL = 32_768  # queries of all heads together; with fewer, tiles of `sm90` do not fill the GPU
-DECODE_QUERIES = 64
+FULL_QUERIES, FULL = 1024, 32_768  # of a head, of all heads; with fewer, tiles of `sm90` do not fill the GPU
+LONG, MANY = 4096, 8 * FULL  # keys below which full D = 128 takes that many queries to fill it
+DECODE_QUERIES, FEW_ROWS = 64, 64  # of a head; of a GQA group
+SMALL_KEYS, SQUARE_KEYS = 256, 512  # up to which `is_short`; where N_Q = N_KV
 SHORT_KEYS = {64: 128, 128: 80}  # D = E, and up to how many keys cuda is ahead of cuDNN in a long call
 
 
@@ -168,18 +170,13 @@ def flops(spec: FlashSpec) -> float:
     return 2 * spec.B * spec.H * spec.N_Q * spec.N_KV * (spec.D + spec.E)
 
 
-def is_plain(spec: FlashSpec) -> bool:
-    """Causal or full, without any other option."""
-    return spec.plain and spec.right in (None, 0)
-
-
 def fastest(spec: FlashSpec, hw: Hardware) -> str:
     """The backend measured to be the fastest; torch's where nothing was measured."""
     if spec.has_kv_lengths:  # heads that share no tile read their keys one by one in `cuda`, in `triton` they share
         return "cuda" if hw.arch == 90 and heads_as_queries(spec).group in (1, *PACKABLE_GROUPS) else "triton"
     if hw.arch != 90:
         return "sdpa"
-    plain = is_plain(spec)
+    plain = spec.plain
     if not spec.needs_grad and (name := decode(spec, hw)) is not None:
         return name
     if flops(spec) < SMALL_FLOPS:  # B1 H8 N128 D64: triton 0.007 / 0.014, cuDNN 0.008 / 0.017
@@ -189,26 +186,22 @@ def fastest(spec: FlashSpec, hw: Hardware) -> str:
         # D 128, B8 H8, 4096 x 64 40, 50; 4096 x 77 48, 50; but 1024 x 128 18.2, 16.4
         return "cuda"
     queries = spec.B * spec.H * spec.N_Q
-    full = spec.N_Q >= 1024 and queries >= FULL
+    full = spec.N_Q >= FULL_QUERIES and queries >= FULL
     if not plain:  # sdpa has no options. ms, cuda and triton: window 0.243, 0.323; softcap 0.360, 0.491
         return "cuda" if full else "triton"
     causal, size = spec.right is not None, max(spec.D, spec.E)
     width = min((row.D for row in ROWS if size <= row.D), default=0)
     rows = [row for row in ROWS if (row.D, row.causal) == (width, causal) and row.keys <= spec.N_KV]
     name = max(rows, key=lambda row: row.keys).first if rows else "sdpa"
-    if not causal and size == 128 and spec.N_KV < 4096 and spec.group == 1:
-        full = full and queries >= 8 * FULL  # us, N 2048, cuda and cuDNN: 64 heads 222, 215; 256 heads 897, 914
+    if not causal and size == 128 and spec.N_KV < LONG and spec.group == 1:
+        full = full and queries >= MANY  # us, N 2048, cuda and cuDNN: 64 heads 222, 215; 256 heads 897, 914
     return "sdpa" if name == "cuda" and not full else name
 
 
 def is_short(spec: FlashSpec) -> bool:
-    """Whether cuda is ahead of triton in a short call, or within 2 %.
-
-    us on the GPU, cuda and triton:
-    D 64, B1 H1 N128 2.7, 3.8; N512 6.5, 8.6; B4 H16 N256 7.0, 8.3; B32 H8 N128 8.4, 11.9; 4096 x 256, B8 H8 53, 65
-    D 128, B1 H1 N128 3.5, 5.0; N512 8.5, 9.6; B8 H4 N256 8.9, 8.8; B4 H16 N256 11.4, 11.6; B64 H32/8, 1 x 250 25, 65
-    """
-    return spec.D == spec.E and spec.D in (64, 128) and (512 if spec.N_Q == spec.N_KV else 256) >= spec.N_KV
+    """Whether cuda is ahead of triton in a short call, or within 2 % (measured: docs/notes/flash-cuda-short.md)."""
+    keys = SQUARE_KEYS if spec.N_Q == spec.N_KV else SMALL_KEYS
+    return spec.D == spec.E and spec.D in (64, 128) and keys >= spec.N_KV
 
 
 def is_decoding(spec: FlashSpec) -> bool:
@@ -219,38 +212,34 @@ def is_decoding(spec: FlashSpec) -> bool:
 def decode(spec: FlashSpec, hw: Hardware) -> str | None:
     """The fastest where few queries read many keys, as in decoding; None if this is no such call.
 
-    us between events, cuda, FlashAttention-2 and triton: D 128, H32/8, B1 1 x 8192 21, 31, 99; B4 1 x 16384 78, 87,
-    196; B64 1 x 1024 76, 114, 167; H128/4, B64 1 x 8192 264, 403, 3937; D 64, H64/4, B64 1 x 32768 527, 880, 4584;
-    D 256, H16/2, B32 1 x 32768 521, 485, 4101; H8/4, B4 1 x 256 14.0, 13.5, 16.4; H32/8, B32 1 x 256 33, 28, 108. Heads
-    as queries: H5/1, B2 1 x 131072 47, 71; H128/1, B64 1 x 2048 39, 46; D 256, B128 1 x 4096 147, 250. With options,
-    cuda and triton: D 64, H64/8, sinks, 1 x 8192 16, 101; D 128, H32/8, softcap 24, 246; 1 x 300 12, 16.
+    Measured: docs/notes/flash-cuda-short.md.
     """
     rows, decoding = spec.N_Q * spec.group, is_decoding(spec)
-    few = rows <= 64
+    few = rows <= FEW_ROWS
     least = spec.B * spec.H_KV * rows / 192  # tiles: keys are split where these leave half of the SMs idle
     if not spec.N_Q or spec.sequences is not None or not (few or decoding or 2 * least <= hw.sm_count):
         return None
     if spec.dtype not in (torch.bfloat16, torch.float16) or spec.scale < 0 or (spec.D, spec.E) not in SM90_HEAD_DIMS:
-        return "sdpa" if decoding and is_plain(spec) and spec.N_KV > 256 else None
+        return "sdpa" if decoding and spec.plain and spec.N_KV > SMALL_KEYS else None
     tile = sm90_tile(call := heads_as_queries(spec), hw)
     number = splits(call, tile, hw)
-    if not is_plain(spec):
+    if not spec.plain:
         return "cuda" if few or number > 1 else None
-    if spec.N_KV <= 256 and spec.D <= 128:  # for which `is_short` has kernels
+    if spec.N_KV <= SMALL_KEYS and spec.D <= 128:  # for which `is_short` has kernels
         return None
     if not (few or decoding):
         return "cuda" if number > 1 else None
     shares_keys = tile.pack_gqa or call.group == 1  # else each head reads its keys for itself
     too_large = spec.B * spec.H_KV * spec.N_KV * max(spec.D, spec.E) >= 2**31  # for torch
     bottom_right = spec.right is not None and spec.N_Q > 1  # which torch cannot say
-    waves = spec.N_KV <= 256 and hw.sm_count < spec.B * spec.H_KV  # of few keys
+    waves = spec.N_KV <= SMALL_KEYS and hw.sm_count < spec.B * spec.H_KV  # of few keys
     return "cuda" if (shares_keys and not waves) or too_large or bottom_right else "sdpa"
 
 
 def without_cuda(spec: FlashSpec) -> str:
     """The second choice where cuda is the fastest: its compiler is an optional dependency."""
-    decodes = spec.N_Q * spec.group <= 64 and spec.N_KV > 256
-    return "sdpa" if spec.plain and (decodes or flops(spec) >= SMALL_FLOPS) else "triton"
+    decodes = spec.N_Q * spec.group <= FEW_ROWS and spec.N_KV > SMALL_KEYS
+    return "sdpa" if not spec.has_options and (decodes or flops(spec) >= SMALL_FLOPS) else "triton"
 
 
 # ------------------------------------------------------------------------------------------ tiles of backend cuda
@@ -262,18 +251,18 @@ def sm90_base_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
     few = mean_queries(spec) * (spec.group if spec.group in PACKABLE_GROUPS else 1) <= 64
     waves = {r: spec.B * spec.H * math.ceil(spec.N_Q / r) / max(hw.sm_count, 1) for r in (64, 128, 192)}
     if spec.D == 64:
-        if few or (spec.plain and spec.N_KV <= 512 and waves[64] <= 2):
+        if few or (not spec.has_options and spec.N_KV <= 512 and waves[64] <= 2):
             deep = few and hw.sm_count <= spec.B * spec.H_KV  # B32 H32/8, 1 x 32768: 524 us, with 2 stages 533
             return Sm90Tile(1, 128, 3 if deep else 2, blocks_per_sm=2)  # B8 H4 N512, causal: 110, 110
         short = spec.N_KV <= 1024 if causal else 1.2 * math.ceil(waves[192]) >= math.ceil(waves[128])
-        if spec.softcap is not None or (spec.plain and short):
+        if spec.softcap is not None or (not spec.has_options and short):
             return Sm90Tile(2, 128, 2)  # B32 H8 N1024, causal: 288, 317
         # N2048: 440, 400; causal 323, 253; N4096: 466, 419; causal 467, 433
-        return Sm90Tile(3, 128, 2, take_turns=not (long and (spec.plain or causal)))
+        return Sm90Tile(3, 128, 2, take_turns=not (long and (not spec.has_options or causal)))
     if spec.D == 128:
-        if few or (spec.plain and spec.N_KV <= 1024 and waves[64] <= (2 if causal else 1)):
+        if few or (not spec.has_options and spec.N_KV <= 1024 and waves[64] <= (2 if causal else 1)):
             return Sm90Tile(1, 80, 2, blocks_per_sm=2)  # B1 H16 N512: 204, 190; causal 99, 89
-        if spec.plain and (long if causal else spec.N_KV > 1024):
+        if not spec.has_options and (long if causal else spec.N_KV > 1024):
             return Sm90Tile(2, 176, 2)  # N4096: 675, 668; causal 607, 531
         return Sm90Tile(2, 128, 2)  # N2048, causal: 527, 420
     return Sm90Tile(2, 80, 2) if spec.D == 256 else Sm90Tile(2, 128, 2)
@@ -311,7 +300,7 @@ def short_tile(spec: FlashSpec, hw: Hardware) -> SmallTile | SingleTile | None:
     `small` spreads few queries over SMs in tiles of 16; `single_tile` takes 64 and packs GQA if that saves tiles.
     """
     keys, sms, wide = spec.N_KV, hw.sm_count, spec.D == 128
-    if keys > 256 or not is_plain(spec) or spec.D != spec.E or spec.D not in (64, 128):
+    if keys > 256 or not spec.plain or spec.D != spec.E or spec.D not in (64, 128):
         return None
     if max(spec.B, spec.H) > sdpa.MAX_GRID:
         return None
@@ -452,7 +441,7 @@ def should_swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
     N2048 D128 has 453 TFLOP/s so, and 563 in groups. So groups, if they are about as balanced. At D = 64, where k and v
     are half as large, there is less to gain. B1 H40 N8192 in groups of 7 heads: estimated 1.09 times, measured 1.02.
     """
-    if spec.D not in (64, 128) or not spec.plain:
+    if spec.D not in (64, 128) or spec.has_options:
         return False
     if spec.right is None:
         return True
@@ -478,7 +467,7 @@ def swizzle_heads(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     if not tile.swizzle or stored * unit >= every:
         return every
     many = every > 32 * stored * unit or tiles_per_head(spec, tile) > MANY_TILES  # of which the last weighs little
-    if not spec.plain or many:
+    if spec.has_options or many:
         return stored * unit
     return unit * min(range(stored, stored // 2, -1), key=lambda n: lpt_makespan(spec, tile, hw, n * unit))
 

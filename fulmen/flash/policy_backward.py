@@ -92,20 +92,11 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     """Heads of k and v worked on at a time.
 
     Half of the L2 cache holds q, do and fp32 dq of as many, unless more run at once anyway. They divide the number of
-    heads: a smaller last group would leave SMs idle under a causal mask. Speed over cuDNN's, causal, D 128, as many as
-    fit (few tiles: all heads) and a divisor: B2 H16 N8192 1.077, 1.119; B4 H32 N2048 1.066, 1.093; B1 H32 N4096 1.147,
-    1.169; B1 H40/8 N4096 1.128, 1.181.
+    heads: a smaller last group would leave SMs idle under a causal mask.
 
     Of long sequences few heads fit, and the longest tile of the last ones decides; more heads share rows in L2 as well,
-    as all tiles walk the same queries. Time over that of what fits L2, D 128, with 4, 8, 16 heads: B1 H16 N16384 causal
-    0.97, 0.97, 0.96, full 0.99, 0.98, 1.00; B2 H16 N8192 causal 1.00, 0.98, 0.98, full no difference. Not at D 256:
-    with 16 heads B1 H16 N4096 causal takes 1.09.
-
-    In deterministic mode the tiles of a head add to a query tile one after the other; those of more heads wait less.
-    Time over that in any order, causal: D 64 B4 H32 N4096 with 16, 32, 64 heads 1.10, 1.08, 1.10; D 128 with 4, 8, 16
-    heads B1 H16 N16384 1.04, 1.01, 1.00; B2 H16 N8192 1.09, 1.06, 1.04; B1 H32 N4096 1.13, 1.10, 1.08; B4 H32 N2048
-    1.40, 1.08, 1.08 (64: 1.17); D 256 with 8, 16 heads B1 H16 N4096 1.25, 1.13. Full, D 128 with 2, 4, 8 heads B2 H16
-    N8192 1.05, 1.02, 1.01; D 256 with 8, 16 heads 1.04, 1.15. With a window they wait little.
+    as all tiles walk the same queries. In deterministic mode the tiles of a head add to a query tile one after the
+    other; those of more heads wait less, and with a window they wait little. Measured: docs/notes/flash-cuda.md.
     """
     heads = max(1, spec.B * spec.H_KV)
     queries = spec.N_Q

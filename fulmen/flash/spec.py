@@ -77,10 +77,15 @@ class FlashSpec(NamedTuple):
         return self.with_lse or self.needs_grad
 
     @property
+    def has_options(self) -> bool:
+        """A left window, softcap, sinks, packed sequences or lengths of a cache."""
+        some = self.left is not None or self.softcap is not None or self.sequences is not None
+        return some or self.has_sinks or self.has_kv_lengths
+
+    @property
     def plain(self) -> bool:
-        """No left window, softcap, sinks, packed sequences or lengths of a cache; `right` may be set."""
-        without = self.left is None and self.softcap is None and self.sequences is None
-        return without and not (self.has_sinks or self.has_kv_lengths)
+        """Full or causal, and nothing else."""
+        return not self.has_options and self.right in (None, 0)
 
     @property
     def group(self) -> int:
@@ -99,7 +104,7 @@ def heads_as_queries(spec: FlashSpec) -> FlashSpec:
     So a single query of a group that cannot be packed (`PACKABLE_GROUPS`) reads k and v once. All rows must see all
     keys: a single query does, with a bottom-right causal mask.
     """
-    packable, masked = spec.group in (1, *PACKABLE_GROUPS), spec.left is not None or spec.top_left
+    packable, masked = spec.group in (0, 1, *PACKABLE_GROUPS), spec.left is not None or spec.top_left
     differ = masked or spec.has_sinks or spec.sequences is not None or spec.needs_grad
     if packable or differ or spec.N_Q != 1 or spec.group > MAX_FOLDED:
         return spec
@@ -252,10 +257,10 @@ def spec_of(
     limited = left is not None or right is not None
     top_left = top_left and limited and (sequences is not None or N_Q != N_KV)  # else both alignments are one
     return FlashSpec(
-        B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left, right, top_left, softcap,
-        x.sinks is not None, sequences, with_lse, needs_grad,
-        needs_grad and plans.deterministic(), x.kv_lengths is not None, page,
-        x.kv_lengths is None or aligned(x.k, x.v),
+        B, H, H_KV, N_Q, N_KV, D, E, x.q.dtype, x.q.device, scale, left=left, right=right, top_left=top_left,
+        softcap=softcap, has_sinks=x.sinks is not None, sequences=sequences, with_lse=with_lse, needs_grad=needs_grad,
+        deterministic=needs_grad and plans.deterministic(), has_kv_lengths=x.kv_lengths is not None, page=page,
+        aligned=x.kv_lengths is None or aligned(x.k, x.v),
     )  # fmt: skip
 
 

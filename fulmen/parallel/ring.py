@@ -138,10 +138,11 @@ def _spec(x: Residuals, block: Block, call: Call, backward: bool) -> FlashSpec:
     N_Q, N_KV = block.q1 - block.q0, block.k1 - block.k0
     limited = block.left is not None or block.right is not None
     return FlashSpec(
-        B, H, x.k.shape[1], N_Q, N_KV, D, x.v.shape[3], x.q.dtype, x.q.device, call.scale, block.left, block.right,
-        limited and (N_Q != N_KV or block.offsets is not None), call.softcap, x.sinks is not None and block.diagonal,
-        None if block.offsets is None else len(block.offsets) - 1,
-        not backward, backward, backward and deterministic(),
+        B, H, x.k.shape[1], N_Q, N_KV, D, x.v.shape[3], x.q.dtype, x.q.device, call.scale,
+        left=block.left, right=block.right, top_left=limited and (N_Q != N_KV or block.offsets is not None),
+        softcap=call.softcap, has_sinks=x.sinks is not None and block.diagonal,
+        sequences=None if block.offsets is None else len(block.offsets) - 1,
+        with_lse=not backward, needs_grad=backward, deterministic=backward and deterministic(),
     )  # fmt: skip
 
 

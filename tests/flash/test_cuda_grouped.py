@@ -78,6 +78,11 @@ def test_heads_become_queries_only_where_they_see_the_same_keys(options):
     assert folded == call or (folded.N_Q, folded.H, folded.left, folded.right) == (5, 2, None, None)
 
 
+def test_no_heads_become_no_queries():
+    call = spec(H=0, H_KV=0, N_KV=20)
+    assert heads_as_queries(call) is call
+
+
 def test_odd_groups_cannot_be_forced(monkeypatch):
     monkeypatch.setattr(hardware, "of", lambda device: HW)
     for H in (8, 24, 56, 1024):

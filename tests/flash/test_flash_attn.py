@@ -17,6 +17,7 @@ from fulmen import dispatch, hardware, plans
 from fulmen.flash import eager
 from fulmen.flash.spec import FlashSpec, Residuals
 from fulmen.testing import flash as testing
+from tests.flash.test_options import BY_ADDRESS, OTHER
 
 CUDA = torch.device("cuda", 0)
 
@@ -125,6 +126,17 @@ def test_what_the_kernels_cannot_load_is_copied(backend):
 def spec(**changes) -> FlashSpec:
     plain = FlashSpec(1, 2, 2, 64, 64, 16, 16, torch.bfloat16, CUDA, 0.25, needs_grad=True)
     return plain._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "field", [f for f in FlashSpec._fields if f not in {*BY_ADDRESS, *["B", "H", "H_KV", "N_Q", "N_KV", "E"]}]
+)
+def test_a_fact_reaches_the_package_or_is_refused(backend, field, monkeypatch):
+    """As in test_options.py. Shapes, dtype and scale are passed as they are, and gradients are asked for in order."""
+    monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
+    changed = spec(N_KV=96)._replace(**{field: OTHER[field]})
+    same = backend.supports(changed) is None and backend.mask(changed) == backend.mask(spec())
+    assert same == (field in {"dtype", "scale", "deterministic", "page"})
 
 
 SENTENCES = [

@@ -154,6 +154,12 @@ def test_rows_are_found_for_every_call():
             assert all(r.first in ("sdpa", "triton", "cuda") for r in rows)
 
 
+@pytest.mark.parametrize("row", [r for r in policy.ROWS if r.keys])
+def test_a_row_has_an_effect(row):
+    call = spec(row.keys, row.D, B=policy.MANY // row.keys, causal=row.causal)
+    assert policy.order(call, hardware.TARGETS[90])[0] == row.first
+
+
 @pytest.mark.parametrize("N_Q", [1, 4, 64])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 128])
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
