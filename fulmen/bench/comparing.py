@@ -201,7 +201,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 def render(verdicts: Sequence[Verdict], console: Console) -> None:
     """Prints a table of all that is not SAME, then the counts. Names are text, never markup."""
     table = Table(box=None, pad_edge=False)
-    for title in ("verdict", "cell", "before", "after", ""):
+    for title in ("verdict", "cell", "before", "after", "change: median of all quotients"):
         table.add_column(title, justify="right" if title in ("before", "after") else "left", overflow="fold")
     for v in verdicts:
         if v.verdict != "SAME":

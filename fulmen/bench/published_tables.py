@@ -37,6 +37,7 @@ ROLES = (*NUMBERS, *FACTS, "facts", "ignore")
 OPTIONS = ("time_unit", "memory_unit", "baseline", "against")
 SECTIONS: dict[str, Any] = {"options": dict, "facts": dict, "columns": dict, "where": list[dict[str, Any]]}
 
+STATISTICS = ("mean", "median", "avg")  # of anything, unless a unit says that it is time
 # "MB" is taken for MiB: the larger of what people mean by it, so that nothing is called too small by mistake.
 UNITS = {
     "time": {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "μs": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3},
@@ -370,10 +371,23 @@ def read_table(found: Published, table: Table) -> None:
                 found.blank += [where] if role in TIMES else []
                 continue
             row = Row(where, table.name, number, role, parsed[0], of_line | facts)
+            if (
+                role == "time"
+                and plain(header).lower() in STATISTICS
+                and not has_unit(found, header, parsed[1], context)
+            ):
+                found.tell(f"column {plain(header)!r} has no unit and may be of anything: left out")
+                continue
             in_units(found, row, header, parsed[1], context)
             found.rows.append(row)
     if len(found.rows) == before and table.lines:
         found.unread.append(f"{table.name}{f' ({table.heading})' if table.heading else ''}")
+
+
+def has_unit(found: Published, header: str, rest: str, context: tuple[str, float, str | None]) -> bool:
+    """Whether the cell, the column, the heading or the map says that it is a time."""
+    known = UNITS["time"].get(rest.lower().split(" ")[0].strip("(),")) or unit_of(header, "time")
+    return bool(known) or context[0] == "time" or "time_unit" in found.options
 
 
 def in_units(found: Published, row: Row, header: str, rest: str, context: tuple[str, float, str | None]) -> None:

@@ -384,16 +384,19 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     @classmethod
     def from_hf(
-        cls, module_or_state_dict: nn.Module | Mapping[str, Tensor], config: Any, *, layer: int = 0, prefix: str = "",
+        cls, module_or_state_dict: nn.Module | Mapping[str, Tensor], config: Any, *, layer: int | None = None,
+        prefix: str = "",
         backend: str = "auto", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> Self:  # fmt: skip
         """The layer of a Hugging Face attention module, or of its state_dict.
 
         Llama, Mistral, Phi-3, Qwen 3, OLMo 2, Gemma 2 and 3, gpt-oss. A norm's weight of Gemma 3 is 1 + theirs here.
 
-        config  the model's configuration, or its dict; `layer` is the number of the layer, where layers differ.
+        config  the model's configuration, or its dict.
+        layer   the number of the layer, from 0, where layers differ; transformers' modules and such a prefix know it.
         prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
         """
+        layer = weights.layer_of(module_or_state_dict, prefix, layer)
         make = functools.partial(cls._with, **hf.arguments(config, layer), backend=backend)
         tensors = hf.named(weights.tensors_of(module_or_state_dict, prefix), config)
         return weights.loaded(make, tensors, module_or_state_dict, device, dtype)

@@ -26,7 +26,7 @@ NORMS = {"qwen3": "before", "gemma3_text": "before", "olmo2": "all"}
 NO_BIAS = ("mistral", "phi3")  # whatever their configurations say
 
 
-def arguments(config: Any, layer: int) -> dict[str, Any]:
+def arguments(config: Any, layer: int | None) -> dict[str, Any]:
     """The arguments of `GroupedQueryAttention` that make a layer of the model `config` describes."""
     model = _model(config)
     kind = _kind(config, layer)
@@ -76,9 +76,12 @@ def _model(config: Any) -> str:
     return str(model)
 
 
-def _kind(config: Any, layer: int) -> str | None:
+def _kind(config: Any, layer: int | None) -> str | None:
     """The layer's entry in `layer_types`."""
     kinds = config_value(config, "layer_types", None) or []
+    if layer is None and len(set(kinds)) > 1:
+        raise ValueError("layer is missing: layers of this model differ, and these weights do not tell which they are")
+    layer = 0 if layer is None else layer
     layers = len(kinds) or config_value(config, "num_hidden_layers", None)
     layer = whole("layer", layer, 0)
     if layers is not None and layer >= whole("config has num_hidden_layers", layers):

@@ -491,12 +491,12 @@ class LightningAttention(weights.AttentionLayer):
         """The layer of a Hugging Face module of MiniMax, Ring (Bailing) or MiniCPM-SALA, or of its state_dict.
 
         config  the model's configuration, or its dict.
-        layer   the number of the layer, from 0, which the slopes depend on; transformers' modules know it. Slopes and
-                decay factors among the weights are not looked at.
+        layer   the number of the layer, from 0, which the slopes depend on; transformers' modules and such a prefix
+                know it. Slopes and decay factors among the weights are not looked at.
         prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
         """
         tensors = weights.tensors_of(module_or_state_dict, prefix)
-        layer = getattr(module_or_state_dict, "layer_idx", None) if layer is None else layer
+        layer = weights.layer_of(module_or_state_dict, prefix, layer)
         if layer is None:
             raise ValueError("layer is missing: a state_dict does not tell which of the model's layers it is of")
         options, tensors = hf_lightning.converted(tensors, config)

@@ -11,6 +11,7 @@ strict, so there it checks shapes alone.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -178,6 +179,17 @@ def tensors_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: s
         if not is_tensor_like(x):
             raise ValueError(f"the weight {prefix + name} is a {type(x).__name__}, must be a tensor")
     return found
+
+
+def layer_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: str, layer: int | None) -> int | None:
+    """The number of the layer, from 0: as given, or as the module or the prefix says; None if nobody does."""
+    own = getattr(module_or_state_dict, "layer_idx", None)
+    if layer is None:
+        named = re.search(r"(?:^|\.)layers\.(\d+)\.", prefix)
+        return own if named is None else int(named[1])
+    if own is not None and layer != own:
+        raise ValueError(f"layer={layer!r}: the module says that it is layer {own} (layer_idx)")
+    return layer
 
 
 # ------------------------------------------------------------------------------ torch.nn.MultiheadAttention

@@ -79,7 +79,7 @@ def gradient(spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | Non
     powers = powers.cumprod(1).to(dtype)  # (H, C + 1)
     r = torch.arange(C, device=x.q.device)
     apart = (r[:, None] - r).clamp(min=0)
-    inside = powers[:, apart].tril() * (apart * spec.scale)  # (H, C, C)
+    inside = powers[:, apart].tril() * (apart.to(dtype) * spec.scale)  # (H, C, C)
     into = powers[:, 1:, None] * spec.scale
     initial = eager.initial_states(spec, x)
     state, late = initial[: spec.B], torch.zeros_like(initial[: spec.B])  # packed: whatever, until a sequence opens

@@ -249,6 +249,13 @@ def test_columns_of_kernels_under_a_heading_with_the_unit(tmp_path: Path, before
     assert only.what == "LA3-Chunked, total, B=4 H=32 N=4096 D=64"
 
 
+@pytest.mark.parametrize(("mean", "times"), [("1.4", 2), ("1.4 ms", 4)])
+def test_a_mean_is_a_time_only_if_a_unit_says_so(tmp_path: Path, mean: str, times: int) -> None:
+    table = "| Kernel | Pass | Time (ms) | Mean |\n|---|---|---|---|\n"
+    table += f"| flash, N=4096 | forward | 1.0 | {mean} |\n| flash, N=4096 | backward | 2.0 | {mean} |\n"
+    assert len(published_tables.read(write(tmp_path, table)).rows) == times
+
+
 def shown(findings: list[Finding]) -> str:
     console = Console(file=io.StringIO(), width=240)
     published.render(findings, console)

@@ -144,7 +144,10 @@ def test_hugging_face_outputs_and_gradients(config):
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss"])
 def test_hugging_face_layers_without_a_window(name):
     theirs = Theirs(MODELS[name], layer=1)
-    ours = GroupedQueryAttention.from_hf(theirs.module, MODELS[name], layer=1)
+    ours = GroupedQueryAttention.from_hf(theirs.module, MODELS[name])  # the module knows its place, as a prefix does
+    state = {f"model.layers.1.self_attn.{key}": value for key, value in theirs.module.state_dict().items()}
+    again = GroupedQueryAttention.from_hf(state, MODELS[name], prefix="model.layers.1.self_attn.")
+    assert ours.options == again.options
     x = torch.randn(2, 11, 32, dtype=torch.float64)
     torch.testing.assert_close(ours(x), theirs(x), **close(MODELS[name]))
 
@@ -173,7 +176,7 @@ def test_hugging_face_layers_that_see_both_ways():
     with pytest.raises(
         ValueError, match="use_bidirectional_attention, which is known of 'gemma3_text', not of 'gemma2'"
     ):
-        GroupedQueryAttention.from_hf({}, {**MODELS["gemma2"].to_dict(), "use_bidirectional_attention": True})
+        GroupedQueryAttention.from_hf({}, {**MODELS["gemma2"].to_dict(), "use_bidirectional_attention": True}, layer=0)
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -202,7 +205,7 @@ def test_hugging_face_dropout_and_windows_are_taken_over():
     config = Qwen3Config(**SIZES, num_key_value_heads=2, attention_dropout=0.1)
     assert GroupedQueryAttention.from_hf(Qwen3Attention(config, 0), config).dropout == 0.1
     layers = [
-        GroupedQueryAttention.from_hf(Theirs(config).module, config, layer=i)
+        GroupedQueryAttention.from_hf(Theirs(config, layer=i).module, config)
         for config in (MODELS["qwen3"], MODELS["qwen3, window"])
         for i in range(2)
     ]
@@ -409,6 +412,11 @@ def test_other_wrong_sources():
         (lambda: GroupedQueryAttention.from_hf(state, MODELS["qwen3, window"], layer=2), "config has 2 layers"),
         (lambda: GroupedQueryAttention.from_hf(state, config, layer=32), "layer=32: config has 32 layers"),
         (lambda: GroupedQueryAttention.from_hf(state, config, layer="x"), "layer='x': must be an int"),
+        (
+            lambda: GroupedQueryAttention.from_hf(state, MODELS["gemma2"]),
+            "layer is missing: layers of this model differ",
+        ),
+        (lambda: GroupedQueryAttention.from_hf(LlamaAttention(config, 1), config, layer=0), "says that it is layer 1"),
         (lambda: GroupedQueryAttention.from_hf(dict.fromkeys(state, 1), config), "q_proj.weight is a int"),
         (lambda: GroupedQueryAttention.from_hf(state, config, dtype="bfloat16"), "dtype='bfloat16'"),
         (lambda: GroupedQueryAttention.from_hf(state, changed(hidden_size=None)), "config has hidden_size=None"),

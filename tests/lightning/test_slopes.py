@@ -117,6 +117,19 @@ def test_panels_do_not_matter(case, monkeypatch):
     assert ((once - again).abs() <= torch.finfo(torch.float32).eps * terms).all()
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(default):
+    """Under which models are loaded: a scale that it rounds would be wrong."""
+    x = inputs(**CASES["chunks and a rest"])
+    want = testing.evaluate(testing.backend("eager"), x).ddecay
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(testing.evaluate(testing.backend("eager"), x).ddecay, want)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_long_and_slow_decay():
     """(t - j) is large where little has decayed: the sum is not one of large numbers that cancel."""
     x = testing.inputs(1, 2, 3000, 16, decay=torch.tensor([1e-4, 0.5]))
