@@ -201,7 +201,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     try:
         chosen = pick(op, spec, backend).name
     except NotImplementedError:
-        chosen = "none"
+        chosen = "no backend serves this call" if backend == "auto" else "cannot serve this call"
     heading = 'backends, in the order backend="auto" tries them:'
     return f"{spec}\n{heading}\n{table(op, spec, reasons(op, spec))}\n{backend}: {chosen}"
 

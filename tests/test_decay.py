@@ -60,7 +60,7 @@ def test_slopes_are_non_negative_one_per_head(heads):
         assert bool((slopes > 0).all())
 
 
-@pytest.mark.parametrize("heads", [0, -3])
+@pytest.mark.parametrize("heads", [0, -3, 4.0, None])
 def test_no_heads(heads):
     for build in (decay.alibi, lambda h: decay.minimax(h, 0, 2), lambda h: decay.ring(h, 0, 2)):
         with pytest.raises(ValueError, match=f"num_heads={heads}"):

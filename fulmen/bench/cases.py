@@ -138,7 +138,8 @@ def select(lines: Sequence[Line], shapes: Sequence[dict[str, Any]], keys: dict[s
         able = [line for line in lines if given.get("op", line.op) == line.op and set(wanted) <= keys[line.op]]
         if not able:
             known = sorted({key for line in lines for key in keys[line.op]})
-            raise Refused(f"--shape: no case says {', '.join(given)}; a case says {', '.join(known)}")
+            strange = [key for key in given if key not in known] or list(given)
+            raise Refused(f"--shape: no case says {', '.join(strange)}; a case says {', '.join(known)}")
         kinds = {k: v for k, v in wanted.items() if type(v) is str and k != "dtype"}  # such as layer=gqa
         able = [line for line in able if _agrees(line.case, kinds)] or able
         agree = [line for line in able if _agrees(line.case, wanted)]

@@ -110,6 +110,8 @@ def run(suites: tuple[str, ...], out: Path | None, resume: bool, base: str | Non
                 screen.say(f"checking out {base}")
                 process = stack.enter_context(started(base, selection, other))
             runner.run(selection, out, resume=resume, monitor=screen, other=process)
+            if not any(cell.samples_ms for cell in schema.read([out]).cells):
+                raise Refused(f"nothing was measured: {out} says why of each cell")
     except KeyboardInterrupt:
         console.print(f"interrupted; what is done is in {out}, and the same command with --resume goes on")
         raise SystemExit(130) from None
@@ -141,8 +143,12 @@ def list_() -> None:
     for name, baseline in sorted(BASELINES.items()):
         case = adapters.of(baseline.op).complete({"dtype": "bfloat16"})
         rows.append((name, baseline.op, baseline.refusal(case, device)))
+    computed: dict[tuple[str, str | None], set[str]] = {}
     for name, op, reason in rows:
-        who.add_row(name, op, "yes" if reason is None else Text(f"no: {reason}", style="yellow"))
+        computed.setdefault((name, reason), set()).add(op)
+    for (name, reason), ops in computed.items():
+        found = "yes" if reason is None else Text(f"no: {reason}", style="yellow")
+        who.add_row(name, ", ".join(sorted(ops)), found)
     rich.console.Console().print(suites, who)
 
 

@@ -181,7 +181,8 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, must be (H,) with q's H={q.shape[1]}")
     if sinks.dtype not in (torch.float32, q.dtype):
         if not (autocasts(q) and sinks.dtype in (torch.float16, torch.bfloat16)):
-            raise ValueError(f"sinks is {sinks.dtype}, must be float32 or q's {q.dtype}")
+            wanted = "float32" if q.dtype == torch.float32 else f"float32 or q's {q.dtype}"
+            raise ValueError(f"sinks is {sinks.dtype}, must be {wanted}")
         sinks = sinks.float()  # q's dtype is autocast's
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device}, must be on q's {q.device}")

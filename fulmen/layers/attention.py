@@ -34,6 +34,7 @@ from fulmen.layers.inputs import (
     Padding,
     Rows,
     backend_chosen,
+    check_causal,
     check_heads,
     check_kind,
     check_mask,
@@ -304,6 +305,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
 
     def new_pool(self, sequences: Sequences) -> KVPool:
         """Memory of this layer for `sequences`, on its device and in its dtype; the layer takes it as `cache`."""
+        check_causal("a pool", self.options.causal)
         check_positions_of(self.rope, sequences)
         heads, weight = max(self.num_kv_heads // ranks_of(self.mesh), 1), self.o_proj.weight
         return KVPool(sequences, heads, self.head_dim, device=weight.device, dtype=weight.dtype).of(self)

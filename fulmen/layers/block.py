@@ -44,6 +44,8 @@ class AddNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if y is not None and x.shape != y.shape:
+            raise ValueError(f"y has shape {tuple(y.shape)}, must have that of x, {tuple(x.shape)}")
         if y is not None and self._fuses(x, y):
             kernels = block_kernels(x, y, self.weight)
             if kernels is not None:

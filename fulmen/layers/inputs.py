@@ -169,13 +169,17 @@ def _check_positions(positions: Tensor, x: Tensor) -> None:
         raise ValueError(f"positions is on {positions.device}, must be on {x.device}, where x is")
 
 
+def check_causal(name: str, causal: bool) -> None:
+    if not causal:
+        raise ValueError(f"{name} is given to a layer with causal=False: its earlier tokens would see later ones")
+
+
 def _check_cache(layer: AttentionLayer, cache: Any, B: int, causal: bool) -> None:
     pooled = layer.pool_type is not None and isinstance(cache, layer.pool_type)
     if not pooled and not isinstance(cache, layer.cache_type):
         kinds = " or a ".join(kind.__name__ for kind in (layer.cache_type, layer.pool_type) if kind is not None)
         raise ValueError(f"cache is a {type(cache).__name__}, must be a {kinds}")
-    if not causal:
-        raise ValueError("cache is given to a layer with causal=False: its earlier tokens would see later ones")
+    check_causal("cache", causal)
     if pooled:
         return
     cache.sync()

@@ -88,6 +88,10 @@ class Mamba2(weights.AttentionLayer):
     ) -> None:
         super().__init__()
         self.embed_dim, self.head_dim = whole("embed_dim", embed_dim), whole("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        if num_heads is None and 2 * self.embed_dim % self.head_dim:
+            raise ValueError(
+                f"embed_dim={embed_dim}: head_dim={head_dim} must divide 2 * embed_dim, unless num_heads is given"
+            )
         self.num_heads = whole("num_heads", 2 * self.embed_dim // self.head_dim if num_heads is None else num_heads)
         self.state_size = whole("state_size", state_size, 1, MAX_HEAD_DIM)
         self.num_groups, self.conv_size = whole("num_groups", num_groups), whole("conv_size", conv_size, 2)

@@ -13,6 +13,7 @@ hold them, and a layer built on the meta device has them.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,8 +94,9 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """cos and sin (..., N, dim / 2) of positions (..., N), int64; fp32, or fp64 for a layer of that dtype."""
-        if positions.dtype != torch.int64:
-            raise ValueError(f"positions is {positions.dtype}, must be int64")
+        if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
+            given = positions.dtype if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
+            raise ValueError(f"positions is {given}, must be an int64 tensor")
         self._check_values(positions)
         frequencies = self.frequencies(positions.device, dtype)
         angles = positions[..., None].to(frequencies.dtype) * frequencies
@@ -104,13 +106,13 @@ class Rotary(nn.Module):
         return cos, sin
 
     def span(
-        self, start: int, N: int, device: torch.device, dtype: torch.dtype = torch.float32
+        self, start: int, N: int, device: torch.device | str, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
         """cos and sin (N, dim / 2) of the positions from `start` on; slices of a table that is kept.
 
         A longer table does not replace it: replays of a captured graph read the one they were captured with.
         """
-        end = start + N
+        device, end = torch.device(device) if isinstance(device, str) else device, start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
         if not _keeps_tables(device):
@@ -178,6 +180,9 @@ def _table_dtype(dtype: torch.dtype) -> torch.dtype:
 def rotary_of(rope: Rotary | Mapping[str, Any] | None, head_dim: int, **usual: Any) -> Rotary | None:
     """A layer's argument `rope`: a Rotary, None, or a dict of a Rotary's arguments, to which `usual` is added."""
     if isinstance(rope, Mapping):
+        keys = list(inspect.signature(Rotary).parameters)
+        if strange := [key for key in rope if key not in keys]:
+            raise ValueError(f"rope has {', '.join(map(repr, strange))}: a Rotary is made of {', '.join(keys)}")
         rope = Rotary(**{"dim": head_dim, **usual, **rope})
     if rope is not None and not isinstance(rope, Rotary):
         raise ValueError(f"rope is a {type(rope).__name__}, must be None, a Rotary or a dict of its arguments")

@@ -258,6 +258,8 @@ class Sequences(Uncopied):
         target.copy_(source, non_blocking=True)
 
     def _check_rows(self, sequences: Several[Sequence | None], tokens: int) -> None:
+        if not isinstance(sequences, list | tuple):
+            raise ValueError(f"sequences is a {type(sequences).__name__}, must be a list of Sequence or None")
         if len(sequences) > self.rows:
             raise ValueError(f"{len(sequences)} sequences are to be served, and there are rows={self.rows}")
         seen: set[int] = set()

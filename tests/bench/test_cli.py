@@ -40,6 +40,13 @@ def test_run_writes_results_and_says_where(tmp_path: Path) -> None:
     assert "0 cells to measure" in resumed.output
 
 
+def test_a_run_without_a_time_fails(tmp_path: Path) -> None:
+    shape = ["--device", "cpu", "--shape", "B=1,H=2,N=32,D=16", "--backend", "cuda", "--baseline", "none"]
+    done = call("bench", "run", "quick", *shape, "--out", tmp_path / "run.jsonl")
+    assert done.exit_code == 1
+    assert "nothing was measured" in done.output
+
+
 def test_list_names_suites_and_competitors() -> None:
     done = call("bench", "list")
     assert done.exit_code == 0, done.output

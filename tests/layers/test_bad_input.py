@@ -8,15 +8,18 @@ import torch
 
 from fulmen import dispatch
 from fulmen.layers import (
+    AddNorm,
     GroupedQueryAttention,
     KVCache,
     LatentCache,
     LightningAttention,
+    Mamba2,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     MultiHeadSelfAttention,
     MultiQueryAttention,
     Rotary,
+    Sequences,
     StateCache,
     apply_rotary,
 )
@@ -69,6 +72,12 @@ CONSTRUCTION = {
     "odd RoPE": (lambda: gqa(head_dim=7, rope={}), ["dim=7", "pairs", "even"]),
     "RoPE too wide": (lambda: gqa(rope=Rotary(8)), ["dim=8", "head_dim=6"]),
     "rope of another kind": (lambda: gqa(rope=True), ["rope is a bool", "Rotary"]),
+    "rope of another word": (lambda: gqa(rope={"theta": 1e4}), ["rope has 'theta'", "base"]),
+    "Rotary: positions of a list": (lambda: Rotary(16)([0, 1]), ["positions is a list", "int64 tensor"]),
+    "Mamba2: head_dim": (lambda: Mamba2(33), ["embed_dim=33", "head_dim=64 must divide", "num_heads"]),
+    "AddNorm: shapes": (lambda: AddNorm(24)(X, X[:1]), ["y has shape (1, 6, 24)", "(2, 6, 24)"]),
+    "a pool of a layer that sees both ways": (lambda: gqa().new_pool(Sequences(8, 2)), ["a pool", "causal=False"]),
+    "sequences of one": (lambda: Sequences(8, 2).step(Sequences(8, 2).new(), 1), ["sequences is a", "list"]),
     "causal": (lambda: gqa(causal="top_left"), ["causal='top_left'", "False or True"]),
     "window": (lambda: gqa(window=(-1, 0)), ["window=(-1, 0)"]),
     "window of an int": (lambda: gqa(window=3), ["window=3", "(left, right)"]),
