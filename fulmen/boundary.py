@@ -21,7 +21,6 @@ from torch._library.autograd import Info as AutogradInfo
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
-_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
@@ -89,6 +88,11 @@ def check_qkv(
 def is_number(x: Any) -> bool:
     """Whether x is a real number, numpy's included, and no bool."""
     return (isinstance(x, int | float) and not isinstance(x, bool)) or (not isinstance(x, int) and isinstance(x, Real))
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def as_int(x: Any) -> int:

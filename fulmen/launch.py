@@ -24,6 +24,7 @@ from fulmen.boundary import rows_aligned
 from fulmen.cuda.launch import Repeatable, parameter_sizes
 from fulmen.hardware import TARGETS
 from fulmen.plans import Repeated, allocator
+from fulmen.tiles import padded
 
 runtime = triton.knobs.runtime
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -96,8 +97,7 @@ class Chain(NamedTuple):
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
     """Blocks of `rows` rows of a (B, heads, N, size) tensor, whole rows padded to a power of two."""
     strides = [s if n > 1 else max(x.shape[3], 8) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    width = max(16, triton.next_power_of_2(x.shape[3]))
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, padded(x.shape[3])])
 
 
 def facts_of(x: Tensor, rows: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fulmen.boundary import is_plain_eager
+from fulmen.boundary import is_plain_eager, outside_autocast
+from fulmen.dispatch import Kernel
 
 Guard = Callable[..., bool]
 
@@ -60,6 +61,40 @@ class Repeated:
             return self.general(*tensors)  # to prepare may launch the kernel, which a graph would repeat
         self.run = self.prepare(*tensors) or self.general
         return self.run(*tensors)
+
+
+def forward_of(kernel: Kernel, spec: Any, residuals: Callable[..., Any]) -> Repeated:
+    """A kernel's forward, of `residuals(*tensors)`."""
+
+    @outside_autocast
+    def forward(*tensors: Any) -> Any:
+        return kernel.forward(spec, residuals(*tensors))
+
+    def prepare(*tensors: Any) -> Any:
+        assert kernel.prepare is not None
+        return kernel.prepare(spec, residuals(*tensors))
+
+    return Repeated(forward, kernel.prepare and prepare)
+
+
+def backward_of(
+    kernel: Kernel, spec: Any, residuals: Callable[..., Any], count: int, tidy: Callable[..., tuple[Any, ...]]
+) -> Repeated:
+    """A kernel's backward, of `residuals` of the first `count` tensors and of the others, once they are tidy."""
+
+    @outside_autocast
+    def backward(*tensors: Any) -> Any:
+        assert kernel.backward is not None, "natively differentiable backends do not come here"
+        tensors = tidy(*tensors)
+        return kernel.backward(spec, residuals(*tensors[:count]), *tensors[count:])
+
+    def prepare(*tensors: Any) -> Any:
+        assert kernel.prepare_backward is not None
+        if any(a is not b for a, b in zip(tensors, tidy(*tensors), strict=True)):
+            return None
+        return kernel.prepare_backward(spec, residuals(*tensors[:count]), *tensors[count:])
+
+    return Repeated(backward, kernel.prepare_backward and prepare)
 
 
 class Plan:
@@ -283,5 +318,10 @@ def allocator(like: Tensor) -> Callable[[], Tensor]:
 
 @functools.cache
 def nothing(device: torch.device) -> Callable[[], Tensor]:
-    """Makes what stands for a tensor nobody asked for, as an operator cannot return None: empty, in fp32."""
+    """Returns a function that makes the empty fp32 tensor an operator returns in place of None."""
     return allocator(torch.empty(0, dtype=torch.float32, device=device))
+
+
+def fake_nothing(x: Tensor) -> Tensor:
+    """The same of a fake tensor."""
+    return x.new_empty(0, dtype=torch.float32)

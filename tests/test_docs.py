@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fulmen import decay
+from fulmen.bench import cases
 from fulmen.integrations.transformers import attention as ours
+from fulmen.layers import lightning
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -70,6 +73,29 @@ def test_there_are_blocks():
 )
 def test_blocks_run_as_printed(page, block, one_rank):
     exec(compile(block, page, "exec"), {})
+
+
+def test_contributing_names_what_is_there():
+    """Names in the table of what to edit, and files."""
+    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Where to change what")[1].split("## Rules")[0]
+    files = [p for folder in ("fulmen", "tests", "tools", "docs") for p in (ROOT / folder).rglob("*.*")]
+    files.append(ROOT / "mkdocs.yml")
+    paths = "\n".join(p.relative_to(ROOT).as_posix() for p in files)
+    code = "\n".join(p.read_text("utf-8") for p in files if p.suffix in (".py", ".toml", ".yml", ".cuh"))
+    for name in re.findall(r"`([\w./-]+)`", table):
+        where = paths if "/" in name or "." in name else code
+        assert re.search(rf"\b{re.escape(name.rstrip('/'))}\b", where) or "<" in name or (ROOT / name).exists(), name
+
+
+def test_tables_name_everything():
+    named = {
+        "docs/bench.md": cases.names(),
+        "docs/layers.md": lightning.PRESETS,
+        "docs/lightning.md": decay.__all__,
+    }
+    for page, names in named.items():
+        text = (ROOT / page).read_text("utf-8")
+        assert not [name for name in names if f"`{name}" not in text and f".{name}" not in text], page
 
 
 @pytest.mark.slow

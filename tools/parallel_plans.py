@@ -32,10 +32,9 @@ class Chip(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A model of equal layers, each with attention and an MLP, some of softmax and the others lightning."""
+    """A model of equal layers, each with attention and an MLP."""
 
     layers: int
-    softmax_layers: int
     dim: int
     H: int
     H_KV: int
@@ -50,8 +49,8 @@ class Shape(NamedTuple):
 
 H200 = Chip(600e12, (516e12, 450e12), 4.2e12, (0.74, 0.45), 141e9)  # products: assumed; the rest: measured on an H200
 NODE, NETWORK = 450e9, 50e9  # bytes/s each way of one GPU: NVLink 4, and one 400 Gbit/s port
-SMALL = Shape(32, 4, 4096, 32, 8, 128, 218e6, 1 << 20)
-LARGE = Shape(80, 10, 8192, 64, 8, 128, 856e6, 1 << 20)
+SMALL = Shape(32, 4096, 32, 8, 128, 218e6, 1 << 20)
+LARGE = Shape(80, 8192, 64, 8, 128, 856e6, 1 << 20)
 
 # --------------------------------------------------------------------------------------------------- bytes
 

@@ -1,6 +1,7 @@
 """Fails when a file, function, kernel or folder outgrows what a reader can hold in mind.
 
     file 600 lines, host function 80, kernel (anything under a `jit` decorator) 150, page of docs/notes 150
+    kernel 25 parameters that are no constexpr
     tracked files of results/ 4 MB together
 
 Counted from `def` to the last line, docstring included. Standard library only.
@@ -19,6 +20,8 @@ MAX_FILE = 600
 MAX_FUNCTION = 80
 MAX_KERNEL = 150
 MAX_NOTE = 150
+MAX_PARAMETERS = 25
+MORE_PARAMETERS = {"state_update_kernel": 45, "values_backward_kernel": 27}  # strides of tensors that users bring
 MAX_RESULTS = 4_000_000  # bytes
 
 
@@ -48,6 +51,12 @@ def offences(path: Path) -> Iterator[str]:
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         if lines > limit:
             yield f"{path}:{node.lineno}: {node.name} has {lines} lines, a {kind} may have {limit}"
+        at_run_time = [
+            a for a in node.args.args if a.annotation is None or "constexpr" not in ast.unparse(a.annotation)
+        ]
+        limit = MORE_PARAMETERS.get(node.name, MAX_PARAMETERS)
+        if kind == "kernel" and node.name.endswith("_kernel") and len(at_run_time) > limit:
+            yield f"{path}:{node.lineno}: {node.name} has {len(at_run_time)} parameters, a kernel may have {limit}"
 
 
 def sources(root: Path) -> Iterator[Path]:

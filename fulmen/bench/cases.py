@@ -95,7 +95,7 @@ def parse(text: str, suite: str) -> list[Line]:
 
 def _lines(given: dict[str, Any], suite: str) -> Iterator[Line]:
     if "op" not in given:
-        raise ValueError("op is missing, the operation: 'flash', 'lightning' or 'layer'")
+        raise ValueError("op is missing: the operation, such as 'flash', 'lightning' or 'layer'")
     known = {f.name: f for f in dataclasses.fields(Settings)}
     settings = {key: given.pop(key) for key in list(given) if key in known}
     for key, value in settings.items():

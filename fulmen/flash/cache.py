@@ -31,12 +31,7 @@ from fulmen.flash.spec import (
     empty_lse,
     spec_of,
 )
-from fulmen.plans import Plan, nothing
-
-
-def fake_nothing(x: Tensor) -> Tensor:
-    """`plans.nothing` of a fake tensor."""
-    return x.new_empty(0, dtype=torch.float32)
+from fulmen.plans import Plan, fake_nothing, nothing
 
 
 def _planned(key: tuple[Any, ...], x: Residuals, facts: tuple[Any, ...], backend: str) -> Plan:

@@ -61,12 +61,12 @@ def mask(spec: FlashSpec) -> tuple[bool, int, int, float]:
     return spec.right == 0, left, right, 0.0 if spec.softcap is None else spec.softcap
 
 
-def rows_first(x: Tensor) -> Tensor:
+def as_bnhd(x: Tensor) -> Tensor:
     return loadable(x).transpose(1, 2)
 
 
 def forward(spec: FlashSpec, x: Residuals) -> tuple[Tensor, Tensor]:
-    q, k, v = rows_first(x.q), rows_first(x.k), rows_first(x.v)
+    q, k, v = as_bnhd(x.q), as_bnhd(x.k), as_bnhd(x.v)
     o, lse, *_ = package._flash_attn_forward(q, k, v, 0.0, spec.scale, *mask(spec), None, False)
     return ordered_like(x.q, o.transpose(1, 2)), lse[:, :, : spec.N_Q].contiguous()
 
@@ -77,7 +77,7 @@ def backward(
     assert dlse is None, "supports() refuses calls whose lse has a gradient"
     dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
     package._flash_attn_backward(
-        rows_first(do), rows_first(x.q), rows_first(x.k), rows_first(x.v), rows_first(o), lse,
+        as_bnhd(do), as_bnhd(x.q), as_bnhd(x.k), as_bnhd(x.v), as_bnhd(o), lse,
         dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), 0.0, spec.scale, *mask(spec), None, True,
     )  # fmt: skip
     return dq, dk, dv, None

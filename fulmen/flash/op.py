@@ -22,7 +22,7 @@ from fulmen.boundary import (
     refuse_derivatives_we_lack,
     register_operator,
 )
-from fulmen.flash.cache import attend_cache, fake_nothing
+from fulmen.flash.cache import attend_cache
 from fulmen.flash.plan import TENSORS, given_tensors, has_exact_types, planned
 from fulmen.flash.spec import (
     Causal,
@@ -34,7 +34,7 @@ from fulmen.flash.spec import (
     empty_lse,
     spec_of,
 )
-from fulmen.plans import Plan, nothing
+from fulmen.plans import Plan, fake_nothing, nothing
 
 
 def flash_attention(

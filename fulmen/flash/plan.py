@@ -7,42 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from fulmen import dispatch, plans
-from fulmen.boundary import outside_autocast, tidy_rows
+from fulmen.boundary import tidy_rows
 from fulmen.flash.spec import Causal, FlashSpec, Residuals, Window, check_values, spec_of
-from fulmen.plans import Plan, Repeated
+from fulmen.plans import Plan
 
 TENSORS = 6  # of a call without a cache, the first of `Residuals`
 
 
 def plan_for(spec: FlashSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...]) -> Plan:
     """Both directions of `kernel`, and their prepared launches if it has any."""
-
-    @outside_autocast
-    def forward(*tensors: Any) -> tuple[Tensor, Tensor | None]:
-        return kernel.forward(spec, Residuals(*tensors))
-
-    @outside_autocast
-    def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        assert kernel.backward is not None, "natively differentiable backends do not come here"
-        tensors = tidy(*tensors)
-        return kernel.backward(spec, Residuals(*tensors[:TENSORS]), *tensors[TENSORS:])
-
-    def prepare(*tensors: Any) -> Any:
-        assert kernel.prepare is not None
-        return kernel.prepare(spec, Residuals(*tensors))
-
-    def prepare_backward(*tensors: Any) -> Any:
-        assert kernel.prepare_backward is not None
-        if any(a is not b for a, b in zip(tensors, tidy(*tensors), strict=True)):
-            return None
-        return kernel.prepare_backward(spec, Residuals(*tensors[:TENSORS]), *tensors[TENSORS:])
-
+    forward = plans.forward_of(kernel, spec, Residuals)
     return Plan(
-        spec,
-        Repeated(forward, kernel.prepare and prepare),
-        lambda: Repeated(backward, kernel.prepare_backward and prepare_backward),
-        arguments,
-        spec.needs_grad,
+        spec, forward, lambda: plans.backward_of(kernel, spec, Residuals, TENSORS, tidy), arguments, spec.needs_grad
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fulmen.flash.spec import FlashSpec
+from fulmen.flash.spec import FlashSpec, tiles_of
 from fulmen.hardware import Hardware
 
 MIN_KEYS = 256  # of a part, where keys are split
@@ -40,9 +40,7 @@ def triton_tile(spec: FlashSpec, hw: Hardware) -> CacheTile:
 
 def triton_splits(spec: FlashSpec, tile: CacheTile, hw: Hardware) -> int:
     """As many as give every SM two programs, of MIN_KEYS keys at least."""
-    rows = spec.N_Q * spec.group
-    tiles = math.ceil(rows / tile.block_m) if spec.sequences is None else rows // tile.block_m + spec.sequences
-    programs, keys = tiles * spec.B * spec.H_KV, spec.N_KV
+    programs, keys = tiles_of(spec, spec.N_Q * spec.group, tile.block_m) * spec.B * spec.H_KV, spec.N_KV
     if spec.left is not None:
         keys = min(keys, spec.N_Q + spec.left)
     return max(1, min(2 * hw.sm_count // max(programs, 1), keys // MIN_KEYS, MAX_PARTS))

@@ -32,6 +32,7 @@ from fulmen.boundary import (
 
 MAX_HEAD_DIM = 256
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
+PAGE_SIZES = range(16, 257, 16)  # keys of a page
 MAX_FOLDED = 128  # heads that become queries
 
 Causal = bool | str
@@ -214,7 +215,7 @@ def check_cache(
         if page_table.ndim != 2 or page_table.shape[0] != rows:
             raise ValueError(f"page_table has shape {tuple(page_table.shape)}, must be ({rows}, pages of a row)")
         check_int32("page_table", page_table, q)
-        if k.shape[2] % 16 or not 16 <= k.shape[2] <= 256:
+        if k.shape[2] not in PAGE_SIZES:
             raise ValueError(f"k has pages of {k.shape[2]} rows, must be a multiple of 16 from 16 to 256")
         if page_table.numel() and not k.shape[0]:
             raise ValueError(f"page_table names pages, and k has none: its shape is {tuple(k.shape)}")

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen.flash.policy_cache import CacheTile
-from fulmen.flash.spec import FlashSpec, Residuals
+from fulmen.flash.spec import FlashSpec, Residuals, tiles_of
 from fulmen.launch import Launch, Ready
 from fulmen.tiles import LN2, LOG2E, find_tile, key_ranges, offset_at, padded, tanh, visible
 
@@ -219,13 +219,6 @@ def empty_parts(spec: FlashSpec, splits: int, device: torch.device) -> Parts | N
     return Parts(*(torch.empty(*rows, size, dtype=torch.float32, device=device) for size in (spec.E, 2)))
 
 
-def tiles_of_row(spec: FlashSpec, tile: CacheTile) -> int:
-    """Tiles of a head of k and v in a row of the cache; packed, in all rows together, whatever their lengths."""
-    if spec.sequences is None:
-        return triton.cdiv(spec.N_Q * spec.group, tile.block_m)
-    return spec.N_Q * spec.group // tile.block_m + spec.sequences
-
-
 def steps(x: Tensor) -> tuple[int, ...]:
     return tuple(x.stride()[:3])
 
@@ -233,7 +226,7 @@ def steps(x: Tensor) -> tuple[int, ...]:
 def launches(
     spec: FlashSpec, tile: CacheTile, splits: int, x: Residuals, o: Tensor, lse: Tensor | None, parts: Parts | None
 ) -> list[Launch]:
-    tiles, rows = tiles_of_row(spec, tile), spec.B * spec.H * spec.N_Q
+    tiles, rows = tiles_of(spec, spec.N_Q * spec.group, tile.block_m), spec.B * spec.H * spec.N_Q
     table = (1, 1) if x.page_table is None else (x.page_table.shape[1], x.k.shape[0])
     sizes = (spec.H_KV, spec.group, spec.N_Q, spec.N_KV, tiles, splits, rows, *table)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}

@@ -17,7 +17,6 @@ from fulmen.boundary import (
     empty_rows,
     is_plain_eager,
     no_gradient,
-    outside_autocast,
     refuse_derivatives_we_lack,
     register_operator,
 )
@@ -114,16 +113,8 @@ def _planned(key: tuple[Any, ...], x: Residuals, arguments: tuple[Any, ...], app
 
 
 def _plan(spec: LatentSpec, kernel: dispatch.Kernel, arguments: tuple[Any, ...]) -> Plan:
-    @outside_autocast
-    def forward(*tensors: Any) -> Tensor:
-        return kernel.forward(spec, Residuals(*tensors))
-
-    def prepare(*tensors: Any) -> Any:
-        assert kernel.prepare is not None
-        return kernel.prepare(spec, Residuals(*tensors))
-
     refused = Repeated(no_gradient("latent_attention"), None)
-    return Plan(spec, Repeated(forward, kernel.prepare and prepare), lambda: refused, arguments, False)
+    return Plan(spec, plans.forward_of(kernel, spec, Residuals), lambda: refused, arguments, False)
 
 
 # ------------------------------------------------------------------------- the torch.library boundary

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-MAX_STEP = 16  # tokens of a call that is a decoding step
+MAX_APPENDED = 16  # tokens of a call that is a decoding step
 NO_LENGTHS = ("sdpa", "flash_attn")  # backends without kv_lengths
 
 
@@ -241,7 +241,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
         return (
             cache.max_length is not None
             and cache.length > 0
-            and x.shape[1] <= MAX_STEP
+            and x.shape[1] <= MAX_APPENDED
             and self.options.backend not in NO_LENGTHS
             and not torch.is_grad_enabled()
             and call.positions is None

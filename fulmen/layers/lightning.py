@@ -4,11 +4,7 @@
     o = lightning_attention(q, k, v, decay, scale)
     y = (norm(o) * sigmoid(x W_gate)) W_out
 
-| preset  | models                 | activation | scale  | qk_norm | rope          | output norm     | decay          |
-|---------|------------------------|------------|--------|---------|---------------|-----------------|----------------|
-| minimax | MiniMax-Text-01, M1    | SiLU       | 1      | no      | none          | over all heads  | decay.minimax  |
-| ring    | Ring, Ling 2.0, 2.5    | none       | D^-1/2 | yes     | half the head | in 4 groups     | decay.ring     |
-| sala    | MiniCPM-SALA           | none       | D^-1/2 | yes     | the head      | over all heads  | decay.alibi    |
+What models differ in is in `PRESETS`; docs/layers.md has it as a table.
 
 `qkv_proj` holds, for each key-value head in turn, the rows of its query heads, of its key and of its value. This is
 MiniMax's order where every head has its own, and a rank's share of the heads is contiguous.
@@ -59,7 +55,7 @@ from fulmen.layers.inputs import (
 )
 from fulmen.layers.pool import StatePool, check_positions_of
 from fulmen.layers.rotary import Rotary, apply_rotary, config_size, rotary_of
-from fulmen.layers.sequences import MAX_DRAFT, Sequences
+from fulmen.layers.sequences import Sequences
 from fulmen.layers.tensor_parallel import (
     Heads,
     HeadsNorm,
@@ -71,13 +67,18 @@ from fulmen.layers.tensor_parallel import (
 )
 from fulmen.lightning.op import lightning_attention, lightning_attention_into, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM, LightningSpec
+from fulmen.step.spec import MAX_TOKENS
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "relu": nn.functional.relu,
     "gelu": nn.functional.gelu,
 }
-DECAYS = ("minimax", "ring", "alibi")
+DECAYS: dict[str, Callable[[int, int, int], Tensor]] = {
+    "minimax": slopes.minimax,
+    "ring": slopes.ring,
+    "alibi": lambda H, layer, num_layers: slopes.alibi(H),
+}
 MAX_GATE_WIDTH = 16384  # features of a token that one program holds
 
 
@@ -91,14 +92,14 @@ class Choices(NamedTuple):
     output_norm: int | None
     gate: bool
     decay: str | Tensor | None
+    turned: float = 0.5  # the share of a head that RoPE turns, unless `rope` says
 
 
 PRESETS = {
-    "minimax": Choices("silu", 1.0, None, None, 1, True, "minimax"),
-    "ring": Choices(None, None, "before", {"base": 600_000.0}, 4, True, "ring"),
-    "sala": Choices(None, None, "before", {"base": 10_000.0}, 1, True, "alibi"),
+    "minimax": Choices("silu", 1.0, None, None, 1, True, "minimax"),  # MiniMax-Text-01, M1
+    "ring": Choices(None, None, "before", {"base": 600_000.0}, 4, True, "ring"),  # Ring, Ling 2.0, 2.5
+    "sala": Choices(None, None, "before", {"base": 10_000.0}, 1, True, "alibi", 1.0),  # MiniCPM-SALA
 }
-WHOLE_ROPE = ("sala",)  # presets that turn all of a head, not half
 AS_PRESET: Any = "preset"
 
 
@@ -151,10 +152,12 @@ class LightningAttention(weights.AttentionLayer):
     ) -> None:
         super().__init__()
         choice("preset", preset, *PRESETS)
-        given: Any = (activation, scale, qk_norm, rope, output_norm, gate, decay)
-        usual = zip(given, PRESETS[preset], strict=True)
-        taken: Any = (p if isinstance(x, str) and x == AS_PRESET else x for x, p in usual)
-        chosen = Choices(*taken)
+        given: dict[str, Any] = {
+            "activation": activation, "scale": scale, "qk_norm": qk_norm, "rope": rope, "output_norm": output_norm,
+            "gate": gate, "decay": decay,
+        }  # fmt: skip
+        own = {name: x for name, x in given.items() if not isinstance(x, str) or x != AS_PRESET}
+        chosen = PRESETS[preset]._replace(**own)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         embed_dim, num_heads, kv_heads = check_heads(embed_dim, num_heads, kv_heads)
         if head_dim is None and embed_dim % num_heads:
@@ -177,8 +180,7 @@ class LightningAttention(weights.AttentionLayer):
         self.qk_norm = choice("qk_norm", chosen.qk_norm, None, "before", "after")
         self.q_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=eps, **kind) if self.qk_norm else None
-        turned = self.head_dim if self.preset in WHOLE_ROPE else self.head_dim // 2
-        self.rope = rotary_of(chosen.rope, self.head_dim, dim=turned)
+        self.rope = rotary_of(chosen.rope, self.head_dim, dim=int(self.head_dim * chosen.turned))
         self.norm = None
         if chosen.output_norm is not None:
             groups = whole("output_norm", chosen.output_norm)
@@ -197,7 +199,7 @@ class LightningAttention(weights.AttentionLayer):
 
     def _numbers(self, decay: Any) -> list[float] | None:
         """The slopes as Python numbers, which no cast or move changes."""
-        H, place = self.num_heads, (self.layer, self.num_layers)
+        H = self.num_heads
         if decay is None:
             return None
         if isinstance(decay, Tensor):
@@ -210,7 +212,7 @@ class LightningAttention(weights.AttentionLayer):
         if not isinstance(decay, str) or decay not in DECAYS:
             raise ValueError(f"decay={decay!r}: must be a tensor, None or one of {', '.join(map(repr, DECAYS))}")
         with torch.device("cpu"):  # the numbers are needed, also inside torch.device("meta")
-            made = slopes.alibi(H) if decay == "alibi" else getattr(slopes, decay)(H, *place)
+            made = DECAYS[decay](H, self.layer, self.num_layers)
         return made.tolist()
 
     def _decay(self, device: torch.device | str | None) -> Tensor | None:
@@ -372,7 +374,7 @@ class LightningAttention(weights.AttentionLayer):
         norm: Any = self._modules.get("norm")  # past Module.__getattr__
         return (
             are_few(x, MAX_ROWS_TOGETHER)
-            and x.shape[1] <= MAX_DRAFT
+            and x.shape[1] <= MAX_TOKENS
             and self.cp is None
             and self.backend in ("auto", "triton")
             and not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled())

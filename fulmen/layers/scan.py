@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fulmen import dispatch, plans
-from fulmen.boundary import aligned, autocasts, is_plain_eager, needs_gradient
+from fulmen.boundary import aligned, at_least_fp32, autocasts, is_plain_eager, needs_gradient
 from fulmen.layers.fused import are_readable, fused_call, in_rows, kernels_for
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.plan import plan_for
@@ -162,8 +162,8 @@ def scan_step(
         if found is not None:
             _note_change([state])
             return found[0]
-    heads, wide = state.shape[1], torch.promote_types(_wide(x).dtype, state.dtype)
-    A = -torch.exp(_wide(A)) if log else A
+    heads, wide = state.shape[1], torch.promote_types(at_least_fp32(x).dtype, state.dtype)
+    A = -torch.exp(at_least_fp32(A)) if log else A
     A = A.view(*A.shape, *(1,) * (3 - A.ndim))
     D, dt_bias = (t if t is None or t.ndim == 2 else t[:, None] for t in (D, dt_bias))
     dt = step_sizes(dt if dt.ndim == 3 else dt[..., None], dt_bias, steps)[..., None]
@@ -174,7 +174,7 @@ def scan_step(
     new = kept + dt * x.to(wide)[..., None] * B
     y = (new * C).sum(-1)
     y = y if D is None else y + x * D
-    y = (y if z is None else y * F.silu(_wide(z))).to(x.dtype)
+    y = (y if z is None else y * F.silu(at_least_fp32(z))).to(x.dtype)
     if rows is None:
         old.copy_(new)
         return y
@@ -200,11 +200,6 @@ def _in_rows(x: Tensor) -> bool:
     return x.stride(3) == 1 and (H == 1 or x.stride(2) == P) and (B == 1 or x.stride(0) == N * x.stride(1))
 
 
-def _wide(x: Tensor) -> Tensor:
-    """x in fp32, or in fp64 if it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _values(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, steps: Steps, seq: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -220,7 +215,7 @@ def _values(
 
 def step_sizes(dt: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
     """clamp(softplus(dt + bias)), in fp32, or in fp64 if dt is."""
-    dt = _wide(dt)
+    dt = at_least_fp32(dt)
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     dt = F.softplus(dt) if steps.softplus else dt
     return dt if steps.softplus and steps[1:] == (0.0, torch.inf) else dt.clamp(*steps[1:])
@@ -230,12 +225,12 @@ def _outputs(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, norm: Nor
     if D is not None:
         o = o + x * (D[:, None] if D.ndim == 1 else D)
     if z is not None:
-        o = o * F.silu(_wide(z))
+        o = o * F.silu(at_least_fp32(z))
     return o if norm is None else _normed(o.flatten(2), norm, x.dtype).view(x.shape)
 
 
 def _normed(g: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
-    g = _wide(g.unflatten(-1, (norm.groups, -1)))
+    g = at_least_fp32(g.unflatten(-1, (norm.groups, -1)))
     g = g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * g.flatten(-2).to(dtype)
 
@@ -252,7 +247,7 @@ def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
         kernels = kernels_for("mamba", o, z)
         if kernels is not None:
             return kernels.Outputs.apply(norm.groups, norm.eps, o, None, None, z, norm.weight)
-    return _normed(o * F.silu(_wide(z)), norm, o.dtype).to(o.dtype)
+    return _normed(o * F.silu(at_least_fp32(z)), norm, o.dtype).to(o.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- convolution

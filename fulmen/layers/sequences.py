@@ -27,10 +27,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fulmen.flash.spec import PAGE_SIZES
 from fulmen.layers.cache import outside_inference
 from fulmen.layers.inputs import flag, whole
-
-MAX_DRAFT = 8  # tokens
+from fulmen.step.spec import MAX_TOKENS
 
 
 class PoolFull(RuntimeError):
@@ -101,8 +101,8 @@ class Sequences(Uncopied):
         device: torch.device | str | None = None,
     ) -> None:
         self.rows, self.max_length = whole("rows", rows), whole("max_length", max_length)
-        self.page_size, self.pages = whole("page_size", page_size, 16, 256), whole("pages", pages, 0)
-        if self.page_size % 16:
+        self.page_size, self.pages = whole("page_size", page_size), whole("pages", pages, 0)
+        if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={page_size}: must be a multiple of 16 from 16 to 256")
         self.slot_count, self.drafts = whole("slots", slots, 0), flag("drafts", drafts)
         self._free_pages = list(range(self.pages))[::-1]
@@ -212,7 +212,7 @@ class Sequences(Uncopied):
                 self._release(sequence.pages[-1:])
             sequence.pages = pages[sequence]
             sequence.length += tokens
-            sequence.drafted = tokens if self.drafts and tokens <= MAX_DRAFT else 0
+            sequence.drafted = tokens if self.drafts and tokens <= MAX_TOKENS else 0
         self.announced, self.stepped, self.steps = (len(sequences), tokens), living, self.steps + 1
 
     def check_call(self, B: int, N: int) -> None:

@@ -39,7 +39,7 @@ from fulmen.lightning.spec import (
     empty_states,
     spec_of_residuals,
 )
-from fulmen.plans import Plan, nothing
+from fulmen.plans import Plan, fake_nothing, nothing
 
 NewGradient = Callable[[Tensor], Tensor | None]
 
@@ -177,11 +177,6 @@ _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? initial_state, 
 TENSORS = 6
 
 
-def _nothing(x: Tensor) -> Tensor:
-    """`plans.nothing` of a fake tensor."""
-    return x.new_empty(0, dtype=torch.float32)
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, with_state: bool, backend: str, needs_grad: bool = False,
@@ -200,8 +195,8 @@ def _forward_fake(
     spec = spec_of_residuals(Residuals(q, k, v, decay, initial_state, cu_seqlens), scale, with_state)
     shape = _saved_shape(spec, backend) if needs_grad else None
     o = empty_output(spec, Residuals(q, k, v, decay, initial_state, cu_seqlens))
-    state = empty_states(spec) if with_state else _nothing(o)
-    return o, state, _nothing(o) if shape is None else q.new_empty(shape)
+    state = empty_states(spec) if with_state else fake_nothing(o)
+    return o, state, fake_nothing(o) if shape is None else q.new_empty(shape)
 
 
 def _backward(
@@ -233,8 +228,8 @@ def _token_gradient(spec: LightningSpec, decay: Tensor | None, wanted: bool) -> 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, decay_gradient = Residuals(*args[:TENSORS]), args[TENSORS + 3]
     dq, dk, dv = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k, x.v))
-    ddecay = torch.empty_like(x.decay) if decay_gradient and x.decay is not None else _nothing(dq)
-    return dq, dk, dv, ddecay, _nothing(dq) if x.initial_state is None else torch.empty_like(x.initial_state)
+    ddecay = torch.empty_like(x.decay) if decay_gradient and x.decay is not None else fake_nothing(dq)
+    return dq, dk, dv, ddecay, fake_nothing(dq) if x.initial_state is None else torch.empty_like(x.initial_state)
 
 
 def _zero_output(q: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +37,7 @@ def plan_for(
     copies  whether q, k and v are copied, so that their rows begin at multiples of 16 bytes
     """
 
-    count = count_residuals(spec)
-
-    def new_residuals(tensors: tuple[Any, ...]) -> Residuals:
+    def new_residuals(*tensors: Any) -> Residuals:
         x = Residuals(*tensors)
         if copies:
             x = x._replace(q=readable(x.q), k=readable(x.k), v=readable(x.v))
@@ -46,32 +45,14 @@ def plan_for(
 
     @outside_autocast
     def forward(*tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x = new_residuals(tensors)
+        x = new_residuals(*tensors)
         return *kernel.forward(spec, x), x.saved
 
-    @outside_autocast
-    def backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        assert kernel.backward is not None, "natively differentiable backends do not come here"
-        tensors = tidy(spec, *tensors)
-        return kernel.backward(spec, Residuals(*tensors[:count]), *tensors[count:])
+    def backward() -> Repeated:
+        return plans.backward_of(kernel, spec, Residuals, count_residuals(spec), functools.partial(tidy, spec))
 
-    def prepare(*tensors: Any) -> Any:
-        assert kernel.prepare is not None
-        return kernel.prepare(spec, new_residuals(tensors))
-
-    def prepare_backward(*tensors: Any) -> Any:
-        assert kernel.prepare_backward is not None
-        if any(a is not b for a, b in zip(tensors, tidy(spec, *tensors), strict=True)):
-            return None
-        return kernel.prepare_backward(spec, Residuals(*tensors[:count]), *tensors[count:])
-
-    return Plan(
-        spec,
-        Repeated(forward, None if copies else kernel.prepare and prepare),
-        lambda: Repeated(backward, kernel.prepare_backward and prepare_backward),
-        arguments,
-        needs_grad,
-    )
+    prepare = None if copies else plans.forward_of(kernel, spec, new_residuals).prepare
+    return Plan(spec, Repeated(forward, prepare), backward, arguments, needs_grad)
 
 
 def tidy(spec: LightningSpec, *tensors: Any) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,11 +44,12 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.launch import unsupported_device
+from fulmen.launch import Launch, unsupported_device
 from fulmen.lightning.policy import TOKEN_ROWS, TritonTile, slots_of
 from fulmen.lightning.spec import NO_STEPS, LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.sweeps import Rows, States, Tensors, Tokens, lightning_sum_heads_kernel, lightning_sweep_kernel
 from fulmen.lightning.tokens import lightning_token_gradient_kernel
+from fulmen.tiles import padded
 
 MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strides are 64-bit run-time values
 
@@ -61,21 +62,7 @@ def supports(spec: LightningSpec) -> str | None:
     return unsupported_device(spec.device, spec.dtype)
 
 
-def block(size: int) -> int:
-    """The width of a tile that holds `size` columns."""
-    return max(16, triton.next_power_of_2(size))
-
-
 # ---------------------------------------------------------------------------------------------- launches
-
-
-class Launch(NamedTuple):
-    """A kernel call that has not happened yet, so that it can also be compiled for a GPU that is not here."""
-
-    kernel: Any
-    grid: int
-    args: tuple[Any, ...]
-    options: dict[str, int]
 
 
 def run(launches: list[Launch], device: torch.device) -> None:
@@ -110,7 +97,7 @@ def sweep(
     """One launch of `sweeps`, which must agree in direction and in the sizes they contract over."""
     segments = segments or Segments(max(spec.N, 1), 1)
     K, V = (spec.E, spec.D) if sweeps[0] in ("dk", "dq") else (spec.D, spec.E)
-    block_v = min(tile.block_v, block(V))
+    block_v = min(tile.block_v, padded(V))
     strides = {rows.stride_n for rows in tensors if rows is not None}
     row_stride = strides.pop() if len(strides) == 1 and max(strides) < MAX_ROW_STRIDE else 0
     packed = segments.segment_offsets is not None
@@ -124,10 +111,11 @@ def sweep(
     return Launch(
         kernel=lightning_sweep_kernel,
         grid=(1 if packed else spec.states) * spec.H * segments.number * len(sweeps) * triton.cdiv(V, block_v),
-        args=(
+        tensors=(),
+        rest=(
             *(tensors, states, slopes, tokens, x.cu_seqlens, segments.segment_offsets),
             *(spec.H, spec.N, segments.rows, spec.states if packed else segments.number, spec.scale),
-            *(sweeps, row_stride, K, V, tile.chunk, block(K), block_v),
+            *(sweeps, row_stride, K, V, tile.chunk, padded(K), block_v),
         ),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
@@ -155,8 +143,8 @@ SUM_ROWS = 8  # of a program that sums heads: 96 % of the copy bandwidth, 16 91 
 def sum_heads(each: Tensor, stored: Tensor) -> Launch:
     B, heads, N, size = stored.shape
     group = each.shape[1] // max(heads, 1)
-    args = each, stored, each.stride()[:3], stored.stride()[:3], heads, group, N, size, SUM_ROWS, block(size)
-    return Launch(lightning_sum_heads_kernel, B * heads * triton.cdiv(N, SUM_ROWS), args, {"num_warps": 4})
+    args = each, stored, each.stride()[:3], stored.stride()[:3], heads, group, N, size, SUM_ROWS, padded(size)
+    return Launch(lightning_sum_heads_kernel, B * heads * triton.cdiv(N, SUM_ROWS), (), args, {"num_warps": 4})
 
 
 class Gradients(NamedTuple):
@@ -192,11 +180,11 @@ class Gradients(NamedTuple):
 
         more = []
         if tile is not None:
-            width, slots = min(tile[1], block(spec.D)), slots_of(spec)
+            width, slots = min(tile[1], padded(spec.D)), slots_of(spec)
             tiles, heads = triton.cdiv(spec.D, width), spec.B * spec.H
             shapes: list[tuple[int, ...]] = [(heads, tiles, spec.N)] * 2
             if spans:
-                shapes += [(heads, slots, tiles * width, block(spec.E)), (heads, slots, tiles)]
+                shapes += [(heads, slots, tiles * width, padded(spec.E)), (heads, slots, tiles)]
                 shapes += [(heads, slots * TOKEN_ROWS // tile[0], tiles)]
             more = [x.q.new_empty(shape, dtype=torch.float32) for shape in shapes]
         return cls(rows(x.q), rows(x.k), rows(x.v) if dv is None or dv.shape[1] != spec.H else dv, *more)
@@ -262,7 +250,7 @@ def token_gradient(spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: 
         *(ddecay.stride(), x.decay.stride(), spec.H, spec.N, spec.states, slots),
         *(grads.qdq.shape[1], parts, parts_entered, TOKEN_ROWS, slots * TOKEN_ROWS // max(chunks, 1), is_open, dtype),
     )
-    return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, args, {"num_warps": 4})
+    return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, (), args, {"num_warps": 4})
 
 
 def run_forward(

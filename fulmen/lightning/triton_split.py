@@ -21,12 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen.dispatch import register
+from fulmen.launch import Launch
 from fulmen.lightning import triton as fused
 from fulmen.lightning.policy import Split, SplitTile
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.sweeps import States
-from fulmen.lightning.triton import Gradients, Launch, Segments, sweep
-from fulmen.tiles import LOG2E
+from fulmen.lightning.triton import Gradients, Segments, sweep
+from fulmen.tiles import LOG2E, padded
 
 AT_ONCE = 16  # segments that a scan reads before it adds them up, at most
 SCAN_BLOCK = 256  # elements of a state that a program carries; of up to AT_ONCE / 2 segments twice as many
@@ -60,9 +61,9 @@ def lightning_segment_offsets_kernel(
 def find_segment_offsets(spec: LightningSpec, x: Residuals, cut: Segments) -> list[Launch]:
     if cut.segment_offsets is None:
         return []
-    block = min(1024, fused.block(max(spec.states, 1)))
+    block = min(1024, padded(max(spec.states, 1)))
     args = (x.cu_seqlens, cut.segment_offsets, spec.states, spec.N, cut.rows, cut.number, block)
-    return [Launch(kernel=lightning_segment_offsets_kernel, grid=1, args=args, options={"num_warps": 4})]
+    return [Launch(kernel=lightning_segment_offsets_kernel, grid=1, tensors=(), rest=args, options={"num_warps": 4})]
 
 
 @triton.jit
@@ -143,11 +144,12 @@ def scan(
 ) -> Launch:
     size = spec.D * spec.E
     at_once = min(AT_ONCE, triton.next_power_of_2(cut.number))
-    block = min(SCAN_BLOCK * (1 if at_once == AT_ONCE else 2), fused.block(size))
+    block = min(SCAN_BLOCK * (1 if at_once == AT_ONCE else 2), padded(size))
     return Launch(
         kernel=lightning_scan_kernel,
         grid=(spec.states * spec.H - cut.whole) * triton.cdiv(size, block),
-        args=(
+        tensors=(),
+        rest=(
             *(
                 states,
                 initial,

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fulmen import hardware
+from fulmen.boundary import at_least_fp32
 
 NOTHING = {torch.float32: 2.0**-60, torch.float64: 2.0**-120}
 PIECE = {"cpu": 1024}  # tokens: what is computed of a piece stays in the cache
@@ -112,14 +113,10 @@ def spans(N: int, heads: int, decay: Decay, like: Tensor, backwards: bool = Fals
         yield Span(tokens, *alive, decay.of_heads(alive[1]))
 
 
-def exact(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def folded(x: Tensor, w: Tensor) -> Tensor:
     """x (B, H_KV, C, size) times w (H, C): (B, H_KV, C, group * size), the heads that share x side by side."""
     w = w.unflatten(0, (x.shape[1], -1)).transpose(1, 2)[..., None]  # (H_KV, C, group, 1)
-    return (exact(x)[:, :, :, None] * w).flatten(3)
+    return (at_least_fp32(x)[:, :, :, None] * w).flatten(3)
 
 
 def added(rows: Tensor, product: Tensor, w: Tensor | None = None) -> None:
@@ -127,7 +124,7 @@ def added(rows: Tensor, product: Tensor, w: Tensor | None = None) -> None:
     if rows.dtype == product.dtype:
         rows.add_(product) if w is None else rows.addcmul_(product, w)
     else:
-        rows.copy_(exact(rows) + product if w is None else torch.addcmul(exact(rows), product, w))
+        rows.copy_(at_least_fp32(rows) + product if w is None else torch.addcmul(at_least_fp32(rows), product, w))
 
 
 def after(span: Span, like: Tensor) -> Tensor:
@@ -170,7 +167,7 @@ def leaving(q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Tensor:
     N = k.shape[2]
     for span in spans(N, k.shape[1], decay, M, backwards=True):
         a = folded(k[:, span.stored, span.tokens], until(span, N, M))  # (B, H_KV, C, group * D)
-        M[:, span.heads] += (a.mT @ exact(v[:, span.stored, span.tokens])).view_as(M[:, span.heads])
+        M[:, span.heads] += (a.mT @ at_least_fp32(v[:, span.stored, span.tokens])).view_as(M[:, span.heads])
     return M
 
 
@@ -182,7 +179,7 @@ def add_entering(o: Tensor, q: Tensor, S: Tensor, decay: Decay, scale: float) ->
     for span in spans(q.shape[2], q.shape[1], decay, S):
         w = after(span, S)[..., None] * scale
         at = (slice(None), span.heads, span.tokens)
-        added(o[at], exact(q[at]) @ S[:, span.heads], w)
+        added(o[at], at_least_fp32(q[at]) @ S[:, span.heads], w)
 
 
 def entering_gradient(q: Tensor, do: Tensor, decay: Decay, scale: float) -> Tensor:
@@ -194,7 +191,7 @@ def entering_gradient(q: Tensor, do: Tensor, decay: Decay, scale: float) -> Tens
     for span in spans(q.shape[2], q.shape[1], decay, dS):
         w = after(span, dS)[..., None] * scale
         at = (slice(None), span.heads, span.tokens)
-        dS[:, span.heads] += (exact(q[at]) * w).mT @ exact(do[at])
+        dS[:, span.heads] += (at_least_fp32(q[at]) * w).mT @ at_least_fp32(do[at])
     return dS
 
 
@@ -213,7 +210,7 @@ def add_leaving_gradient(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, G: Tensor
                 stacked = right.unflatten(1, (x[at].shape[1], -1)).flatten(2, 3)  # (B, H_KV, group * size, size)
                 added(grad[at], folded(x[at], w) @ stacked)
             else:
-                added(grad[at], exact(x[at]) @ right, w[..., None])
+                added(grad[at], at_least_fp32(x[at]) @ right, w[..., None])
 
 
 def combined(states: Tensor, sources: Sequence[tuple[int, int]], decay: Decay) -> Tensor | None:

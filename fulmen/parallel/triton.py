@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import dispatch
+from fulmen.launch import Launch
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.policy import SplitTile
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.sweeps import States, Tensors
-from fulmen.tiles import LOG2E
+from fulmen.tiles import LOG2E, padded
 
 TILE = 4096  # elements of o a program merges
 COLUMNS = 64  # of o, dk or dv that a program adds to
@@ -134,19 +135,17 @@ def add_product_kernel(
         tl.store(out_at + column[None, :], out, mask=inside)
 
 
-def add_product(
-    out: Tensor, x: Tensor, matrix: Tensor, slopes: Tensor | None, scale: float, backwards: bool
-) -> fused.Launch:
+def add_product(out: Tensor, x: Tensor, matrix: Tensor, slopes: Tensor | None, scale: float, backwards: bool) -> Launch:
     B, heads, N, size = x.shape
     width = out.shape[3]
-    columns = min(COLUMNS, fused.block(width)) if size <= 128 else 32
-    rows = min(128, OPERANDS // fused.block(size))
+    columns = min(COLUMNS, padded(width)) if size <= 128 else 32
+    rows = min(128, OPERANDS // padded(size))
     args = (
         *(out, x, matrix, slopes, tuple(out.stride()[:3]), tuple(x.stride()[:3]), tuple(matrix.stride())),
-        *(scale, heads, N, matrix.shape[1] // heads, backwards, size, width, rows, fused.block(size), columns),
+        *(scale, heads, N, matrix.shape[1] // heads, backwards, size, width, rows, padded(size), columns),
     )
     grid = B * heads * triton.cdiv(N, rows) * triton.cdiv(width, columns)
-    return fused.Launch(add_product_kernel, grid, args, {"num_warps": 4, "num_stages": 1})
+    return Launch(add_product_kernel, grid, (), args, {"num_warps": 4, "num_stages": 1})
 
 
 def add_entering(o: Tensor, q: Tensor, S: Tensor, slopes: Tensor | None, scale: float) -> None:
@@ -201,7 +200,7 @@ def merge_kernel(
     tl.store(o_at, o, mask=inside)
 
 
-def merge_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> fused.Launch:
+def merge_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> Launch:
     B, H, N, E = o.shape
     width = triton.next_power_of_2(E)
     rows = max(1, TILE // width)
@@ -210,7 +209,7 @@ def merge_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> fused.La
         *(tuple(x.stride()[:3]) for x in (o, lse, o_i, lse_i)),
         *(H, N, E, width, rows),
     )
-    return fused.Launch(merge_kernel, B * H * triton.cdiv(N, rows), args, {"num_warps": 4})
+    return Launch(merge_kernel, B * H * triton.cdiv(N, rows), (), args, {"num_warps": 4})
 
 
 def merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:

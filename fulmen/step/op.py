@@ -24,7 +24,6 @@ from fulmen import dispatch, plans
 from fulmen.boundary import (
     is_plain_eager,
     no_gradient,
-    outside_autocast,
     refuse_derivatives_we_lack,
     register_mutation,
 )
@@ -113,19 +112,9 @@ def _planned(tensors: tuple[Any, ...], scale: float, backend: str, early: bool =
         return plan
     spec = spec_of(x, scale)._replace(early=early)
     kernel = dispatch.pick("step", spec, backend)
-
-    @outside_autocast
-    def forward(*tensors: Any) -> Any:
-        return kernel.forward(spec, Tensors(*tensors))
-
-    def prepare(*tensors: Any) -> Any:
-        assert kernel.prepare is not None
-        return kernel.prepare(spec, Tensors(*tensors))
-
-    def backward() -> Repeated:
-        return Repeated(no_gradient("lightning_step"), None)
-
-    return plans.keep(key, given, Plan(spec, Repeated(forward, kernel.prepare and prepare), backward, (), False))
+    refused = Repeated(no_gradient("lightning_step"), None)
+    plan = Plan(spec, plans.forward_of(kernel, spec, Tensors), lambda: refused, (), False)
+    return plans.keep(key, given, plan)
 
 
 # ------------------------------------------------------------------------- the torch.library boundary

@@ -310,6 +310,7 @@ def test_a_later_run_replaces_an_earlier_one():
     b = sample_results.make(samples=8, run_id="later", time="2026-11-16T06:00:00+00:00", seed=1)
     both = model.read(schema.Results({**b.runs, **a.runs}, [*b.cells[:3], *a.cells[:6]]))
     assert [row.replaced for row in both.rows] == [False] * 3 + [True] * 3 + [False] * 3
+    assert "3 were measured again" in model.proven(both.rows)
 
 
 def test_a_thousand_rows_are_small_and_soon_done(tmp_path, monkeypatch):

@@ -171,9 +171,7 @@ def definition(layer: LightningAttention, x: torch.Tensor) -> torch.Tensor:
 
 
 VARIANTS = {
-    "minimax": {},
-    "ring": {"preset": "ring"},
-    "sala": {"preset": "sala"},
+    **{name: {"preset": name} for name in PRESETS},
     "shared keys": {"preset": "ring", "num_kv_heads": 2, "value_dim": 24, "bias": True},
     "bare": {"activation": None, "output_norm": None, "gate": False, "decay": None},
     "mixed": {"activation": "relu", "qk_norm": "after", "rope": {"dim": 4, "interleaved": True}, "scale": 0.3},

@@ -37,6 +37,14 @@ def test_function_limit_is_exact(tmp_path: Path, decorator: str, limit: int) -> 
     assert f"f has {limit + 1} lines" in offence
 
 
+def test_parameter_limit_is_exact(tmp_path: Path) -> None:
+    names = ", ".join(f"p{i}" for i in range(size_guard.MAX_PARAMETERS))
+    kernel = "@triton.jit\ndef f_kernel({}, C: tl.constexpr):\n    pass\n"
+    assert not list(size_guard.offences(write(tmp_path, "a.py", kernel.format(names))))
+    (offence,) = size_guard.offences(write(tmp_path, "b.py", kernel.format(f"{names}, one_more")))
+    assert f"{size_guard.MAX_PARAMETERS + 1} parameters" in offence
+
+
 def test_methods_and_nested_functions_count(tmp_path: Path) -> None:
     method = "class A:\n    def f(self):\n" + "        self.x = 1\n" * size_guard.MAX_FUNCTION
     (offence,) = size_guard.offences(write(tmp_path, "a.py", method))

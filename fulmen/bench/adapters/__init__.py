@@ -1,6 +1,6 @@
 """Operations as the benchmark sees them: a subclass of `Operation` each, whose instance has the operation's name.
 
-A new operation is a class, a row of OPS and a suite.
+A new operation is a class, a row of MODULES and a suite.
 """
 
 from __future__ import annotations

@@ -201,7 +201,9 @@ def counts(rows: Iterable[Row]) -> dict[str, int]:
 
 def proven(rows: list[Row]) -> str:
     timed = sum(row.timed for row in rows)
-    return f"{'All' if timed == len(rows) else f'{timed:,} of'} {len(rows):,} cells proven right, then timed."
+    said = f"{'All' if timed == len(rows) else f'{timed:,} of'} {len(rows):,} cells proven right, then timed."
+    again = sum(row.replaced for row in rows)
+    return f"{said} {again:,} were measured again: tables show the last run." if again else said
 
 
 def baseline(rows: Iterable[Row]) -> str:

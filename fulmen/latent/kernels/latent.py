@@ -18,7 +18,6 @@ from fulmen.latent.spec import LatentSpec, Residuals
 THREADS = 384
 # q, two blocks of CUDA_KEYS keys in some number of stages, p, barriers, m and l
 SHARED_BYTES = 3 * CUDA_ROWS * 2 * CUDA_DIMS[0] + 2 * CUDA_ROWS * CUDA_KEYS + 128 + 12 * CUDA_ROWS
-MAX_BLOCKS = (1 << 31) - 1
 MAX_GRID = 65_535  # of combine.cu: heads and rows of the batch
 
 ARGUMENTS = cuda.Struct(
