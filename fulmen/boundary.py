@@ -235,7 +235,7 @@ def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:
-    """Whether nothing but eager PyTorch looks at the call: no compiler, tensor subclass, dispatch mode or transform."""
+    """Whether no compiler, dispatch mode, transform or tensor subclass is active."""
     if torch.compiler.is_compiling() or _dispatch_modes() or _transform() is not None or _tracing() is not None:
         return False
     for x in tensors:  # a loop: `all` of a generator takes twice the time
@@ -252,8 +252,8 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_derivatives_we_lack(op: str, tensors: tuple[Tensor | None, ...]) -> None:
-    """Forward mode would silently give zeros, torch.func.grad a riddle."""
+def refuse_unsupported_derivatives(op: str, tensors: tuple[Tensor | None, ...]) -> None:
+    """Raises for forward-mode AD and the transforms of torch.func, which the operators do not support."""
     func = None if torch.compiler.is_compiling() else torch._C._functorch.peek_interpreter_stack()
     forward_mode = forward_ad._current_level >= 0 and any(
         t is not None and t.is_floating_point() and forward_ad.unpack_dual(t).tangent is not None for t in tensors

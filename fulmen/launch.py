@@ -1,8 +1,8 @@
 """Launching Triton kernels: what a call costs on the host, and the same launches for a GPU that is not here.
 
 Triton's own launch looks at every argument anew, which takes longer than a small kernel runs. A `Ready` launch
-remembers the compiled kernel and all arguments but the tensors: it serves calls whose shapes, strides and alignment
-are those it was made with, which is for its owner to see to. It calls the driver itself, as native kernels do
+remembers the compiled kernel and all arguments but the tensors. Its caller guarantees the shapes, strides and alignment
+that it was made with. It calls the driver itself, as native kernels do
 (`fulmen.cuda.launch`), where it knows the kernel's parameters.
 """
 

@@ -142,7 +142,7 @@ class Plan:
         known = self._known(which, there)
         if known is not None:
             return known
-        if len(set(map(id, there))) < len(there):  # guards know no tensor twice: cu_seqlens of q and k, or one k and v
+        if len(set(map(id, there))) < len(there):  # guards do not support a tensor given twice, as k and v
             first = tuple(next(i for i, u in enumerate(tensors) if u is t) for t in tensors)
             which, there = (which, first), tuple({id(t): t for t in there}.values())
             known = self._known(which, there)

@@ -89,6 +89,9 @@ first_query = of_case(
     lambda case: not case["causal"] or "N_Q" not in case,
     "is_causal counts from the first query and key, ours from the last: N_Q={N_Q}, N={N}",
 )
+no_options = of_case(
+    lambda case: not any(case.get(key) for key in flash.OPTIONS), f"is called without {', '.join(flash.OPTIONS)}"
+)
 sixteen_bit = of_case(lambda case: case["dtype"] in ("bfloat16", "float16"), "computes in bf16 and fp16, not {dtype}")
 same_width = of_case(lambda case: case["D"] == case["E"], "needs E = D, here D={D}, E={E}")
 HEADS = "needs as many heads of k and v as of q, here H={H}, "
@@ -216,10 +219,10 @@ pinned_fa2 = functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
 chunk, fused_chunk = (functools.partial(fla, f"{name}_simple_gla") for name in ("chunk", "fused_chunk"))
 FLA = ("flash-linear-attention", "fla-core")
 FLA_NEEDS = (no_groups, own_heads, on_gpu, fla_installed)
-FLASH_ATTN_NEEDS = (sixteen_bit, same_width, on_gpu)
+FLASH_ATTN_NEEDS = (sixteen_bit, same_width, no_options, on_gpu)
 
 BASELINES = {
-    "sdpa": Baseline("flash", sdpa, (first_query,)),
+    "sdpa": Baseline("flash", sdpa, (first_query, no_options)),
     "sdpa-fa2": Baseline("flash", sdpa, (on_gpu, sdpa_kernel_for(flash, "flash")), pinned=pinned_fa2),
     "sdpa-cudnn": Baseline("flash", sdpa, (on_gpu, sdpa_kernel_for(flash, "cudnn")), pinned=pinned_cudnn),
     "flash-attn": Baseline(

@@ -95,10 +95,14 @@ def _int(case: Case, *names: str) -> int | None:
     return None
 
 
-def pairs(N_Q: int, N_KV: int, causal: bool) -> int:
-    """How many queries and keys see each other. Under a causal mask the last query sees the last key."""
-    last = min(N_Q, N_KV)
-    return last * (N_KV - last) + last * (last + 1) // 2 if causal else N_Q * N_KV
+def pairs(N_Q: int, N_KV: int, causal: bool, window: int | None = None) -> int:
+    """How many queries and keys see each other. Under a causal mask the last query sees the last key; a window hides
+    keys that are farther before a query's position."""
+    last, hidden = min(N_Q, N_KV), 0
+    if window is not None:  # the last query does not see N_KV - 1 - window keys, the one before it one less
+        first, most = (max(0, n - 1 - window) for n in (N_KV - N_Q, N_KV))
+        hidden = most * (most + 1) // 2 - first * (first + 1) // 2
+    return (last * (N_KV - last) + last * (last + 1) // 2 if causal else N_Q * N_KV) - hidden
 
 
 def projections_of(case: Case) -> list[tuple[int, int]]:
@@ -168,7 +172,8 @@ def attention(kind: str, shape: Shape, case: Case, pass_: str) -> Work:
     """Softmax attention, or linear attention with or without decay; of states only those of a decoding step count."""
     shape = shape if kind == "softmax" else shape._replace(N_KV=shape.N_Q)
     B, N, H, D, E, states = shape.B, shape.N_Q, shape.H, shape.D, shape.E, state_bytes(shape, case)
-    forward = 2.0 * B * H * pairs(N, shape.N_KV, case.get("causal", True) is not False) * (D + E)
+    seen = pairs(N, shape.N_KV, case.get("causal", True) is not False, _int(case, "window"))
+    forward = 2.0 * B * H * seen * (D + E)
     if kind == "linear":
         steps = 4.0 * B * H * N * D * E
         forward = steps if states else min(steps, forward)

@@ -327,9 +327,8 @@ def graph_ms(timer: Timer, prepare: Callable[[], Work], seconds: float = 0.05, c
 def _abandon(device: torch.device, pool: Any) -> None:
     """Ends a capture that failed.
 
-    torch's own end gives up before it tells the allocator, which from then on takes a capture to be under way and
-    returns no memory to the device, so that every later case would run out of it; and before it tells the generator of
-    random numbers, which from then on refuses to draw.
+    torch's own end raises before it tells the allocator and the generator of random numbers. Both would stay in capture
+    mode: the one returns no memory to the device, the other refuses to draw.
     """
     torch.cuda.synchronize(device)
     index = device.index or 0

@@ -104,7 +104,7 @@ class LaunchConfig(ctypes.Structure):
 
 @functools.lru_cache
 def library() -> Any:
-    """The driver itself, for what every call does: past the wrappers it costs the host half."""
+    """libcuda through ctypes, for what every call does: half of what the bindings cost the host."""
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -16,7 +16,7 @@ from fulmen.boundary import (
     empty_rows,
     is_plain_eager,
     no_gradient,
-    refuse_derivatives_we_lack,
+    refuse_unsupported_derivatives,
     register_operator,
 )
 from fulmen.flash.plan import has_exact_types, plan_for
@@ -90,7 +90,7 @@ def attend_cache(
         factor = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
         most, cap = check_max_kv_length(most), None if softcap is None else float(softcap)
         facts = (factor, left, right, False, cap, with_lse, False, most)
-        refuse_derivatives_we_lack("flash_attention", x)
+        refuse_unsupported_derivatives("flash_attention", x)
         if not is_plain_eager(*x):
             options = (factor, left, right, cap, with_lse, most, backend)
             return torch.ops.fulmen.flash_cache_forward(*x[:5], *x[6:], *options)

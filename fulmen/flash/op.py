@@ -19,7 +19,7 @@ from fulmen.boundary import (
     is_plain_eager,
     needs_gradient,
     no_second_derivative,
-    refuse_derivatives_we_lack,
+    refuse_unsupported_derivatives,
     register_operator,
 )
 from fulmen.flash.cache import attend_cache
@@ -281,7 +281,7 @@ def _attend(
             check_values(x)
             spec = spec_of(x, *facts)
             return dispatch.pick("flash", spec, backend).forward(spec, x)
-        refuse_derivatives_we_lack("flash_attention", x)
+        refuse_unsupported_derivatives("flash_attention", x)
         if not is_plain_eager(*x):
             return torch.ops.fulmen.flash_forward(*tensors, *facts, backend)
         key = (causal, window, softcap, scale, backend, with_lse) if plain else (*facts, backend)

@@ -8,8 +8,8 @@ lse and do, like that of every backend:
     efficient  the memory-efficient kernels, the only ones for fp32 on a GPU
     cpu        torch's flash kernel for CPUs
 
-All of them know full attention and causal attention counted from the first query and key, and nothing else; a window
-or an alignment that hides nothing, or nothing more than that, is served, too. Their lse are brought to one form: fp32
+All support full attention and causal attention aligned top-left. A window or an alignment that comes to the same is
+served, too. Their lse are brought to one form: fp32
 (B, H, N_Q), as the operators of `op.py` promise it (cuDNN has (B, H, N_Q, 1), efficient a multiple of 32 rows, the CPU
 (B, N_Q, H) memory). For the same reason results in another memory order than their input's are copied: gradients on
 the CPU and everything of `efficient` where q, k, v are not (B, N, H, D) in memory. On a GPU inputs whose rows do not
@@ -235,10 +235,7 @@ def backward(
     q, k, v, do = loadable(x.q), loadable(x.k), loadable(x.v), loadable(do)
     if which == "cudnn":
         seed, offset = no_dropout(q.device, torch.int64)
-        o, do = (
-            ordered_like(q, o),
-            ordered_like(q, do),
-        )  # torch keeps its graph by the strides of q, k, v
+        o, do = ordered_like(q, o), ordered_like(q, do)  # torch keeps its graph by the strides of q, k, v
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             do, q, k, v, o, lse[..., None], seed, offset, None, None, None, spec.N_Q, spec.N_KV, 0.0, causal,
             scale=scale,

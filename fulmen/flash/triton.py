@@ -8,8 +8,8 @@ registers and walks the keys its rows may see, BLOCK_N at a time, in base 2:
 
 Backward: triton_backward.py. Where every query of a tile sees every key of a block no mask is computed: causal and
 windowed calls walk the edges in loops of their own.
-On Hopper and Blackwell the copy engine (TMA) loads the tiles of large calls; elsewhere, and for packed sequences,
-whose ends it does not know, pointers do. Calls over a cache have a kernel of their own: triton_cache.py.
+On Hopper and Blackwell the copy engine (TMA) loads the tiles of large calls. Other GPUs and packed sequences load
+through pointers: TMA cannot stop at a sequence's end. Calls over a cache have a kernel of their own: triton_cache.py.
 """
 
 from __future__ import annotations

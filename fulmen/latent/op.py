@@ -17,7 +17,7 @@ from fulmen.boundary import (
     empty_rows,
     is_plain_eager,
     no_gradient,
-    refuse_derivatives_we_lack,
+    refuse_unsupported_derivatives,
     register_operator,
 )
 from fulmen.latent.spec import LatentSpec, Residuals, check_inputs, check_options, scale_of, spec_of
@@ -66,9 +66,9 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """`latent_attention`, by default.
 
-    appended  whether the launches since the last one that began after all others had ended write q and the last N_Q
-              keys of each row alone, and the one right before lets this one start only after its own wait: other keys
-              may be read before it has ended. Compilers and modes do not know of it.
+    appended  whether the launches before this one that overlap (PDL) write nothing but q and the last N_Q keys of each
+              row, and the one right before waits before it lets this one start. Other keys are then read before the
+              wait. Compilers and modes do not know of it.
     """
     tensors: tuple[Any, ...] = (q, kv, kv_lengths, page_table)
     plain = (
@@ -90,7 +90,7 @@ def attend(
     if dispatch.differentiable_as_it_is("latent", backend):  # plain PyTorch: no boundary to cross
         spec = spec_of(x, *facts)
         return dispatch.pick("latent", spec, backend).forward(spec, x)
-    refuse_derivatives_we_lack("latent_attention", x)
+    refuse_unsupported_derivatives("latent_attention", x)
     if torch.is_grad_enabled() and (x.q.requires_grad or x.kv.requires_grad):
         raise NotImplementedError(
             "latent_attention has no gradient, and q or kv requires one: call it under torch.no_grad(), or take "

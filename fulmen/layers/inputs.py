@@ -7,8 +7,8 @@ scalars count as numbers. `Inputs.of` checks a call and finds out where each tok
 * **Padding** (`mask`): each row's tokens are brought to the front (`Padding.front`) and put back after the layer's work
   (`Padding.back`). This serves padding on either side and in between, and reads no value on the host.
 
-Attention over rows of different lengths is one packed call over the rows laid end to end. Two more sequences cover what
-lies behind a row's tokens: queries without keys, whose output is zero, and keys without queries, which nobody sees.
+Attention over rows of different lengths is one packed call over the rows laid end to end. A row's padding becomes two
+more sequences: queries without keys, whose output is zero, and keys without queries, which nobody sees.
 
     row 0 | a b c . . |  row 1 | d e . . . |      queries, and as many keys
     q:       (a b c)  (. .)  ()       (d e)  (. . .)  ()

@@ -237,7 +237,7 @@ class Sequences(Uncopied):
         return found
 
     def _end_step(self, sequence: Sequence) -> None:
-        """The last step announces nothing any more, if the sequence is one of its own."""
+        """Cancels the announced step if the sequence is part of it."""
         if sequence in self.stepped:
             self.announced = 0, 0
 

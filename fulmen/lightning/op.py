@@ -26,7 +26,7 @@ from fulmen.boundary import (
     needs_gradient,
     no_second_derivative,
     outside_autocast,
-    refuse_derivatives_we_lack,
+    refuse_unsupported_derivatives,
     register_operator,
 )
 from fulmen.lightning.plan import Shape, plan_for
@@ -331,7 +331,7 @@ def _attend(
             check_values(x.decay, x.cu_seqlens, x.q.shape[2])
             spec = spec_of_residuals(x, scale, with_state)
             return dispatch.pick("lightning", spec, backend).forward(spec, x)
-        refuse_derivatives_we_lack("lightning_attention", x)
+        refuse_unsupported_derivatives("lightning_attention", x)
         tensors, arguments, needs_grad = x[:TENSORS], (scale, with_state, backend), needs_gradient(x[:5])
         if not is_plain_eager(*tensors):
             return torch.ops.fulmen.lightning_forward(*tensors, *arguments, needs_grad)[:2]

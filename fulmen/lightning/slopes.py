@@ -42,9 +42,8 @@ class Chunks(NamedTuple):
             return cls((first[:, None] + r).clamp(max=spec.N - 1), (spec.N - first).clamp(max=C), None, None, None)
         ends = x.cu_seqlens.long().clamp(0, spec.N)
         lengths = ends.diff().clamp(min=0)
-        chunk_offsets = torch.cat(
-            [ends.new_zeros(1), ((lengths + C - 1) // C).cumsum(0)]
-        )  # the first chunk of each sequence
+        chunks = (lengths + C - 1) // C  # of each sequence; then its first one
+        chunk_offsets = torch.cat([ends.new_zeros(1), chunks.cumsum(0)])
         number = torch.arange(spec.N // C + spec.states, device=x.q.device)
         sequence = (torch.searchsorted(chunk_offsets, number, right=True) - 1).clamp(max=spec.states - 1)
         skip = C * (number - chunk_offsets[sequence])

@@ -51,9 +51,8 @@ def lightning_segment_offsets_kernel(
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + i + 1, i < sequences, 0), begin), N)
         count = tl.where(i < sequences, tl.cdiv(end - begin, segment), 0)
         before = total + tl.cumsum(count, axis=0) - count
-        tl.store(
-            segment_offsets_ptr + i, tl.minimum(before, most), i < sequences
-        )  # a wrong cu_seqlens must not pass `most`
+        before = tl.minimum(before, most)  # a wrong cu_seqlens must not pass it
+        tl.store(segment_offsets_ptr + i, before, i < sequences)
         total += tl.sum(count, axis=0)
     tl.store(segment_offsets_ptr + sequences, tl.minimum(total, most))
 

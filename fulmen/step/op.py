@@ -24,7 +24,7 @@ from fulmen import dispatch, plans
 from fulmen.boundary import (
     is_plain_eager,
     no_gradient,
-    refuse_derivatives_we_lack,
+    refuse_unsupported_derivatives,
     register_mutation,
 )
 from fulmen.plans import Plan, Repeated
@@ -74,8 +74,8 @@ def stepped(
 ) -> Tensor:  # fmt: skip
     """`lightning_step`, by default.
 
-    early  whether the launch before this one writes q, k, v and a decay of each token at most, and began after all
-           others had ended: all else may be read before it has ended. Compilers and modes do not know of it.
+    early  whether the launch before this one writes at most q, k, v and a decay of each token, and itself started after
+           all work before it. All else is then read before the wait (PDL). Compilers and modes do not know of it.
     """
     tensors: tuple[Any, ...] = (q, k, v, decay, state, slots, None, None, accepted, None)
     if type(draft) is tuple and len(draft) in (2, 3):
@@ -87,7 +87,7 @@ def stepped(
         plan = plans.find((which, "step", scale, backend, early), given)
     if plan is None:
         x = check_inputs(q, k, v, decay, state, slots, draft, accepted, scale)
-        refuse_derivatives_we_lack("lightning_step", x)
+        refuse_unsupported_derivatives("lightning_step", x)
         tensors, scale = x[:TENSORS], float(scale)
         if not isinstance(backend, str):
             raise dispatch.unknown("step", backend)

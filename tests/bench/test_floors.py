@@ -15,6 +15,10 @@ def test_pairs_are_counted_as_the_mask_says() -> None:
         seen = sum(j <= i + N_KV - N_Q for i in range(N_Q) for j in range(N_KV))
         assert floors.pairs(N_Q, N_KV, causal=True) == seen, (N_Q, N_KV)
         assert floors.pairs(N_Q, N_KV, causal=False) == N_Q * N_KV
+        for window, causal in itertools.product((1, 2, 5, 100), (False, True)):
+            at = [i + N_KV - N_Q for i in range(N_Q)]
+            seen = sum(j >= p - window and (j <= p or not causal) for p in at for j in range(N_KV))
+            assert floors.pairs(N_Q, N_KV, causal, window) == seen, (N_Q, N_KV, window, causal)
 
 
 def test_softmax_is_the_four_products_of_a_backward() -> None:

@@ -33,6 +33,24 @@ def test_every_result_and_gradient_is_compared(adapter, fully: bool) -> None:
         assert 0 < row["error"] <= row["bound"] < 1e-4
 
 
+@pytest.mark.parametrize("options", [{"window": 7}, {"softcap": 3}, {"sinks": True, "causal": False, "window": 9}])
+def test_options_of_softmax_attention(options: dict) -> None:
+    """A kernel that leaves one out is found; the gradient of sinks is compared where all rows are."""
+    adapter = adapters.of("flash")
+    case = adapter.complete(CASE | options)
+    assert all(word in adapter.function(case) for word in options if word != "causal")
+    for fully in (False, True):
+        attend = (adapter.attend_fully if fully else adapter.attend)("eager")
+        report = gate.gate([adapter.small(case, CPU, seed, fully) for seed in (1, 2)], attend)
+        assert ("dsinks" in report) == ("sinks" in options)
+    without = {"sinks": None} if "sinks" in options else {"window": None, "softcap": None}
+    with pytest.raises(gate.Wrong):
+        gate.gate([adapter.small(case, CPU, 1)], lambda x: adapter.attend("eager")(x._replace(**without)))
+    problem = adapter.problem(case, CPU, 3)
+    assert set(gate.evaluate(problem, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
+    assert BASELINES["sdpa"].refusal(case, CPU) == "is called without window, softcap, sinks"
+
+
 def test_the_timed_shape_is_compared_in_one_head(adapter) -> None:
     problem = adapter.problem(adapter.complete(CASE), CPU, 3)
     assert set(gate.evaluate(problem, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
@@ -169,7 +187,7 @@ def test_every_op_has_an_adapter() -> None:
     for op in adapters.OPS:
         adapter = adapters.of(op)
         case = adapter.complete({})
-        options = "N_Q", "per_token", "groups"  # said where they differ from what is usual
+        options = "N_Q", "window", "softcap", "sinks", "per_token", "groups"  # said where they differ from what is usual
         implied = {name for name in options if not adapter.KEYS.get(name)}
         assert set(case) == set(adapter.KEYS) - implied
         assert None not in case.values()

@@ -39,29 +39,35 @@ from fulmen.testing import step as stepping
 
 # -------------------------------------------------------------------------------------------------- softmax
 class Flash(Operation):
-    KEYS = Operation.SIZES | {"N_Q": None, "causal": True}
+    KEYS = Operation.SIZES | {"N_Q": None, "causal": True, "window": None, "softcap": None, "sinks": False}
+    OPTIONS = ("window", "softcap", "sinks")  # window: keys before a query's position that it sees
     backends = "flash"
     LAST_QUERIES = 512  # what is checked of a timed shape whose attention matrix does not fit
     MATRICES = 16  # fp64 (N, N) alive at once while a gradient is checked
 
     def complete(self, case: Case) -> Case:
-        """A case has N_Q only where it differs from N, the number of keys."""
+        """A case has N_Q only where it differs from N, the number of keys, and only the options it uses."""
         done = super().complete(case)
-        return {key: value for key, value in done.items() if key != "N_Q" or value not in (None, done["N"])}
+        unused = {"N_Q": (None, done["N"]), **dict.fromkeys(self.OPTIONS, (None, False))}
+        return {key: value for key, value in done.items() if value not in unused.get(key, ())}
 
     def function(self, case: Case) -> str:
-        return "causal softmax attention" if case["causal"] else "softmax attention"
+        options = [key if case[key] is True else f"{key} {case[key]}" for key in self.OPTIONS if key in case]
+        plain = "causal softmax attention" if case["causal"] else "softmax attention"
+        return ", ".join([plain, *options])
 
     def drawn(self, case: Case, source: Source, fully: bool = False) -> Problem:
         q, k, v, do = (source.normal(shape, dtype_of(case)) for shape in shapes(case))
-        return self.problem_of(q, k, v, do, case["causal"], source, fully)
+        return self.problem_of(q, k, v, do, case, source, fully)
 
     def problem_of(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, source: Source, fully: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, case: Case, source: Source, fully: bool = False
     ) -> Problem:
         exact = torch.promote_types(q.dtype, torch.float32)
         dlse = source.normal(tuple(q.shape[:3]), exact) if fully else q.new_zeros(q.shape[:3], dtype=exact)
-        x = softmax.Inputs(q, k, v, None, None, None, causal, None, None, None, do, dlse)
+        window = (case["window"], None) if case.get("window") else None
+        sinks = source.normal((q.shape[1],), exact) if case.get("sinks") else None
+        x = softmax.Inputs(q, k, v, sinks, None, None, case["causal"], window, case.get("softcap"), None, do, dlse)
         heads, use = source.heads(q, k), ("o", "lse") if fully else ("o",)
         matrices = self.MATRICES * heads.group * q.shape[2] * k.shape[2] * 8
         if not source.whole and matrices > self.free_bytes(source.device) // 2:
@@ -70,9 +76,11 @@ class Flash(Operation):
         def oracle(part: softmax.Inputs) -> dict[str, Expected]:
             found = softmax.expected(part, use)
             kept = {"o"} if heads.last else set(found) - (set() if fully else {"lse"})
+            kept -= set() if heads.whole else {"dsinks"}  # a sum over all rows
             return {name: wanted for name, wanted in found.items() if name in kept}
 
-        return problem_of(x, ("q", "k", "v"), {"o": do, "lse": dlse} if fully else {"o": do}, oracle, heads)
+        leaves = ("q", "k", "v") if sinks is None else ("q", "k", "v", "sinks")
+        return problem_of(x, leaves, {"o": do, "lse": dlse} if fully else {"o": do}, oracle, heads)
 
     def free_bytes(self, device: torch.device) -> int:
         if device.type != "cuda":
@@ -81,16 +89,16 @@ class Flash(Operation):
         return torch.cuda.mem_get_info(device)[0] + kept
 
     def attend(self, backend: str) -> Attend:
-        return lambda x: flash_attention(x.q, x.k, x.v, causal=x.causal, backend=backend)
+        return lambda x: flash_attention(x.q, x.k, x.v, **x.options(), backend=backend)
 
     def attend_fully(self, backend: str) -> Attend | None:
         if backend in ("sdpa", "flash_attn", "auto"):  # no gradient of lse; what auto takes is gated under its own name
             return None
-        return lambda x: flash_attention_with_lse(x.q, x.k, x.v, causal=x.causal, backend=backend)
+        return lambda x: flash_attention_with_lse(x.q, x.k, x.v, **x.options(), backend=backend)
 
     def call(self, case: Case, fully: bool = False) -> Call:
         x = self.drawn(case, META, fully).x
-        tensors = flash_spec.Residuals(x.q, x.k, x.v, kv_lengths=x.kv_lengths, page_table=x.page_table)
+        tensors = flash_spec.Residuals(x.q, x.k, x.v, x.sinks, kv_lengths=x.kv_lengths, page_table=x.page_table)
         spec = x.spec(with_lse=fully, needs_grad=bool(case.get("grad", True)))
         return spec, tensors, lambda o, lse: (o, lse, x.do, lse if fully else None)
 
@@ -103,7 +111,8 @@ def lengths_of(case: Case, source: Source) -> Tensor:
 class FlashCache(Flash):
     """With `page`, the cache lies in shuffled pages of so many keys, (pages, H_KV, page, D)."""
 
-    KEYS = Flash.KEYS | {"B": 64, "H": 64, "H_KV": 8, "N": 4096, "N_Q": 1, "D": 128, "page": 0, "grad": False}
+    KEYS = Operation.SIZES | {"B": 64, "H": 64, "H_KV": 8, "N": 4096, "N_Q": 1, "D": 128, "causal": True, "page": 0,
+                              "grad": False}  # fmt: skip
     complete = Operation.complete
     attend_fully = Operation.attend_fully
 
@@ -123,9 +132,6 @@ class FlashCache(Flash):
         mask = (None, None, None, case["causal"], None, None, None)
         x = softmax.Inputs(q, k, v, *mask, do, dlse, lengths, None, table)
         return problem_of(x, (), {"o": do}, lambda part: {"o": softmax.expected(part)["o"]}, heads)
-
-    def attend(self, backend: str) -> Attend:
-        return lambda x: flash_attention(x.q, x.k, x.v, **x.options(), backend=backend)
 
 
 def in_pages(x: Tensor, page: int, pages: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class LayerParts(Layer):
             x = linear.Inputs(q, k, v, slopes, 1.0, None, None, do.contiguous(), nothing)
             second = lightning.problem_of(x, source)
         else:
-            second = flash.problem_of(q, k, v, do.contiguous(), case["causal"], source)
+            second = flash.problem_of(q, k, v, do.contiguous(), {"causal": case["causal"]}, source)
 
         def pick(name: str, y: Tensor) -> Tensor:
             return second.pick(name, y) if name.removeprefix("d") in ("q", "k", "v", "o") else y
