@@ -12,6 +12,7 @@ import fulmen
 from fulmen import dispatch, plans
 from fulmen.flash import plan as flash_plan
 from fulmen.flash.spec import Residuals
+from fulmen.testing import flash as flash_testing
 
 
 def is_torchs(new) -> bool:
@@ -175,15 +176,13 @@ def test_gradients_with_the_negative_bit_or_a_stride(op):
 
 def test_an_operator_follows_deterministic_mode():
     q = torch.randn(1, 2, 12, 16)
-    facts = (0.25, None, None, False, None, False, True)
+    facts = flash_testing.operator_facts("flash_forward", needs_grad=True)
     given = (q, q.clone(), q.clone(), None, None, None)
     wanted = []
     for mode in (False, True, False):
         torch.use_deterministic_algorithms(mode)
-        torch.ops.fulmen.flash_forward(*given, *facts, "eager")
-        wanted.append(
-            flash_plan.planned(("flash operator", *facts, "eager"), Residuals(*given), (*facts, "eager")).spec
-        )
+        torch.ops.fulmen.flash_forward(*given, *facts)
+        wanted.append(flash_plan.planned(("flash operator", *facts), Residuals(*given), facts).spec)
     assert [spec.deterministic for spec in wanted] == [False, True, False]
 
 

@@ -75,6 +75,13 @@ class Inputs(NamedTuple):
         return self._replace(**cast)
 
 
+def operator_facts(name: str, **given: Any) -> tuple[Any, ...]:
+    """What the registered operator takes after its tensors, in its order; options that are not given are off."""
+    given = {"scale": 0.25, "backend": "eager", **given}
+    facts = [a for a in getattr(torch.ops.fulmen, name).default._schema.arguments if "Tensor" not in str(a.type)]
+    return tuple(given.get(a.name, False if str(a.type) == "bool" else None) for a in facts)
+
+
 class Outputs(NamedTuple):
     o: Tensor
     lse: Tensor | None

@@ -187,7 +187,7 @@ def test_every_op_has_an_adapter() -> None:
     for op in adapters.OPS:
         adapter = adapters.of(op)
         case = adapter.complete({})
-        options = "N_Q", "window", "softcap", "sinks", "per_token", "groups"  # said where they differ from what is usual
+        options = "N_Q", "window", "softcap", "sinks", "per_token", "groups"  # said where they are not as usual
         implied = {name for name in options if not adapter.KEYS.get(name)}
         assert set(case) == set(adapter.KEYS) - implied
         assert None not in case.values()

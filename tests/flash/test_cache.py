@@ -196,8 +196,8 @@ def test_gradients_are_refused_where_they_cannot_be_seen(x, way):
     if way == "vmap":
         o = torch.func.vmap(lambda q: call(x._replace(q=q)))(q[None])
     else:
-        facts = (None, None, x.kv_lengths, None, 0.25, None, None, None, False, None, "eager")
-        o, _ = torch.ops.fulmen.flash_cache_forward(q, x.k, x.v, *facts)
+        tensors = q, x.k, x.v, None, None, x.kv_lengths, None
+        o, _ = torch.ops.fulmen.flash_cache_forward(*tensors, *testing.operator_facts("flash_cache_forward"))
     with pytest.raises(NotImplementedError, match="a cache has no gradient"):
         o.sum().backward()
 
@@ -251,7 +251,8 @@ def test_compiled(case):
 @pytest.mark.parametrize("case", ["heads 4/2", "pages of 16", "packed", "everything"])
 def test_operator(case, with_lse):
     x = testing.cache_inputs(**CASES[case])
-    facts = (0.25, None, 0, None, with_lse, x.max_kv_length, "eager")
+    options = {"right": 0, "with_lse": with_lse, "max_kv_length": x.max_kv_length}
+    facts = testing.operator_facts("flash_cache_forward", **options)
     tensors = (x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, x.kv_lengths, x.page_table)
     torch.library.opcheck(torch.ops.fulmen.flash_cache_forward, (*tensors, *facts))
 

@@ -9,6 +9,7 @@ import torch
 
 from fulmen import flash_attention, flash_attention_with_lse
 from fulmen.launch import facts_of
+from fulmen.testing import flash as testing
 
 BACKENDS = ("eager", "triton")
 BEYOND = [(None, 2**31 - 1), (2**31 - 1, None), (2**31, None), (None, sys.maxsize), (10**4, 60)]
@@ -109,8 +110,7 @@ def test_eager_fp16_with_a_large_scale():
 
 def test_a_forward_that_kept_no_lse_has_no_backward():
     q = rows(1, 2, 20, 16).requires_grad_()
-    facts = (0.25, None, None, False, None, False, False)
-    o, _ = torch.ops.fulmen.flash_forward(q, q, q, None, None, None, *facts, "eager")
+    o, _ = torch.ops.fulmen.flash_forward(q, q, q, None, None, None, *testing.operator_facts("flash_forward"))
     with pytest.raises(RuntimeError, match="needs_grad=False"):
         o.sum().backward()
 

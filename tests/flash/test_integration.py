@@ -123,12 +123,14 @@ def test_opcheck(kind, layout, device):
     some = utils[:3] if kind == "plain" else utils
     backend = "eager" if kind == "eager" and device == "cpu" else "auto"
     for with_lse in (False, True) if options else (False,):
-        facts = (spec.scale, spec.left, spec.right, spec.top_left, spec.softcap, with_lse, True)
-        torch.library.opcheck(forward, (q, k, v, sinks, *offsets, *facts, backend), test_utils=some)
+        own = {name: getattr(spec, name) for name in ("scale", "left", "right", "top_left", "softcap")}
+        own |= {"with_lse": with_lse, "needs_grad": True, "backend": backend}
+        facts = testing.operator_facts("flash_forward", **own)
+        torch.library.opcheck(forward, (q, k, v, sinks, *offsets, *facts), test_utils=some)
         dlse = x.dlse if with_lse else None
         o, lse = testing.backend(backend)(x)
         tensors = (x.q, x.k, x.v, x.sinks, *offsets, o, lse, x.do, dlse)
-        torch.library.opcheck(backward, (*tensors, *facts, backend), test_utils=utils)
+        torch.library.opcheck(backward, (*tensors, *facts), test_utils=utils)
 
 
 # -------------------------------------------------------------------------------- autocast, checkpointing
