@@ -203,11 +203,13 @@ def past_triton(compiled: Any, launch: Launch, device: int) -> Repeatable | None
     if asked is None or asked[: len(sizes)] != sizes or any(size != 8 for size in asked[len(sizes) :]):
         return None
     offsets += [len(block)] * (len(asked) - len(sizes))  # scratch memory, of which there is none
-    return Repeatable(
+    direct = Repeatable(
         compiled.name, compiled.function, device, (launch.grid, 1, 1), 32 * facts.num_warps, facts.shared,
         struct.Struct(f"={len(launch.tensors)}Q"), block + bytes(8), tuple(offsets),
         early=bool(getattr(facts, "launch_pdl", False)),
     )  # fmt: skip
+    direct.owner = compiled  # Triton 3.9 unloads a kernel that nobody holds
+    return direct
 
 
 def hooked(enter: Any, leave: Any) -> bool:

@@ -145,7 +145,9 @@ def described(**options):
 def test_triton_kernels_get_their_parameters(driver, monkeypatch):
     driver.sizes = SIZES
     monkeypatch.setattr(triton_launch, "parameter_sizes", lambda handle: list(SIZES))
-    launch = triton_launch.past_triton(compiled(launch_pdl=True), described(), 0)
+    made = compiled(launch_pdl=True)
+    launch = triton_launch.past_triton(made, described(), 0)
+    assert launch.owner is made
     for q, k in ((1 << 45, 3), (16, 32)):
         launch(q, k, 0)
         handle, config, stream, given = driver.calls[-1]

@@ -151,6 +151,8 @@ class Repeatable:
     Safe to call from several threads.
     """
 
+    owner: Any = None  # of the handle, if it would unload the kernel
+
     def __init__(
         self, name: str, handle: int, device: int, grid: tuple[int, int, int], threads: int, shared: int,
         front: struct.Struct, arguments: bytes, offsets: tuple[int, ...] = (0,), early: bool = False,
