@@ -90,6 +90,11 @@ def is_number(x: Any) -> bool:
     return (isinstance(x, int | float) and not isinstance(x, bool)) or (not isinstance(x, int) and isinstance(x, Real))
 
 
+def row_contiguous(x: Tensor) -> Tensor:
+    """x, or a copy whose last dimension is contiguous, as other packages make it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

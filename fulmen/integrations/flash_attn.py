@@ -2,10 +2,12 @@
 
     from fulmen.integrations.flash_attn import flash_attn_func      # was: from flash_attn import flash_attn_func
 
-q, k, v are (B, N, H, D), packed (total, H, D); `causal` and windows are aligned to the bottom right; -1 in a window is
-no limit and softcap 0 is no cap. With `return_attn_probs` a call gives (o, lse, None): lse is (B, H, N), packed
-(H, total), and the probabilities, which flash-attn itself has only for its tests, are None. It is differentiable here.
-max_seqlen_* are not needed. `deterministic` on a GPU takes backend "triton", whose gradients repeat bit for bit.
+q, k, v are (B, N, H, D), packed (total, H, D), and copied if their last dimension is strided, as flash-attn does.
+`causal` and windows are aligned to the bottom right; -1 in a window is no limit and softcap 0 or less is no cap.
+
+With `return_attn_probs` a call gives (o, lse, None): lse is (B, H, N), packed (H, total), differentiable here, and -inf
+for a row that sees no key, where flash-attn has +inf. The probabilities, which flash-attn has only for its tests, are
+None. max_seqlen_* are not needed. `deterministic` on a GPU takes backend "triton", whose gradients repeat bit for bit.
 
 `flash_attn_with_kvcache` and block tables have no gradients; kvcache.py has what comes before its attention.
 """
@@ -18,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fulmen.boundary import row_contiguous
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
 from fulmen.integrations import kvcache
 
@@ -52,7 +55,7 @@ def flash_attn_func(
     _refuse(dropout_p, alibi_slopes)
     _check_rank(4, "(B, N, heads, head dim)", q=q, k=k, v=v)
     options = _options(q, softmax_scale, causal, window_size, softcap, deterministic)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (row_contiguous(x).transpose(1, 2) for x in (q, k, v))
     if not return_attn_probs:
         return flash_attention(q, k, v, **options).transpose(1, 2)
     o, lse = flash_attention_with_lse(q, k, v, **options)
@@ -125,16 +128,17 @@ def flash_attn_varlen_func(
     if block_table is None and seqused_k is None:
         _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        k, v = (x.transpose(0, 1)[None] for x in (k, v))
+        k, v = (row_contiguous(x).transpose(0, 1)[None] for x in (k, v))
     else:
         _check_rank(3, "(total, heads, head dim)", q=q)
         _check_rank(4, "(pages, page, heads, head dim), or (sequences, capacity, heads, head dim)", k=k, v=v)
         if seqused_k is None and cu_seqlens_k is None:
             raise ValueError("block_table needs seqused_k, or cu_seqlens_k, for the lengths of the sequences")
         lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        kvcache.check_read("cu_seqlens_k" if seqused_k is None else "seqused_k", lengths, k, block_table)
         options |= {"cu_seqlens_q": cu_seqlens_q, "kv_lengths": lengths, "page_table": block_table}
         k, v = (x.transpose(1, 2) for x in (k, v))
-    q = q.transpose(0, 1)[None]
+    q = row_contiguous(q).transpose(0, 1)[None]
     if not return_attn_probs:
         return flash_attention(q, k, v, **options)[0].transpose(0, 1)
     o, lse = flash_attention_with_lse(q, k, v, **options)
@@ -247,10 +251,11 @@ def _options(
         raise ValueError(f"window_size={window_size!r}: must be (left, right), each an int, -1 for no limit")
     sides = (_number(f"window_size[{i}]", side, operator.index) for i, side in enumerate(window_size))
     left, right = (None if side < 0 else side for side in sides)
+    cap = _number("softcap", softcap)
     return {
         "causal": bool(causal),
         "window": None if left is None and right is None else (left, right),
-        "softcap": _number("softcap", softcap) or None,
+        "softcap": cap if cap > 0 else None,
         "scale": None if softmax_scale is None else _number("softmax_scale", softmax_scale),
         "backend": "triton" if deterministic and q.is_cuda else "auto",
     }

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import brief, check_distinct, is_plain_eager
+from fulmen.boundary import brief, check_distinct, is_plain_eager, row_contiguous
 from fulmen.flash.spec import PAGE_SIZES
 from fulmen.layers.append import append
 from fulmen.layers.inputs import whole
@@ -44,6 +44,7 @@ def update(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
     """Appends k and v; returns q, turned, and the caches with their new lengths, a tensor."""
     _check(q, k, v, caches, turn)
     _check_values(q, k, caches, turn)
+    q, k, v = row_contiguous(q), *(None if x is None else row_contiguous(x) for x in (k, v))
     lengths = caches.lengths
     if not isinstance(lengths, Tensor):
         given = caches.capacity if lengths is None else lengths
@@ -150,6 +151,18 @@ def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> No
         check_distinct("cache_batch_idx", rows, there, " where k and v are appended")
 
 
+def check_read(name: str, lengths: Tensor, k: Tensor, table: Tensor | None) -> None:
+    """Checks values of CPU tensors by which a cache is read: lengths, and the entries of a page table."""
+    capacity = k.shape[1] * (1 if table is None else table.shape[1])
+    if lengths.device.type != "cpu" or not is_plain_eager(lengths):
+        return
+    given = lengths.tolist()
+    if any(not 0 <= n <= capacity for n in given):
+        raise ValueError(f"{name} must give lengths from 0 to {capacity}, the capacity of a row; got {brief(given)}")
+    if table is not None and table.device.type == "cpu" and is_plain_eager(table):
+        _check_pages(given, table.tolist(), 0, Caches(k, k, lengths, None, None, table))
+
+
 def _check_lengths(given: list[int], q: Tensor, new: int, caches: Caches, turn: Turn) -> None:
     """given: the tokens of each row, or of all rows, before the new ones."""
     capacity = caches.capacity
@@ -196,7 +209,7 @@ def _check_kind(name: str, x: Tensor, cache: Tensor) -> None:
     other = x.dtype != cache.dtype and not (name == "q" and torch.is_autocast_enabled(cache.device.type))
     if other or x.device != cache.device:
         raise ValueError(f"{name} is {x.dtype} on {x.device}, must be k_cache's {cache.dtype} on {cache.device}")
-    if x.stride(3) != 1:
+    if x.stride(3) != 1 and name in ("k_cache", "v_cache"):
         raise ValueError(f"{name}'s last dimension must be contiguous, its strides are {tuple(x.stride())}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError(f"{name} requires a gradient, and a cache has none: call it under torch.no_grad()")

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.boundary import check_distinct, check_offsets, is_number, is_plain_eager, require_tensors
+from fulmen.boundary import (
+    brief,
+    check_distinct,
+    check_offsets,
+    is_number,
+    is_plain_eager,
+    require_tensors,
+    row_contiguous,
+)
 from fulmen.layers.scan import Steps, scan, scan_step, step_sizes
 from fulmen.lightning.spec import check_sign
 
@@ -55,21 +63,32 @@ def mamba_chunk_scan_combined(
                       size: finite and >= 0. A is finite and <= 0. Values are checked on the CPU only.
     seq_idx           int (B, L): the state starts again at zero where it changes, and at a row's first token unless
                       that has seq_idx 0: a row that begins with another number does not see its initial state
-    cu_seqlens        (sequences + 1,), B is 1: packed sequences. initial_states are then one for each sequence
-    return_*_states   final: of each row of the batch. varlen, with cu_seqlens: of each sequence
-    state_dtype       of the returned states, fp32 unless given; chunk_size is a hint that fulmen does not need
+    cu_seqlens        (sequences + 1,), B is 1: packed sequences. initial_states are then one for each sequence. With
+                      seq_idx as well both must say the same, and cu_seqlens serves return_varlen_states alone
+    return_*_states   final: of each row of the batch, in fp32. varlen, with cu_seqlens: of each sequence
+    state_dtype       of the varlen states, fp32 unless given; chunk_size is a hint that fulmen does not need
+
+    x, B, C and z whose last dimension is strided are copied, as mamba-ssm does.
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
     around = {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
     _check_places(given, around | {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}, "x")
     _check(x, dt, A, B, C, seq_idx, cu_seqlens)
     _check_around(x, D, z, dt_bias)
-    _check_states(initial_states, x, B, cu_seqlens)
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("return_varlen_states needs cu_seqlens")
+    if seq_idx is not None and cu_seqlens is not None:
+        _check_same_sequences(seq_idx, cu_seqlens)
+        if return_varlen_states and initial_states is not None:
+            raise ValueError(
+                "initial_states with seq_idx and return_varlen_states: leave out seq_idx, and pass a state a sequence"
+            )
+        seq_idx, cu_seqlens = (None, cu_seqlens) if return_varlen_states else (seq_idx, None)
+    _check_states(initial_states, x, B, cu_seqlens)
     steps = Steps(bool(dt_softplus), *_limit(dt_limit))
     _check_values(dt, A, dt_bias, steps)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    x, B, C, z = row_contiguous(x), row_contiguous(B), row_contiguous(C), None if z is None else row_contiguous(z)
     y, states = scan(
         x, dt, A, B, C, D, z, dt_bias, steps, seq=seq_idx,
         initial_state=None if initial_states is None else initial_states.mT.to(wide).contiguous(),
@@ -78,9 +97,10 @@ def mamba_chunk_scan_combined(
     )  # fmt: skip
     if states is None:
         return y
-    states = states.mT if state_dtype is None else states.mT.to(state_dtype)
+    states = states.mT.contiguous()
     last = states[-1:] if cu_seqlens is not None else states
-    return y, *[last] * return_final_states, *[states] * return_varlen_states
+    each = states if state_dtype is None else states.to(state_dtype)
+    return y, *[last] * return_final_states, *[each] * return_varlen_states
 
 
 def selective_state_update(
@@ -105,7 +125,8 @@ def selective_state_update(
                          Other rows must not share a slot: an error on the CPU, undefined on a GPU. Unless given, row b
                          has slot b.
 
-    Without heads, as in Mamba: state (slots, dim, state size), x (B, dim), A (dim, state size) and so on.
+    Without heads, as in Mamba: state (slots, dim, state size), x (B, dim), A (dim, state size) and so on. B and C may
+    lack their groups, and all others their heads, where there is one.
     """
     optional = {"D": D, "z": z, "dt_bias": dt_bias, "state_batch_indices": state_batch_indices}
     _check_places({"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}, optional, "state")
@@ -113,16 +134,18 @@ def selective_state_update(
         raise ValueError(
             f"state has shape {tuple(state.shape)}, must be (slots, heads, head dim, state size), or without heads"
         )
-    if state.ndim == 3:
-        D, dt_bias = (None if t is None else t[None] for t in (D, dt_bias))
-        return selective_state_update(
-            state[:, None], x[:, None], dt[:, None], A[None], B[:, None], C[:, None], D,
-            None if z is None else z[:, None], dt_bias, dt_softplus, state_batch_indices,
-        )[:, 0]  # fmt: skip
+    headless = state.ndim == 3
+    state = state[:, None] if headless else state
+    B, C = (t[:, None] if t.ndim == 2 else t for t in (B, C))
+    if state.shape[1] == 1:
+        x, dt = (t[:, None] if t.ndim == 2 else t for t in (x, dt))
+        z, A = z[:, None] if z is not None and z.ndim == 2 else z, A[None] if A.ndim == 2 else A
+        D, dt_bias = (t[None] if t is not None and t.ndim == 1 else t for t in (D, dt_bias))
     given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     _check_step(given, state_batch_indices)
     steps = Steps(bool(dt_softplus), -math.inf, math.inf)
-    return scan_step(state, x, dt, A, B, C, D, z, dt_bias, steps, state_batch_indices)
+    y = scan_step(state, x, dt, A, B, C, D, z, dt_bias, steps, state_batch_indices)
+    return y[:, 0] if headless else y
 
 
 def _check_places(required: dict[str, Any], optional: dict[str, Any], of: str) -> None:
@@ -163,10 +186,20 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tens
             raise ValueError(f"{name} is {index.dtype}, must be integers")
     if seq_idx is not None and seq_idx.shape != (batch, length):
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, must be (B, L) = ({batch}, {length})")
-    if seq_idx is not None and ends is not None:
-        raise ValueError("seq_idx and cu_seqlens both say where sequences begin: pass one")
     if ends is not None:
         check_offsets("cu_seqlens", ends.to(torch.int32), x, "x", along=1)
+
+
+def _check_same_sequences(seq_idx: Tensor, ends: Tensor) -> None:
+    """On the CPU, where a look at values costs nothing."""
+    if seq_idx.device.type != "cpu" or not is_plain_eager(seq_idx, ends):
+        return
+    changes = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero().flatten() + 1
+    begins = ends.unique()[:-1]
+    if changes.tolist() != begins[begins > 0].tolist():
+        raise ValueError(
+            f"seq_idx changes at {brief(changes.tolist())}, and cu_seqlens is {brief(ends.tolist())}: they must agree"
+        )
 
 
 def _check_values(dt: Tensor, A: Tensor, dt_bias: Tensor | None, steps: Steps) -> None:

@@ -185,8 +185,8 @@ def layer_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: str
     """The number of the layer, from 0: as given, or as the module or the prefix says; None if nobody does."""
     own = getattr(module_or_state_dict, "layer_idx", None)
     if layer is None:
-        named = re.search(r"(?:^|\.)layers\.(\d+)\.", prefix)
-        return own if named is None else int(named[1])
+        named = re.findall(r"(?:^|\.)layers\.(\d+)(?=\.)", prefix)
+        return int(named[-1]) if named else own
     if own is not None and layer != own:
         raise ValueError(f"layer={layer!r}: the module says that it is layer {own} (layer_idx)")
     return layer

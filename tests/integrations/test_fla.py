@@ -110,13 +110,71 @@ def test_normalised(packed):
         close(torch.cat([first, second], 1), o)
 
 
+def test_functions_that_differ_in_name_and_signature(qkv):
+    g, h = -torch.rand(B, T, H), torch.arange(H, dtype=torch.float64)
+    retention, slopes = torch.log(1 - 2.0 ** (-5 - h)), -(8 / H * (1 - 3 / 12)) * h
+    ways = {
+        "simple_gla": ([fla.fused_chunk_simple_gla, fla.parallel_simple_gla], (g,), g),
+        "retention": (
+            [fla.fused_chunk_retention, fla.fused_recurrent_retention, fla.parallel_retention],
+            (),
+            retention,
+        ),
+        "lightning": ([fla.fused_recurrent_lightning_attn], (3, 12), slopes),
+        "linear": ([fla.fused_recurrent_linear_attn], (), 0 * h),
+    }
+    for name, (calls, more, decay) in ways.items():
+        for call in calls:
+            o, final = call(*qkv, *more)
+            assert final is None, name
+            close(o, recurrent(*qkv, decay.expand(B, T, H))[0])
+    normed = fla.chunk_linear_attn(*qkv, output_final_state=True)
+    for call in (fla.fused_chunk_linear_attn, fla.fused_recurrent_linear_attn):
+        again = call(*qkv, output_final_state=True, normalize=True)
+        assert torch.equal(again[0], normed[0])
+        assert all(map(torch.equal, again[1], normed[1]))
+
+
+@pytest.mark.parametrize("ends", [None, ENDS])
+def test_from_the_last_token_to_the_first(qkv, ends):
+    """Each sequence turned round, its own state with it, and gradients through it."""
+    q, k, v = (x[: B if ends is None else 1].requires_grad_() for x in qkv)
+    g, bounds = -torch.rand(q.shape[0], T, H), [(0, T)] if ends is None else list(itertools.pairwise(ends))
+    state = torch.randn(B if ends is None else len(bounds), H, D, E, dtype=torch.float64)
+    options = {"initial_state": state, "cu_seqlens": None if ends is None else torch.tensor(ends)}
+    o, final = fla.fused_recurrent_simple_gla(q, k, v, g, output_final_state=True, reverse=True, **options)
+    parts = []
+    for i, (a, b) in enumerate(bounds):
+        own = slice(None) if ends is None else slice(i, i + 1)
+        turned = [x[:, a:b].flip(1) for x in (q, k, v, g)]
+        want, last = recurrent(*turned, None, state[own]) if a < b else (torch.zeros(1, 0, H, E), state[own])
+        if a < b:
+            close(o[:, a:b], want.flip(1))
+        close(final[own], last)
+        parts.append(want.flip(1))
+    do = torch.randn_like(o)
+    got, want = (torch.autograd.grad(x, (q, k, v), do) for x in (o, torch.cat(parts, 1)))
+    for a, b in zip(got, want, strict=True):
+        close(a, b)
+
+
+def test_memory_of_any_order(qkv):
+    """As fla, which copies: what a transposed projection or a convolution left."""
+    q, k, v = qkv
+    strided = [x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in qkv]
+    assert all(x.stride(3) != 1 for x in strided)
+    assert torch.equal(fla.chunk_retention(*strided)[0], fla.chunk_retention(q, k, v)[0])
+    _, final = fla.chunk_simple_gla(q, k, v, output_final_state=True, state_v_first=True)
+    assert final.is_contiguous()
+
+
 def test_bad_input(qkv):
     with pytest.raises(ValueError, match="g and g_gamma"):
         fla.chunk_simple_gla(*qkv, torch.zeros(B, T, H), torch.zeros(H))
     with pytest.raises(ValueError, match=r"g has shape \(4,\)"):
         fla.chunk_simple_gla(*qkv, torch.zeros(H))
-    with pytest.raises(ValueError, match="reverse=True"):
-        fla.fused_recurrent_simple_gla(*qkv, reverse=True)
+    with pytest.raises(NotImplementedError, match="output_attentions=True"):
+        fla.parallel_simple_gla(*qkv, output_attentions=True)
     with pytest.raises(ValueError, match="q has shape"):
         fla.chunk_retention(qkv[0][0], *qkv[1:])
     with pytest.raises(ValueError, match="is a tuple"):

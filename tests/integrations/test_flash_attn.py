@@ -110,6 +110,37 @@ def test_packed_is_one_by_one(options):
         torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-10)
 
 
+def test_memory_of_any_order():
+    """As flash-attn, which copies what its kernels cannot read."""
+    q, k, v = make(2, 5, 4, 8), make(2, 7, 2, 8), make(2, 7, 2, 8)
+    strided = [x.detach().mT.contiguous().mT for x in (q, k, v)]
+    assert all(x.stride(3) != 1 for x in strided)
+    assert torch.equal(flash_attn.flash_attn_func(*strided, softcap=-1.0), flash_attn.flash_attn_func(q, k, v))
+    cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 7))
+    got, want = (
+        flash_attn.flash_attn_varlen_func(*(x.flatten(0, 1) for x in given), cu_q, cu_k, 5, 7)
+        for given in (strided, (q, k, v))
+    )
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "words"),
+    [
+        ([[0, 7]], [20], "block_table must be from 0 to 1"),
+        ([[-1, 1]], [20], "block_table must be from 0 to 1"),
+        ([[0, 1]], [40], "seqused_k must give lengths from 0 to 32"),
+        (None, [17], "seqused_k must give lengths from 0 to 16"),
+    ],
+)
+def test_what_is_read_of_a_cache_is_there(table, lengths, words):
+    q, pages = torch.randn(1, 4, 8), torch.randn(2 if table else 1, 16, 2, 8)
+    cu, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    table = None if table is None else torch.tensor(table, dtype=torch.int32)
+    with pytest.raises(ValueError, match=words):
+        flash_attn.flash_attn_varlen_func(q, pages, pages, cu, None, 1, 32, block_table=table, seqused_k=lengths)
+
+
 def test_packed_arguments_are_the_separate_ones():
     q, kv, qkv = make(2, 5, 4, 8), make(2, 5, 2, 2, 8), make(2, 5, 3, 4, 8)
     options = (0.0, 0.3, True, (2, -1), 1.5)

@@ -165,7 +165,11 @@ def test_signature():
         ({"q": torch.ones(2, 2, 4, 32).double()}, ValueError, r"q has shape .* must be .* 16\) for k_cache"),
         ({"q": torch.ones(2, 2, 3, 16).double()}, ValueError, "q has 3 heads, must be a multiple of k_cache's 2"),
         ({"q": torch.ones(2, 2, 4, 16)}, ValueError, "q is torch.float32"),
-        ({"q": torch.ones(2, 2, 4, 16, 2).double()[..., 0]}, ValueError, "q's last dimension must be contiguous"),
+        (
+            {"k_cache": torch.ones(3, 48, 2, 16, 2).double()[..., 0]},
+            ValueError,
+            "k_cache's last dimension must be contig",
+        ),
         ({"q": torch.ones(2, 2, 4, 16).double().to("meta")}, ValueError, "q is torch.float64 on meta, must be .* cpu"),
     ],
 )

@@ -103,7 +103,35 @@ def test_sequences_in_a_row():
     close(y, want)
     close(final, last)
     assert states.shape == (3, H, P, N)
-    assert torch.equal(states[-1:], final)
+    assert (states.dtype, final.dtype) == (torch.float32, torch.float64)  # final states keep theirs
+    assert torch.equal(states[-1:], final.float())
+    assert final.is_contiguous()
+
+
+def test_both_ways_to_say_where_sequences_begin():
+    """As mamba-ssm's own layer: seq_idx separates them, cu_seqlens is for the varlen states."""
+    tensors, options = inputs(rows=1, **OPTIONS["z"])
+    ends = torch.tensor([0, 3, 3, 20, L])
+    both = {"seq_idx": torch.repeat_interleave(torch.arange(4), ends.diff())[None], "cu_seqlens": ends}
+    call = lambda **given: mamba.mamba_chunk_scan_combined(**tensors, **options, **given)  # noqa: E731
+    y, final, states = call(**both, return_final_states=True, return_varlen_states=True)
+    want = call(cu_seqlens=ends, return_final_states=True, return_varlen_states=True)
+    assert all(map(torch.equal, (y, final, states), want))
+    state = torch.randn(1, H, P, N)
+    assert torch.equal(call(**both, initial_states=state), call(seq_idx=both["seq_idx"], initial_states=state))
+    with pytest.raises(ValueError, match=r"seq_idx changes at \[3, 20\], and cu_seqlens is \[0, 4, 41\]"):
+        call(seq_idx=both["seq_idx"], cu_seqlens=torch.tensor([0, 4, L]))
+    with pytest.raises(ValueError, match="leave out seq_idx"):
+        call(**both, initial_states=state, return_varlen_states=True)
+
+
+def test_memory_that_a_convolution_leaves():
+    """(B, channels, L) turned round and split, as in mamba-ssm's layer."""
+    tensors, options = inputs(**OPTIONS["z"])
+    turned = {k: t.movedim(1, -1).contiguous().movedim(-1, 1) if t.ndim == 4 else t for k, t in tensors.items()}
+    assert turned["B"].stride(3) != 1
+    got, want = (mamba.mamba_chunk_scan_combined(**t, **options) for t in (turned, tensors))
+    torch.testing.assert_close(got, want)
 
 
 def step_inputs(shared: bool, dtype=torch.float32, device="cpu"):
@@ -204,6 +232,19 @@ def test_without_heads():
     assert torch.equal(state, with_heads[:, 0])
 
 
+def test_one_group_and_one_head_need_no_dimension():
+    torch.manual_seed(0)
+    given, state = step_inputs(True), torch.randn(3, H, P, N)
+    one = given | {"B": given["B"][:, :1], "C": given["C"][:, :1]}
+    none = given | {"B": given["B"][:, 0], "C": given["C"][:, 0]}
+    states = state.clone(), state.clone()
+    assert torch.equal(*(mamba.selective_state_update(s, **g) for s, g in zip(states, (one, none), strict=True)))
+    assert torch.equal(*states)
+    state, x, A, B = torch.randn(2, P, N), torch.randn(2, P), -torch.rand(P, N), torch.randn(2, N)
+    mixed = mamba.selective_state_update(state.clone(), x[:, None], x.abs()[:, None], A, B, B, torch.ones(P))
+    assert torch.equal(mixed, mamba.selective_state_update(state.clone(), x, x.abs(), A, B, B, torch.ones(P)))
+
+
 def test_bad_input():
     tensors, _ = inputs()
     scan_of = lambda **changed: mamba.mamba_chunk_scan_combined(**(tensors | changed))  # noqa: E731
@@ -212,8 +253,6 @@ def test_bad_input():
     for name, bad in wrong.items():
         with pytest.raises(ValueError, match=f"^{name} has shape"):
             scan_of(**{name: bad})
-    with pytest.raises(ValueError, match="seq_idx and cu_seqlens"):
-        scan_of(seq_idx=torch.zeros(ROWS, L, dtype=torch.int32), cu_seqlens=torch.tensor([0, L]))
     with pytest.raises(ValueError, match="return_varlen_states needs cu_seqlens"):
         scan_of(return_varlen_states=True)
     given, state = step_inputs(True), torch.zeros(5, H, P, N)
