@@ -337,7 +337,7 @@ def ranks_launches(case: RanksCase) -> list[Any]:
         module.add_product(q, q, state, slopes, 1.0, backwards=False),
         module.add_product(k, k, state.mT, slopes, 1.0, backwards=True),
         module.add_product(k, k, state, None, 1.0, backwards=True),
-        module.merge_launch(make(1, H, N, D), make(1, H, N), q, make(1, H, N)),
+        module.combine_launch(make(1, H, N, D), make(1, H, N), q, make(1, H, N)),
     ]
 
 

@@ -1,7 +1,7 @@
 """Ring attention: softmax attention of a sequence cut over ranks, keys and values passed from rank to rank.
 
 Each rank keeps its queries. k and v of every shard go around the ring, grouped heads unexpanded. A rank computes with
-the shard it holds while the next one comes in, and merges the results in fp32:
+the shard it holds while the next one comes in, and combines the results in fp32:
 
     lse = log(exp(lse) + exp(lse_i)),   o = o exp(lse_old - lse) + o_i exp(lse_i - lse)
 
@@ -239,7 +239,7 @@ class _Ring(torch.autograd.Function):
                     lse.copy_(lse_i)
                     begun = False
                 else:
-                    merge(o[:, :, block.q0 : block.q1], lse[:, :, block.q0 : block.q1], o_i, lse_i)
+                    combine(o[:, :, block.q0 : block.q1], lse[:, :, block.q0 : block.q1], o_i, lse_i)
             held = _received(pending, k, v, call.cut.lengths[(source - 1) % P])
         out = empty_rows(q, q.shape[1], v.shape[3]).copy_(o)
         ctx.call = call
@@ -307,11 +307,11 @@ class _Gradients:
         return flat
 
 
-def merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
+def combine(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
     """Adds a block's result to o and lse, fp32 (fp64), in place; rows that see nothing have lse = -inf."""
     kernels = kernels_for(o_i)
     if kernels is not None:
-        kernels.merge(o, lse, o_i, lse_i)
+        kernels.combine(o, lse, o_i, lse_i)
         return
     both = torch.logaddexp(lse, lse_i)
     pivot = both.masked_fill(both == -torch.inf, 0.0)

@@ -2,7 +2,7 @@
 
 leaving, entering_gradient           the state of a rank's tokens: lightning attention's own sweep and scan
 add_entering, add_leaving_gradient   what a state from other ranks adds to o, to dk and dv
-merge                                (o, lse) of one more block of keys: 10 bytes an element of a 16-bit o_i, where
+combine                              (o, lse) of one more block of keys: 10 bytes an element of a 16-bit o_i, where
                                      torch's operations move 26
 """
 
@@ -22,7 +22,7 @@ from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.sweeps import States, Tensors
 from fulmen.tiles import LOG2E, padded
 
-TILE = 4096  # elements of o a program merges
+TILE = 4096  # elements of o a program combines
 COLUMNS = 64  # of o, dk or dv that a program adds to
 OPERANDS = 8192  # of its product, in registers: q, k or v
 FORGOTTEN = tl.constexpr(60.0)  # 2^-60 of a state is nothing
@@ -162,11 +162,11 @@ def add_leaving_gradient(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, G: Tensor
     fused.run(launches, k.device)
 
 
-# ------------------------------------------------------------------------------------------------- merge
+# ------------------------------------------------------------------------------------------------- combine
 
 
 @triton.jit
-def merge_kernel(
+def ring_combine_kernel(
     o_ptr, lse_ptr,  # fp32 (B, H, N, E) and (B, H, N), changed in place
     o_i_ptr, lse_i_ptr,
     o_strides, lse_strides, o_i_strides, lse_i_strides,  # of B, H and N; E lies side by side
@@ -200,7 +200,7 @@ def merge_kernel(
     tl.store(o_at, o, mask=inside)
 
 
-def merge_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> Launch:
+def combine_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> Launch:
     B, H, N, E = o.shape
     width = triton.next_power_of_2(E)
     rows = max(1, TILE // width)
@@ -209,9 +209,9 @@ def merge_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> Launch:
         *(tuple(x.stride()[:3]) for x in (o, lse, o_i, lse_i)),
         *(H, N, E, width, rows),
     )
-    return Launch(merge_kernel, B * H * triton.cdiv(N, rows), (), args, {"num_warps": 4})
+    return Launch(ring_combine_kernel, B * H * triton.cdiv(N, rows), (), args, {"num_warps": 4})
 
 
-def merge(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
-    """As `ring.merge`, of fp32 o and lse."""
-    fused.run([merge_launch(o, lse, o_i if o_i.stride(3) == 1 else o_i.contiguous(), lse_i)], o.device)
+def combine(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
+    """As `ring.combine`, of fp32 o and lse."""
+    fused.run([combine_launch(o, lse, o_i if o_i.stride(3) == 1 else o_i.contiguous(), lse_i)], o.device)

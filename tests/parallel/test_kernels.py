@@ -123,14 +123,14 @@ def parts(B: int, H: int, N: int, E: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("shape", [(1, 2, 5, 16), (2, 3, 67, 24), (1, 1, 130, 128), *([(2, 16, 5001, 128)] * CUDA)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_merge_against_fp64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_combine_against_fp64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     o, lse, o_i, lse_i = parts(*shape, dtype)
     exact = [x.double() for x in (o, lse)]
-    ring.merge(*exact, o_i.double(), lse_i.double())
+    ring.combine(*exact, o_i.double(), lse_i.double())
     plain = [x.clone() for x in (o, lse)]
-    ring.merge(*plain, o_i.float(), lse_i)
-    triton.merge(o, lse, o_i, lse_i)
+    ring.combine(*plain, o_i.float(), lse_i)
+    triton.combine(o, lse, o_i, lse_i)
     assert torch.equal(lse == -torch.inf, exact[1] == -torch.inf)
     for x in (o, lse, plain[1], exact[1]):
         x.masked_fill_(x == -torch.inf, 0.0)
@@ -142,7 +142,7 @@ def test_merging_keeps_what_is_not_its_own() -> None:
     """Rows before and behind a block, and columns of padding, stay as they are."""
     whole, logs = torch.zeros(1, 2, 40, 24, device=DEVICE), torch.zeros(1, 2, 40, device=DEVICE)
     o_i, lse_i = drawn(1, 2, 20, 24, dtype=torch.float16), drawn(1, 2, 20)
-    triton.merge(whole[:, :, 7:27], logs[:, :, 7:27], o_i, lse_i)
+    triton.combine(whole[:, :, 7:27], logs[:, :, 7:27], o_i, lse_i)
     assert not whole[:, :, :7].any()
     assert not whole[:, :, 27:].any()
     assert not logs[:, :, :7].any()
