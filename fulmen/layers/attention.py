@@ -221,7 +221,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
             context, rows = self._context(call, context, context_mask, context_cu_seqlens)
             q, k, v = self._project(x, context)
         tables = None if self.rope is None else call.rotations(self.rope)
-        q, k = self._place(q, self.q_norm, tables), self._place(k, self.k_norm, tables)
+        q, k = self._norm_and_rotate(q, self.q_norm, tables), self._norm_and_rotate(k, self.k_norm, tables)
         end = None
         if isinstance(cache, KVCache):
             k, v, end = cache.offer(k, v, call.counts)
@@ -293,7 +293,7 @@ class GroupedQueryAttention(weights.AttentionLayer):
             if self.rope is not None and self.qk_norm == "after":
                 tables = self.rope(at.positions(N), x.dtype)
             q, k = (
-                self._place(t.transpose(1, 2), norm, tables).transpose(1, 2)
+                self._norm_and_rotate(t.transpose(1, 2), norm, tables).transpose(1, 2)
                 for t, norm in ((q, self.q_norm), (k, self.k_norm))
             )
         if self.rope is not None and self.qk_norm != "after":
@@ -327,7 +327,9 @@ class GroupedQueryAttention(weights.AttentionLayer):
         kv_size = (qkv.shape[-1] - q_size) // 2
         return qkv.split([q_size, kv_size, kv_size], -1)
 
-    def _place(self, x: Tensor, norm: RMSNorm | HeadsNorm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _norm_and_rotate(
+        self, x: Tensor, norm: RMSNorm | HeadsNorm | None, tables: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """q or k (B, heads, N, head_dim), normed and turned."""
         if norm is not None and self.qk_norm == "before":
             x = norm(x.transpose(1, 2)).transpose(1, 2)

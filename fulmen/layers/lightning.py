@@ -270,11 +270,11 @@ class LightningAttention(weights.AttentionLayer):
         pool = cache if isinstance(cache, StatePool) and self._chains(x) else None
         y = None if pool is None else self._stepped(x, pool)
         if y is None:
-            q, k, v, gate, place = self._projected(x, call)
+            q, k, v, gate, dv_target = self._projected(x, call)
             y = None if pool is None else self._stepped_from(q, k, v, gate, x, pool)
         if y is not None:
             return y
-        o, state = self._attend(q, k, v, call, place)
+        o, state = self._attend(q, k, v, call, dv_target)
         (y,) = project(self._gated(o.transpose(1, 2).flatten(2), gate), self.out_proj, early=True)
         if isinstance(cache, StateCache) and state is not None:
             cache.update(state, x.shape[1], call.counts, self)
@@ -290,8 +290,8 @@ class LightningAttention(weights.AttentionLayer):
                 heads = qkv.view(*qkv.shape[:2], self.num_heads, -1).transpose(1, 2)
                 return *heads.split(self._widths(), dim=3), gate[0] if gate else None, None
         qkv, *gate = project(x, self.qkv_proj, *gates)
-        *parts, place = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
-        return *parts, gate[0] if gate else None, place
+        *parts, dv_target = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
+        return *parts, gate[0] if gate else None, dv_target
 
     def _only_activated(self) -> bool:
         """Whether q, k and v are views of the activated projection."""
@@ -306,9 +306,9 @@ class LightningAttention(weights.AttentionLayer):
         kernels = self._head_kernels(qkv, tables)
         if kernels is not None:
             facts = self._facts(qkv, kernels)
-            place = kernels.ProjectionGradient(facts, qkv) if self.activation is None else None
-            q, k, v = kernels.Prepared.apply(facts, qkv, *self._norm_weights(qkv), *tables, place)
-            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), place
+            dv_target = kernels.ProjectionGradient(facts, qkv) if self.activation is None else None
+            q, k, v = kernels.Prepared.apply(facts, qkv, *self._norm_weights(qkv), *tables, dv_target)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dv_target
         if self.activation is not None:
             qkv = ACTIVATIONS[self.activation](qkv)
         q, k, v = qkv.unflatten(2, (-1, sum(self._widths()))).split(self._widths(), dim=3)
@@ -437,8 +437,8 @@ class LightningAttention(weights.AttentionLayer):
             return False
         return o.is_contiguous() and (gate is None or gate.is_contiguous()) and o.shape[2] <= MAX_GATE_WIDTH
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs, place: Any) -> tuple[Tensor, Tensor | None]:
-        """o (B, H, N, E) and, with a cache, the state it is to hold. place: where dv goes, or None."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs, dv_target: Any) -> tuple[Tensor, Tensor | None]:
+        """o (B, H, N, E) and, with a cache, the state it is to hold. dv_target: where dv goes, or None."""
         if self.cp is not None:
             return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, call.cu_seqlens), None
         if isinstance(call.cache, StatePool):
@@ -456,8 +456,8 @@ class LightningAttention(weights.AttentionLayer):
         if call.padding is None:
             if call.cache is None:
                 options["cu_seqlens"] = call.cu_seqlens
-                if place is not None:
-                    return lightning_attention_into(place.new_dv, q, k, v, self.decay, **options), None
+                if dv_target is not None:
+                    return lightning_attention_into(dv_target.new_dv, q, k, v, self.decay, **options), None
                 return lightning_attention(q, k, v, self.decay, **options), None
             return lightning_attention_with_state(q, k, v, self.decay, initial_state=state, **options)
         # Each row is two packed sequences, its tokens and its padding, and the state of the first is the row's.
@@ -502,8 +502,8 @@ class LightningAttention(weights.AttentionLayer):
         if layer is None:
             raise ValueError("layer is missing: a state_dict does not tell which of the model's layers it is of")
         options, tensors = hf_lightning.converted(tensors, config)
-        place: dict[str, Any] = {"layer": layer, "num_layers": config_size(config, "num_hidden_layers")}
-        make = functools.partial(cls, **options, **place, backend=backend)
+        where: dict[str, Any] = {"layer": layer, "num_layers": config_size(config, "num_hidden_layers")}
+        make = functools.partial(cls, **options, **where, backend=backend)
         return weights.loaded(make, tensors, module_or_state_dict, device, dtype, like="out_proj.weight")
 
     def check_ranks(self, ranks: int) -> None:
