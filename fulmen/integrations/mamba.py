@@ -2,6 +2,8 @@
 
     from fulmen.integrations.mamba import mamba_chunk_scan_combined, selective_state_update
 
+`mamba_split_conv1d_scan_combined` has all that lies between a layer's projections.
+
 Mamba-2's scan is lightning attention with a decay for each token and heads of q and k that heads of v share:
 
     q = C,  k = B,  v = dt x,  s = -A dt          h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T,  y_t = h_t C_t + D x_t
@@ -14,12 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fulmen.boundary import (
+    at_least_fp32,
     brief,
     check_distinct,
     check_offsets,
@@ -28,10 +32,11 @@ from fulmen.boundary import (
     require_tensors,
     row_contiguous,
 )
-from fulmen.layers.scan import Steps, scan, scan_step, step_sizes
+from fulmen.layers.inputs import whole
+from fulmen.layers.scan import Norm, Steps, convolve, gated_norm, scan, scan_step, step_sizes
 from fulmen.lightning.spec import check_sign
 
-__all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
+__all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined", "selective_state_update"]
 
 
 def mamba_chunk_scan_combined(
@@ -101,6 +106,103 @@ def mamba_chunk_scan_combined(
     last = states[-1:] if cu_seqlens is not None else states
     each = states if state_dtype is None else states.to(state_dtype)
     return y, *[last] * return_final_states, *[each] * return_varlen_states
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What lies between a Mamba-2 layer's projections: convolution, scan, gate, norm and, if given, the second product.
+
+    zxbcdt           (B, L, 2 M + 2 dim + 2 groups * state size + heads), the first product: a gated MLP's two halves if
+                     M > 0, whose output comes before the scan's, then z, x, B, C and dt; dim = heads * headdim
+    conv1d_weight    (dim + 2 groups * state size, taps), with conv1d_bias over x, B and C; then `activation`, "silu"
+                     (or "swish") or None
+    D                (heads, headdim), or (heads,) with headdim given
+    rmsnorm_weight   (dim,): RMSNorm in `ngroups` parts, times silu(z); without norm_before_gate of y silu(z)
+    outproj_weight   (out, M + dim)
+    state_dtype      of states between chunks in mamba-ssm; not needed, as chunk_size
+
+    Step sizes are softplus(dt + dt_bias), clamped to dt_limit. Other arguments as in `mamba_chunk_scan_combined`.
+    """
+    parts = _split(zxbcdt, conv1d_weight, D, headdim, ngroups, activation)
+    mlp, z, mixed, dt = zxbcdt.split(parts.widths, dim=2)
+    mixed = convolve(row_contiguous(mixed), conv1d_weight, conv1d_bias, activation is not None, seq_idx)
+    x, B, C = mixed.split([parts.dim, *[ngroups * parts.state] * 2], dim=2)
+    x, z_heads = (t.unflatten(2, (-1, parts.headdim)) for t in (x, z))
+    B, C = (t.unflatten(2, (ngroups, -1)) for t in (B, C))
+    inside = rmsnorm_weight is None  # the gate
+    found = mamba_chunk_scan_combined(
+        x, dt, A, B, C, None, D, z_heads if inside else None, dt_bias, initial_states, seq_idx, None, True, dt_limit,
+        return_final_states, backend=backend,
+    )  # fmt: skip
+    y, *states = found if isinstance(found, tuple) else (found,)
+    y = y.flatten(2)
+    if rmsnorm_weight is not None and norm_before_gate:
+        normed = F.rms_norm(at_least_fp32(y).unflatten(2, (ngroups, -1)), (parts.dim // ngroups,), eps=rmsnorm_eps)
+        y = (normed.flatten(2) * rmsnorm_weight * F.silu(at_least_fp32(z))).to(y.dtype)
+    elif rmsnorm_weight is not None:
+        y = gated_norm(y, z, Norm(rmsnorm_weight, ngroups, rmsnorm_eps))
+    if parts.widths[0]:
+        gate, up = mlp.chunk(2, dim=2)
+        y = torch.cat([(F.silu(gate) * up).to(y.dtype), y], dim=2)
+    y = y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias)
+    return (y, states[0]) if states else y
+
+
+class _Parts(NamedTuple):
+    """What zxbcdt holds."""
+
+    widths: list[int]  # of the MLP's halves, of z, of x, B and C together, of dt
+    dim: int
+    headdim: int
+    state: int
+
+
+def _split(
+    zxbcdt: Tensor, weight: Tensor, D: Tensor, headdim: int | None, groups: int, activation: str | None
+) -> _Parts:
+    require_tensors({"zxbcdt": zxbcdt, "conv1d_weight": weight, "D": D}, {})
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"activation={activation!r}: must be None, 'silu' or 'swish'")
+    if D.ndim == 1 and headdim is None:
+        raise ValueError("headdim is missing: D (heads,) does not tell it")
+    heads, size = D.shape[0], whole("headdim", D.shape[1] if D.ndim == 2 else headdim)
+    dim, groups = heads * size, whole("ngroups", groups)
+    channels = weight.shape[0]
+    state = (channels - dim) // (2 * groups)
+    if zxbcdt.ndim != 3 or weight.ndim != 2 or state < 1 or channels != dim + 2 * groups * state:
+        raise ValueError(
+            f"conv1d_weight has shape {tuple(weight.shape)}, must be (dim + 2 * ngroups * state size, taps) with "
+            f"dim = heads * headdim = {dim} and ngroups={groups}; zxbcdt is {tuple(zxbcdt.shape)}, D {tuple(D.shape)}"
+        )
+    rest = zxbcdt.shape[2] - dim - channels - heads
+    if rest < 0 or rest % 2:
+        raise ValueError(
+            f"zxbcdt has shape {tuple(zxbcdt.shape)}, must be (B, L, {dim + channels + heads}) for z, x, B, C and dt, "
+            "or wider by an even number, for an MLP"
+        )
+    return _Parts([rest, dim, channels, heads], dim, size, state)
 
 
 def selective_state_update(

@@ -134,6 +134,81 @@ def test_memory_that_a_convolution_leaves():
     torch.testing.assert_close(got, want)
 
 
+LAYERS = {
+    "gate": {},
+    "norm, then gate": {"norm": True},
+    "gate, then norm": {"norm": True, "norm_before_gate": False},
+    "in groups, with an MLP and a product": {"norm": True, "norm_before_gate": False, "M": 5, "out": 7},
+    "sequences": {"norm": True, "seq": [0, 3, 20, L]},
+    "D of each, no activation, no bias": {"activation": None, "D": 2, "bias": False, "out": 7},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_between_the_projections_of_a_layer(name):
+    """Convolution, scan, gate and norm, each as its definition says, and gradients of everything."""
+    torch.manual_seed(0)
+    case = {"M": 0, "out": 0, "D": 1, "activation": "silu", "bias": True, "norm": False, "seq": None} | LAYERS[name]
+    dim, M = H * P, case["M"]
+    n = lambda *shape: torch.randn(*shape, dtype=torch.float64).requires_grad_()  # noqa: E731
+    width = dim + 2 * G * N
+    given = {"zxbcdt": n(1, L, 2 * M + dim + width + H), "conv1d_weight": n(width, 4), "dt_bias": n(H),
+             "A": (-torch.rand(H) - 0.1).double().requires_grad_(), "D": n(H, P)[:, 0]}  # fmt: skip
+    given |= {"D": n(H, P)} if case["D"] == 2 else {}
+    given |= {"conv1d_bias": n(width)} if case["bias"] else {}
+    given |= {"rmsnorm_weight": n(dim)} if case["norm"] else {}
+    given |= {"outproj_weight": n(case["out"], M + dim), "outproj_bias": n(case["out"])} if case["out"] else {}
+    options = {"headdim": P, "ngroups": G, "activation": case["activation"], "initial_states": torch.zeros(1, H, P, N),
+               "norm_before_gate": case.get("norm_before_gate", True)}  # fmt: skip
+    ends = case["seq"]
+    index = None if ends is None else torch.repeat_interleave(torch.arange(3), torch.tensor(ends).diff())[None]
+    y, final = mamba.mamba_split_conv1d_scan_combined(
+        **{"conv1d_bias": None} | given, **options, seq_idx=index, return_final_states=True
+    )
+    gate, up, z, mixed, dt = given["zxbcdt"].split([M, M, dim, width, H], 2)
+    rows = []
+    for t in range(L):
+        first = max([0] if ends is None else [e for e in ends if e <= t])
+        taps = [mixed[:, t - i] * given["conv1d_weight"][:, 3 - i] for i in range(4) if t - i >= first]
+        rows.append(sum(taps) + given.get("conv1d_bias", 0.0))
+    mixed = torch.stack(rows, 1)
+    mixed = F.silu(mixed) if case["activation"] else mixed
+    x, B, C = mixed.split([dim, G * N, G * N], 2)
+    heads = {"x": x.unflatten(2, (H, P)), "B": B.unflatten(2, (G, N)), "C": C.unflatten(2, (G, N))}
+    around = {"dt_bias": given["dt_bias"], "dt_softplus": True, "resets": () if ends is None else ends}
+    want, last = scan(dt=dt, A=given["A"], D=given["D"], **heads, **around)
+    want, gated = want.flatten(2), F.silu(z)
+    if case["norm"]:
+        norm = lambda u: F.rms_norm(u.unflatten(2, (G, -1)), (dim // G,), eps=1e-6).flatten(2) * given["rmsnorm_weight"]  # noqa: E731
+        want = norm(want) * gated if options["norm_before_gate"] else norm(want * gated)
+    else:
+        want = want * gated
+    want = torch.cat([F.silu(gate) * up, want], 2)
+    want = F.linear(want, given["outproj_weight"], given["outproj_bias"]) if case["out"] else want
+    close(y, want)
+    close(final, last)
+    dy = torch.randn_like(y)
+    for a, b in zip(*(torch.autograd.grad(o, list(given.values()), dy) for o in (y, want)), strict=True):
+        close(a, b)
+
+
+def test_wrong_parts_of_a_layer():
+    zxbcdt, weight, D = torch.randn(1, 9, 2 * 12 + 2 * 4 + 3), torch.randn(12 + 8, 4), torch.ones(3)
+    call = lambda **given: mamba.mamba_split_conv1d_scan_combined(  # noqa: E731
+        **{"zxbcdt": zxbcdt, "conv1d_weight": weight, "conv1d_bias": None, "dt_bias": D, "A": -D, "D": D, "headdim": 4}
+        | given
+    )
+    assert call().shape == (1, 9, 12)
+    for given, words in (
+        ({"headdim": None}, "headdim is missing"), ({"activation": "relu"}, "activation='relu'"),
+        ({"conv1d_weight": weight[:13]}, r"conv1d_weight has shape \(13, 4\), must be \(dim \+ 2"),
+        ({"zxbcdt": zxbcdt[..., 1:]}, r"zxbcdt has shape \(1, 9, 34\), must be \(B, L, 35\)"),
+        ({"zxbcdt": zxbcdt[0]}, r"zxbcdt is \(9, 35\)"), ({"ngroups": 0}, "ngroups=0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call(**given)
+
+
 def step_inputs(shared: bool, dtype=torch.float32, device="cpu"):
     torch.manual_seed(0)
     n = lambda *shape: torch.randn(*shape, dtype=dtype, device=device)  # noqa: E731
