@@ -179,11 +179,12 @@ def attention(kind: str, shape: Shape, case: Case, pass_: str) -> Work:
         forward = steps if states else min(steps, forward)
     flops = forward * {"forward": 1, "backward": 2, "total": 3}[pass_]
     recomputed = 0.5 * forward if kind == "softmax" and pass_ != "forward" else 0.0
-    given, o = tensors(shape, case)  # gradients are as large
+    grads, o = tensors(shape, case)
+    given = grads - unseen(shape, case)
     reads, writes, usual = {
         "forward": (given, o, given + o),
-        "backward": (given + o, given, 2 * given + o),  # reads dO, as large as o
-        "total": (given + o, o + given, 3 * given + 2 * o),
+        "backward": (given + o, grads, given + grads + o),  # reads dO, as large as o
+        "total": (given + o, o + grads, 2 * given + grads + 2 * o),
     }[pass_]
     return Work(flops, reads + states, writes + states, flops + recomputed, usual + 2 * states)
 
@@ -196,6 +197,13 @@ def tensors(shape: Shape, case: Case) -> tuple[float, float]:
         given = B * N * (2 * groups * D + H * E)
     decays = 4.0 * B * N * H if case.get("per_token") is True else 0.0
     return float(shape.itemsize * given) + decays, float(shape.itemsize * B * N * H * E)
+
+
+def unseen(shape: Shape, case: Case) -> float:
+    """Bytes of the keys and values that a window hides from every query."""
+    window = _int(case, "window")
+    seen = shape.N_KV if window is None else min(shape.N_KV, shape.N_Q + window)
+    return float(shape.itemsize * shape.B * (shape.N_KV - seen) * shape.H_KV * shape.kv)
 
 
 def state_bytes(shape: Shape, case: Case) -> float:

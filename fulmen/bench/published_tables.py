@@ -372,7 +372,8 @@ def read_table(found: Published, table: Table) -> None:
                 continue
             row = Row(where, table.name, number, role, parsed[0], of_line | facts)
             if (
-                role == "time"
+                plain(header) in found.guessed
+                and role == "time"
                 and plain(header).lower() in STATISTICS
                 and not has_unit(found, header, parsed[1], context)
             ):

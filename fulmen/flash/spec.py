@@ -32,7 +32,6 @@ from fulmen.boundary import (
 
 MAX_HEAD_DIM = 256
 PACKABLE_GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a GQA group that can share a tile: they divide 64 rows
-PAGE_SIZES = range(16, 257, 16)  # keys of a page
 MAX_FOLDED = 128  # heads that become queries
 
 Causal = bool | str
@@ -97,6 +96,11 @@ class FlashSpec(NamedTuple):
     def causal(self) -> bool:
         """Nothing but causal: the one mask torch's SDPA can say."""
         return self.right == 0 and self.left is None and self.sequences is None and self.N_Q == self.N_KV
+
+
+def is_page(keys: int) -> bool:
+    """Whether a page may have so many keys; a sum of comparisons, which compilers trace with a size of any value."""
+    return keys % 16 == 0 and 16 <= keys <= 256
 
 
 def heads_as_queries(spec: FlashSpec) -> FlashSpec:
@@ -215,7 +219,7 @@ def check_cache(
         if page_table.ndim != 2 or page_table.shape[0] != rows:
             raise ValueError(f"page_table has shape {tuple(page_table.shape)}, must be ({rows}, pages of a row)")
         check_int32("page_table", page_table, q)
-        if k.shape[2] not in PAGE_SIZES:
+        if not is_page(k.shape[2]):
             raise ValueError(f"k has pages of {k.shape[2]} rows, must be a multiple of 16 from 16 to 256")
         if page_table.numel() and not k.shape[0]:
             raise ValueError(f"page_table names pages, and k has none: its shape is {tuple(k.shape)}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulmen.boundary import brief, check_distinct, is_plain_eager, row_contiguous
-from fulmen.flash.spec import PAGE_SIZES
+from fulmen.flash.spec import is_page
 from fulmen.layers.append import append
 from fulmen.layers.inputs import whole
 
@@ -225,7 +225,7 @@ def _check_ints(name: str, x: Any, q: Tensor, caches: Caches) -> None:
         raise ValueError(f"{name} is {got}, must be int32 {shape} on q's {q.device}")
     if caches.table is not None and name in ("cache_batch_idx", "cache_leftpad"):
         raise NotImplementedError(f"{name} with block_table: the table says where a row's pages are; pass None")
-    if paged and caches.k.shape[1] not in PAGE_SIZES:
+    if paged and not is_page(caches.k.shape[1]):
         raise ValueError(f"k_cache has pages of {caches.k.shape[1]} tokens, must be a multiple of 16 from 16 to 256")
 
 

@@ -400,8 +400,8 @@ class GroupedQueryAttention(weights.AttentionLayer):
         layer   the number of the layer, from 0, where layers differ; transformers' modules and such a prefix know it.
         prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
         """
-        layer = weights.layer_of(module_or_state_dict, prefix, layer)
-        make = functools.partial(cls._with, **hf.arguments(config, layer), backend=backend)
+        own = weights.layer_of(module_or_state_dict, prefix)
+        make = functools.partial(cls._with, **hf.arguments(config, layer, own), backend=backend)
         tensors = hf.named(weights.tensors_of(module_or_state_dict, prefix), config)
         return weights.loaded(make, tensors, module_or_state_dict, device, dtype)
 

@@ -26,10 +26,13 @@ NORMS = {"qwen3": "before", "gemma3_text": "before", "olmo2": "all"}
 NO_BIAS = ("mistral", "phi3")  # whatever their configurations say
 
 
-def arguments(config: Any, layer: int | None) -> dict[str, Any]:
-    """The arguments of `GroupedQueryAttention` that make a layer of the model `config` describes."""
+def arguments(config: Any, layer: int | None, own: int | None) -> dict[str, Any]:
+    """The arguments of `GroupedQueryAttention` that make a layer of the model `config` describes.
+
+    layer, own   its number, as the caller says and as the weights say
+    """
     model = _model(config)
-    kind = _kind(config, layer)
+    kind = _kind(config, layer, own)
     heads = config_size(config, "num_attention_heads")
     scalar = config_value(config, "query_pre_attn_scalar", None) if model.startswith("gemma") else None
     softcap = config_value(config, "attn_logit_softcapping", None) if model == "gemma2" else None
@@ -76,12 +79,19 @@ def _model(config: Any) -> str:
     return str(model)
 
 
-def _kind(config: Any, layer: int | None) -> str | None:
-    """The layer's entry in `layer_types`."""
+def _kind(config: Any, layer: int | None, own: int | None) -> str | None:
+    """The layer's entry in `layer_types`; the number counts only where entries differ."""
     kinds = config_value(config, "layer_types", None) or []
-    if layer is None and len(set(kinds)) > 1:
+    differ = len(set(kinds)) > 1
+    if layer is None and own is None and differ:
         raise ValueError("layer is missing: layers of this model differ, and these weights do not tell which they are")
-    layer = 0 if layer is None else layer
+    said = [kinds[n] for n in (layer, own) if type(n) is int and n < len(kinds)]
+    if differ and len(set(said)) > 1:
+        raise ValueError(
+            f"layer={layer!r} is of another kind (layer_types) than {own}, the layer that the weights name"
+        )
+    if layer is None:
+        layer = own if differ and own is not None else 0
     layers = len(kinds) or config_value(config, "num_hidden_layers", None)
     layer = whole("layer", layer, 0)
     if layers is not None and layer >= whole("config has num_hidden_layers", layers):

@@ -52,7 +52,6 @@ from fulmen.layers.inputs import (
     Inputs,
     Rows,
     backend_chosen,
-    check_causal,
     check_heads,
     choice,
     factory,
@@ -492,7 +491,6 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
             raise NotImplementedError(
                 "a pool is read by latent_attention: give the layer no window, softcap or sinks, and no absorb=False"
             )
-        check_causal("a pool", self.options.causal)
         check_positions_of(self.rope, sequences)
         weight = self.o_proj.weight
         return LatentPool(sequences, self.kv_rank + self.rope_dim, device=weight.device, dtype=weight.dtype).of(self)

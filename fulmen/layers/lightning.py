@@ -498,7 +498,7 @@ class LightningAttention(weights.AttentionLayer):
         prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
         """
         tensors = weights.tensors_of(module_or_state_dict, prefix)
-        layer = weights.layer_of(module_or_state_dict, prefix, layer)
+        layer = weights.layer_of(module_or_state_dict, prefix) if layer is None else layer
         if layer is None:
             raise ValueError("layer is missing: a state_dict does not tell which of the model's layers it is of")
         options, tensors = hf_lightning.converted(tensors, config)

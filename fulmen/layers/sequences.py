@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fulmen.flash.spec import PAGE_SIZES
+from fulmen.flash.spec import is_page
 from fulmen.layers.cache import outside_inference
 from fulmen.layers.inputs import flag, whole
 from fulmen.step.spec import MAX_TOKENS
@@ -102,7 +102,7 @@ class Sequences(Uncopied):
     ) -> None:
         self.rows, self.max_length = whole("rows", rows), whole("max_length", max_length)
         self.page_size, self.pages = whole("page_size", page_size), whole("pages", pages, 0)
-        if self.page_size not in PAGE_SIZES:
+        if not is_page(self.page_size):
             raise ValueError(f"page_size={page_size}: must be a multiple of 16 from 16 to 256")
         self.slot_count, self.drafts = whole("slots", slots, 0), flag("drafts", drafts)
         self._free_pages = list(range(self.pages))[::-1]
@@ -258,8 +258,8 @@ class Sequences(Uncopied):
         target.copy_(source, non_blocking=True)
 
     def _check_rows(self, sequences: Several[Sequence | None], tokens: int) -> None:
-        if not isinstance(sequences, list | tuple):
-            raise ValueError(f"sequences is a {type(sequences).__name__}, must be a list of Sequence or None")
+        if isinstance(sequences, Sequence):
+            raise ValueError("sequences is one Sequence, must be several of them or None, as in a list")
         if len(sequences) > self.rows:
             raise ValueError(f"{len(sequences)} sequences are to be served, and there are rows={self.rows}")
         seen: set[int] = set()

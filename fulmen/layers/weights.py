@@ -181,15 +181,11 @@ def tensors_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: s
     return found
 
 
-def layer_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: str, layer: int | None) -> int | None:
-    """The number of the layer, from 0: as given, or as the module or the prefix says; None if nobody does."""
+def layer_of(module_or_state_dict: nn.Module | Mapping[str, Tensor], prefix: str) -> int | None:
+    """The number of the layer, from 0, as the module or the prefix says; None if neither does."""
+    named = re.findall(r"(?:^|\.)layers\.(\d+)(?=\.)", prefix)
     own = getattr(module_or_state_dict, "layer_idx", None)
-    if layer is None:
-        named = re.findall(r"(?:^|\.)layers\.(\d+)(?=\.)", prefix)
-        return int(named[-1]) if named else own
-    if own is not None and layer != own:
-        raise ValueError(f"layer={layer!r}: the module says that it is layer {own} (layer_idx)")
-    return layer
+    return int(named[-1]) if named else own if type(own) is int else None
 
 
 # ------------------------------------------------------------------------------ torch.nn.MultiheadAttention

@@ -330,7 +330,8 @@ class _Lightning(torch.autograd.Function):
         ctx.call, ctx.shape = call, (call.sequences or x.q.shape[0], *every.shape[2:])
         ctx.has_initial = initial_state is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x.q, x.k, x.v, x.decay, initial, initial_state)  # the last for `once_differentiable`
+        given = initial_state if ctx.needs_input_grad[4] else None  # for `once_differentiable`
+        ctx.save_for_backward(x.q, x.k, x.v, x.decay, initial, given)
         return o, of_whole(left, part.ends, initial_state, ctx.shape, every, call)
 
     @staticmethod

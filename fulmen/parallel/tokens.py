@@ -90,7 +90,8 @@ class TokenLightning(torch.autograd.Function):
         ctx.call, ctx.shape = call, (call.sequences or q.shape[0], *here[1:])
         ctx.has_initial = initial_state is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, decay, local.initial_state, initial_state)  # the last for `once_differentiable`
+        given = initial_state if ctx.needs_input_grad[4] else None  # for `once_differentiable`
+        ctx.save_for_backward(q, k, v, decay, local.initial_state, given)
         return o, lightning.of_whole(left, part.ends, initial_state, ctx.shape, every, call)
 
     @staticmethod

@@ -21,6 +21,22 @@ def test_pairs_are_counted_as_the_mask_says() -> None:
             assert floors.pairs(N_Q, N_KV, causal, window) == seen, (N_Q, N_KV, window, causal)
 
 
+def test_a_window_hides_keys_of_few_queries() -> None:
+    case = {"B": 2, "H": 8, "H_KV": 2, "N": 4096, "N_Q": 3, "D": 64, "dtype": "bf16", "window": 100}
+    forward, backward, total = (floors.of_case("flash", "", case, p) for p in ("forward", "backward", "total"))
+    assert forward is not None
+    assert backward is not None
+    assert total is not None
+    q, seen, every = (2 * 2 * 64 * n for n in (8 * 3, 2 * 2 * 103, 2 * 2 * 4096))
+    assert forward.flops == 2 * 2 * 8 * (3 * 101) * 128
+    assert (forward.reads, forward.writes) == (q + seen, q)
+    assert (backward.reads, backward.writes) == (2 * q + seen, q + every)
+    assert (total.reads, total.writes) == (2 * q + seen, 2 * q + every)
+    whole = floors.of_case("flash", "", case | {"window": 5000}, "forward")
+    assert whole is not None
+    assert whole.reads == q + every
+
+
 def test_softmax_is_the_four_products_of_a_backward() -> None:
     full = {**CASE, "causal": False}
     forward = floors.of_case("flash", "", full, "forward")

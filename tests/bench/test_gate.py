@@ -46,6 +46,7 @@ def test_options_of_softmax_attention(options: dict) -> None:
     without = {"sinks": None} if "sinks" in options else {"window": None, "softcap": None}
     with pytest.raises(gate.Wrong):
         gate.gate([adapter.small(case, CPU, 1)], lambda x: adapter.attend("eager")(x._replace(**without)))
+    assert adapter.spec(case, CPU).has_sinks == ("sinks" in options)
     problem = adapter.problem(case, CPU, 3)
     assert set(gate.evaluate(problem, adapter.attend("eager"))) == {"o", "dq", "dk", "dv"}
     assert BASELINES["sdpa"].refusal(case, CPU) == "is called without window, softcap, sinks"

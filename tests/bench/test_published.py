@@ -254,6 +254,8 @@ def test_a_mean_is_a_time_only_if_a_unit_says_so(tmp_path: Path, mean: str, time
     table = "| Kernel | Pass | Time (ms) | Mean |\n|---|---|---|---|\n"
     table += f"| flash, N=4096 | forward | 1.0 | {mean} |\n| flash, N=4096 | backward | 2.0 | {mean} |\n"
     assert len(published_tables.read(write(tmp_path, table)).rows) == times
+    said = write(tmp_path, '[columns]\nMean = "time"\n', "map.toml")
+    assert len(published_tables.read(write(tmp_path, table), said).rows) == 4
 
 
 def shown(findings: list[Finding]) -> str:

@@ -247,6 +247,15 @@ def test_compiled(case):
         assert torch.equal(actual, wanted)
 
 
+def test_few_graphs_serve_pages_of_any_size():
+    counter = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for page in (16, 32, 48):
+        x = testing.cache_inputs([40, 20], 96, page=page, H=2, N_Q=2, D=16)
+        assert torch.equal(run(x), call(x))
+    assert counter.frame_count <= 2
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("case", ["heads 4/2", "pages of 16", "packed", "everything"])
 def test_operator(case, with_lse):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -53,43 +54,73 @@ def launch_of_backward(spec):
     return backward.launches(spec, tile, x, x, x, x, x, torch.float32 if spec.has_sinks else None)
 
 
-# What a launch does not depend on, and why.
+# The macros and constants in which a fact shows. Facts that are not named are refused, or are in SAME.
+SHOWS: dict[Any, dict[str, str]] = {
+    launch_of_sm90: {
+        "B": "heads grid", "H": "group", "H_KV": "group h heads", "N_Q": "n_q tiles grid", "N_KV": "n_kv",
+        "D": "HEAD_DIM", "E": "VALUE_DIM", "dtype": "BF16", "scale": "inner", "left": "LEFT left",
+        "right": "RIGHT right", "top_left": "top_left", "softcap": "SOFTCAP factor inner", "has_sinks": "SINKS",
+        "sequences": "PACKED sequences", "has_kv_lengths": "LENGTHS", "page": "PAGE BOX",
+    },
+    launch_of_small: {
+        "B": "grid", "H": "group log_group grid", "H_KV": "group log_group", "N_Q": "n_q shift grid",
+        "N_KV": "n_kv shift", "dtype": "BF16", "scale": "factor", "right": "CAUSAL", "top_left": "shift",
+    },
+    launch_of_single_tile: {
+        "B": "grid", "H": "group log_group grid", "H_KV": "group log_group", "N_Q": "n_q shift", "N_KV": "n_kv shift",
+        "dtype": "BF16", "scale": "factor", "right": "CAUSAL", "top_left": "shift",
+    },
+    launch_of_combine: {
+        "B": "heads grid", "H": "h heads grid", "N_Q": "n grid", "E": "VALUE_DIM", "dtype": "BF16",
+        "has_sinks": "SINKS",
+    },
+    launch_of_backward: {
+        "B": "heads works grid", "H": "group grid", "H_KV": "group h heads", "N_Q": "n_q slots grid", "N_KV": "n_kv",
+        "D": "HEAD_DIM", "E": "VALUE_DIM", "dtype": "BF16", "scale": "inner scale", "left": "LEFT left",
+        "right": "RIGHT right", "top_left": "top_left", "softcap": "SOFTCAP factor inner", "has_sinks": "SINKS",
+        "sequences": "PACKED sequences slots tiles works end", "deterministic": "DETERMINISTIC",
+    },
+}  # fmt: skip
 SAME = {
     launch_of_sm90: {"deterministic"},  # a forward always is
     launch_of_small: {"deterministic", "page"},  # pages come with lengths, which are refused
     launch_of_single_tile: {"deterministic", "page"},
     launch_of_combine: {  # it adds what was summed, however that was
-        "deterministic",
-        "H_KV",
-        "N_KV",
-        "D",
-        "scale",
-        "left",
-        "right",
-        "top_left",
-        "softcap",
-        "sequences",
-        "has_kv_lengths",
-        "page",
+        "deterministic", "H_KV", "N_KV", "D", "scale", "left", "right", "top_left", "softcap", "sequences",
+        "has_kv_lengths", "page",
     },
     launch_of_backward: {"has_kv_lengths", "page"},  # which have no gradient
-}
+}  # fmt: skip
+
+
+def facts_of(launches) -> dict[Any, Any]:
+    found = {}
+    for i, launch in enumerate(launches if isinstance(launches, list) else [launches]):
+        (variant, _, grid, _, _, constants), _ = launch
+        found |= {(name, i): value for name, value in (*variant.macros, *constants.items(), ("grid", grid))}
+    return found
 
 
 @pytest.mark.parametrize("field", [f for f in FlashSpec._fields if f not in BY_ADDRESS])
-@pytest.mark.parametrize("launch_of", SAME, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("launch_of", SHOWS, ids=lambda f: f.__name__)
 def test_a_fact_reaches_the_launch_or_is_refused(launch_of, field, monkeypatch):
     """A new field of the spec needs another value in OTHER, and each kernel its argument, its macro or its refusal."""
     monkeypatch.setattr(hardware, "of", lambda device: hardware.TARGETS[90])
     monkeypatch.setattr(cuda, "Launch", lambda *facts, **others: (facts, others))
-    plain = launch_of in (launch_of_small, launch_of_single_tile)
-    call = PLAIN if plain else CALL
-    changed = call._replace(**{field: OTHER[field]})
-    if changed == call:
-        changed = call._replace(**{field: not OTHER[field]})
-    refused = plain and small.unsupported_reason(changed, hardware.TARGETS[90]) is not None
-    same = not refused and repr(launch_of(changed)) == repr(launch_of(call))
-    assert same == (field in SAME[launch_of])
+    short = launch_of in (launch_of_small, launch_of_single_tile)
+    call = PLAIN if short else CALL
+    other = OTHER[field] if getattr(call, field) != OTHER[field] else not OTHER[field]
+    others = [other, None] if field in ("left", "right", "softcap", "sequences") else [other]
+    changed, refused = set(), []
+    for value in others:
+        asked = call._replace(**{field: value})
+        refused.append(short and asked != call and small.unsupported_reason(asked, hardware.TARGETS[90]) is not None)
+        if not refused[-1]:
+            before, after = facts_of(launch_of(call)), facts_of(launch_of(asked))
+            changed |= {name for name, i in before if before[name, i] != after.get((name, i))}
+    assert set(SHOWS[launch_of].get(field, "").split()) <= changed
+    assert bool(changed) == (field in SHOWS[launch_of])
+    assert changed or any(refused) or field in SAME[launch_of]
 
 
 # Values of an option after which a plan is kept, and others that are equal to them, or nearly, but are no values of it.

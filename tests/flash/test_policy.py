@@ -99,6 +99,8 @@ def hopper(request, monkeypatch):
         (spec(D=192, E=128), "cuda"),
         (spec(D=96), "sdpa"),  # cuda has no such head dim
         (spec(left=1024), "cuda"),  # SDPA has no window; the backward is triton's
+        (spec(causal=False)._replace(right=7), "cuda"),  # nor one to the right
+        (spec(N=100, B=1, causal=False, grad=False)._replace(right=7), "triton"),  # nor have the short kernels
         (spec(softcap=30.0), "cuda"),
         (spec(has_sinks=True), "cuda"),
         (spec(sequences=3), "cuda"),

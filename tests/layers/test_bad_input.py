@@ -77,7 +77,7 @@ CONSTRUCTION = {
     "Mamba2: head_dim": (lambda: Mamba2(33), ["embed_dim=33", "head_dim=64 must divide", "num_heads"]),
     "AddNorm: shapes": (lambda: AddNorm(24)(X, X[:1]), ["y has shape (1, 6, 24)", "(2, 6, 24)"]),
     "a pool of a layer that sees both ways": (lambda: gqa().new_pool(Sequences(8, 2)), ["a pool", "causal=False"]),
-    "sequences of one": (lambda: Sequences(8, 2).step(Sequences(8, 2).new(), 1), ["sequences is a", "list"]),
+    "sequences of one": (lambda: Sequences(8, 2).step(Sequences(8, 2).new(), 1), ["sequences is one Sequence", "list"]),
     "causal": (lambda: gqa(causal="top_left"), ["causal='top_left'", "False or True"]),
     "window": (lambda: gqa(window=(-1, 0)), ["window=(-1, 0)"]),
     "window of an int": (lambda: gqa(window=3), ["window=3", "(left, right)"]),

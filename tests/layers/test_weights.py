@@ -398,6 +398,16 @@ def test_from_hf_refuses_wrong_weights(fault):
     assert message in str(error.value)
 
 
+def test_layers_that_are_alike_may_have_any_number():
+    """Of a model cut down, or of weights that stand behind the layers that the configuration counts."""
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 2})
+    module = LlamaAttention(config, 4)
+    for given in ({}, {"layer": 1}):
+        assert GroupedQueryAttention.from_hf(module, config, **given).num_heads == config.num_attention_heads
+    state = {f"model.layers.2.self_attn.{name}": x for name, x in module.state_dict().items()}
+    assert GroupedQueryAttention.from_hf(state, config, prefix="model.layers.2.self_attn.").head_dim > 0
+
+
 def test_other_wrong_sources():
     config = MODELS["llama"]
     changed = functools.partial(dict, config.to_dict())
@@ -416,7 +426,10 @@ def test_other_wrong_sources():
             lambda: GroupedQueryAttention.from_hf(state, MODELS["gemma2"]),
             "layer is missing: layers of this model differ",
         ),
-        (lambda: GroupedQueryAttention.from_hf(LlamaAttention(config, 1), config, layer=0), "says that it is layer 1"),
+        (
+            lambda: GroupedQueryAttention.from_hf(Theirs(MODELS["gemma2"]).module, MODELS["gemma2"], layer=1),
+            "another kind",
+        ),
         (lambda: GroupedQueryAttention.from_hf(dict.fromkeys(state, 1), config), "q_proj.weight is a int"),
         (lambda: GroupedQueryAttention.from_hf(state, config, dtype="bfloat16"), "dtype='bfloat16'"),
         (lambda: GroupedQueryAttention.from_hf(state, changed(hidden_size=None)), "config has hidden_size=None"),

@@ -118,7 +118,7 @@ class FlashCache(Flash):
 
     def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
         why = f"page={case['page']}: must be a multiple of 16 up to 256, or 0 for a cache without pages"
-        return [(case["page"] not in (0, *flash_spec.PAGE_SIZES), why)]
+        return [(case["page"] and not flash_spec.is_page(case["page"]), why)]
 
     def drawn(self, case: Case, source: Source, fully: bool = False) -> Problem:
         page, table = case["page"], None
