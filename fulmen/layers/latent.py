@@ -489,7 +489,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         """Memory of this layer for `sequences`, on its device and in its dtype; a layer takes it as `cache`."""
         if not self._plain() or self.absorb is False:
             raise NotImplementedError(
-                "a pool is read by latent_attention: give the layer no window, softcap or sinks, and no absorb=False"
+                "a pool is read by latent_attention: give the layer causal=True, no window, softcap or sinks, and no "
+                "absorb=False"
             )
         check_positions_of(self.rope, sequences)
         weight = self.o_proj.weight
