@@ -92,7 +92,7 @@ def is_number(x: Any) -> bool:
 
 def row_contiguous(x: Tensor) -> Tensor:
     """x, or a copy whose last dimension is contiguous, as other packages make it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

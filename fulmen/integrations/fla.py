@@ -232,12 +232,12 @@ def _attend(
 def _lightning(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor:
     num_layers = whole("num_layers", num_layers)
     layer_idx = whole("layer_idx", layer_idx, 0, num_layers - 1)
-    step = 8 / _heads(q, k, v) * (1 - layer_idx / num_layers)
-    return -step * torch.arange(q.shape[2], dtype=_wide(q), device=q.device)
+    heads = max(_heads(q, k, v), v.shape[2])
+    return -8 / heads * (1 - layer_idx / num_layers) * torch.arange(heads, dtype=_wide(q), device=q.device)
 
 
 def _retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads = torch.arange(_heads(q, k, v), dtype=_wide(q), device=q.device)
+    heads = torch.arange(max(_heads(q, k, v), v.shape[2]), dtype=_wide(q), device=q.device)
     return torch.log1p(-torch.exp2(-5.0 - heads))
 
 

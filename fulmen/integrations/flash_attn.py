@@ -255,7 +255,7 @@ def _options(
     return {
         "causal": bool(causal),
         "window": None if left is None and right is None else (left, right),
-        "softcap": cap if cap > 0 else None,
+        "softcap": None if cap <= 0 else cap,
         "scale": None if softmax_scale is None else _number("softmax_scale", softmax_scale),
         "backend": "triton" if deterministic and q.is_cuda else "auto",
     }

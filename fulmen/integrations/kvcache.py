@@ -152,15 +152,24 @@ def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> No
 
 
 def check_read(name: str, lengths: Tensor, k: Tensor, table: Tensor | None) -> None:
-    """Checks values of CPU tensors by which a cache is read: lengths, and the entries of a page table."""
-    capacity = k.shape[1] * (1 if table is None else table.shape[1])
-    if lengths.device.type != "cpu" or not is_plain_eager(lengths):
+    """Checks values of CPU tensors by which a cache is read: lengths, and the entries of a page table.
+
+    Tensors of a wrong shape are left to the operation, whose checks of them are one with those of its other callers.
+    """
+    if not isinstance(lengths, Tensor) or lengths.ndim != 1 or lengths.device.type != "cpu":
         return
+    if table is not None:
+        fits = isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] == lengths.shape[0]
+        if not fits or not is_page(k.shape[1]):
+            return
+    if not is_plain_eager(lengths, table):
+        return
+    capacity = k.shape[1] * (1 if table is None else table.shape[1])
     given = lengths.tolist()
     if any(not 0 <= n <= capacity for n in given):
         raise ValueError(f"{name} must give lengths from 0 to {capacity}, the capacity of a row; got {brief(given)}")
-    if table is not None and table.device.type == "cpu" and is_plain_eager(table):
-        _check_pages(given, table.tolist(), 0, Caches(k, k, lengths, None, None, table))
+    if table is not None and table.device.type == "cpu":
+        _check_pages(given, table.tolist(), 0, Caches(k, k, lengths, None, None, table), "k")
 
 
 def _check_lengths(given: list[int], q: Tensor, new: int, caches: Caches, turn: Turn) -> None:
@@ -181,7 +190,7 @@ def _check_lengths(given: list[int], q: Tensor, new: int, caches: Caches, turn: 
         )
 
 
-def _check_pages(lengths: list[int], table: list[list[int]], new: int, caches: Caches) -> None:
+def _check_pages(lengths: list[int], table: list[list[int]], new: int, caches: Caches, name: str = "k_cache") -> None:
     """Pages of tokens that are read or appended exist, and no two rows append to one."""
     there, page = caches.k.shape[:2]
     written: list[int] = []
@@ -189,7 +198,7 @@ def _check_pages(lengths: list[int], table: list[list[int]], new: int, caches: C
         used = row[: -(-(n + new) // page)]
         if any(not 0 <= entry < there for entry in used):
             raise ValueError(
-                f"block_table must be from 0 to {there - 1} for the {n + new} tokens of a row: k_cache has {there} "
+                f"block_table must be from 0 to {there - 1} for the {n + new} tokens of a row: {name} has {there} "
                 f"pages; got {brief(used)}"
             )
         written += used[n // page :] if new else []

@@ -26,6 +26,7 @@ from fulmen.boundary import (
     at_least_fp32,
     brief,
     check_distinct,
+    check_offset_values,
     check_offsets,
     is_number,
     is_plain_eager,
@@ -103,7 +104,10 @@ def mamba_chunk_scan_combined(
     if states is None:
         return y
     states = states.mT.contiguous()
-    last = states[-1:] if cu_seqlens is not None else states
+    last = states
+    if cu_seqlens is not None:  # of the last sequence that has a token
+        sequences = torch.arange(states.shape[0], device=states.device)
+        last = states.index_select(0, (sequences * (cu_seqlens.diff() > 0)).argmax(0, keepdim=True))
     each = states if state_dtype is None else states.to(state_dtype)
     return y, *[last] * return_final_states, *[each] * return_varlen_states
 
@@ -145,9 +149,20 @@ def mamba_split_conv1d_scan_combined(
 
     Step sizes are softplus(dt + dt_bias), clamped to dt_limit. Other arguments as in `mamba_chunk_scan_combined`.
     """
+    required = {"zxbcdt": zxbcdt, "conv1d_weight": conv1d_weight, "dt_bias": dt_bias, "A": A, "D": D}
+    around = {"conv1d_bias": conv1d_bias, "rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight}
+    others = {"outproj_bias": outproj_bias, "initial_states": initial_states, "seq_idx": seq_idx}
+    _check_places(required, around | others, "zxbcdt")
     parts = _split(zxbcdt, conv1d_weight, D, headdim, ngroups, activation)
+    for name, width in (("conv1d_bias", parts.widths[2]), ("rmsnorm_weight", parts.dim)):
+        t = around[name]
+        if t is not None and t.shape != (width,):
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, must be ({width},)")
+    if outproj_bias is not None and outproj_weight is None:
+        raise ValueError("outproj_bias is given without outproj_weight: pass both or none")
     mlp, z, mixed, dt = zxbcdt.split(parts.widths, dim=2)
-    mixed = convolve(row_contiguous(mixed), conv1d_weight, conv1d_bias, activation is not None, seq_idx)
+    weight, bias = conv1d_weight.to(mixed.dtype), None if conv1d_bias is None else conv1d_bias.to(mixed.dtype)
+    mixed = convolve(row_contiguous(mixed), weight, bias, activation is not None, seq_idx)
     x, B, C = mixed.split([parts.dim, *[ngroups * parts.state] * 2], dim=2)
     x, z_heads = (t.unflatten(2, (-1, parts.headdim)) for t in (x, z))
     B, C = (t.unflatten(2, (ngroups, -1)) for t in (B, C))
@@ -182,19 +197,24 @@ class _Parts(NamedTuple):
 def _split(
     zxbcdt: Tensor, weight: Tensor, D: Tensor, headdim: int | None, groups: int, activation: str | None
 ) -> _Parts:
-    require_tensors({"zxbcdt": zxbcdt, "conv1d_weight": weight, "D": D}, {})
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation={activation!r}: must be None, 'silu' or 'swish'")
+    if D.ndim not in (1, 2) or weight.ndim != 2 or not weight.shape[1]:
+        raise ValueError(
+            f"D has shape {tuple(D.shape)}, must be (heads,) or (heads, headdim), and conv1d_weight has "
+            f"{tuple(weight.shape)}, must be (channels, taps)"
+        )
     if D.ndim == 1 and headdim is None:
         raise ValueError("headdim is missing: D (heads,) does not tell it")
     heads, size = D.shape[0], whole("headdim", D.shape[1] if D.ndim == 2 else headdim)
     dim, groups = heads * size, whole("ngroups", groups)
     channels = weight.shape[0]
     state = (channels - dim) // (2 * groups)
-    if zxbcdt.ndim != 3 or weight.ndim != 2 or state < 1 or channels != dim + 2 * groups * state:
+    if zxbcdt.ndim != 3 or state < 1 or heads % groups or channels != dim + 2 * groups * state:
         raise ValueError(
             f"conv1d_weight has shape {tuple(weight.shape)}, must be (dim + 2 * ngroups * state size, taps) with "
-            f"dim = heads * headdim = {dim} and ngroups={groups}; zxbcdt is {tuple(zxbcdt.shape)}, D {tuple(D.shape)}"
+            f"dim = heads * headdim = {dim} and ngroups={groups}, which divides heads={heads}; zxbcdt is "
+            f"{tuple(zxbcdt.shape)}, D {tuple(D.shape)}"
         )
     rest = zxbcdt.shape[2] - dim - channels - heads
     if rest < 0 or rest % 2:
@@ -296,6 +316,7 @@ def _check_same_sequences(seq_idx: Tensor, ends: Tensor) -> None:
     """On the CPU, where a look at values costs nothing."""
     if seq_idx.device.type != "cpu" or not is_plain_eager(seq_idx, ends):
         return
+    check_offset_values("cu_seqlens", ends, seq_idx.shape[1])
     changes = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero().flatten() + 1
     begins = ends.unique()[:-1]
     if changes.tolist() != begins[begins > 0].tolist():

@@ -85,7 +85,7 @@ def _kind(config: Any, layer: int | None, own: int | None) -> str | None:
     differ = len(set(kinds)) > 1
     if layer is None and own is None and differ:
         raise ValueError("layer is missing: layers of this model differ, and these weights do not tell which they are")
-    said = [kinds[n] for n in (layer, own) if type(n) is int and n < len(kinds)]
+    said = [kinds[n] for n in (layer, own) if type(n) is int and 0 <= n < len(kinds)]
     if differ and len(set(said)) > 1:
         raise ValueError(
             f"layer={layer!r} is of another kind (layer_types) than {own}, the layer that the weights name"

@@ -498,7 +498,10 @@ class LightningAttention(weights.AttentionLayer):
         prefix  of the names that are this layer's, as "model.layers.3.self_attn."; others are not looked at.
         """
         tensors = weights.tensors_of(module_or_state_dict, prefix)
-        layer = weights.layer_of(module_or_state_dict, prefix) if layer is None else layer
+        own = weights.layer_of(module_or_state_dict, prefix)
+        if layer is not None and own is not None and layer != own:
+            raise ValueError(f"layer={layer!r}: by layer_idx or prefix these weights are of layer {own}")
+        layer = own if layer is None else layer
         if layer is None:
             raise ValueError("layer is missing: a state_dict does not tell which of the model's layers it is of")
         options, tensors = hf_lightning.converted(tensors, config)

@@ -275,14 +275,13 @@ def convolve(
             before = None if before is None else before.contiguous()
             return kernels.Convolved.apply(x, weight, bias, seq, before, silu)
     N = x.shape[1]
-    if N == 0:
-        return x
-    if seq is None:
+    if seq is None and N:
         rows = F.pad(x, (0, 0, taps - 1, 0)) if before is None else torch.cat([before.to(x.dtype), x], 1)
         y = F.conv1d(rows.transpose(1, 2), weight[:, None], bias, groups=x.shape[2]).transpose(1, 2)
     else:
         y = x * weight[:, -1]
         for back in range(1, min(taps, N)):
+            assert seq is not None
             same = (seq[:, back:] == seq[:, :-back])[..., None]
             y = y + F.pad(torch.where(same, x[:, :-back], 0), (0, 0, back, 0)) * weight[:, -1 - back]
         y = y if bias is None else y + bias

@@ -158,6 +158,39 @@ def test_from_the_last_token_to_the_first(qkv, ends):
         close(a, b)
 
 
+def test_the_other_functions_from_last_to_first(qkv):
+    turn = lambda x: x.flip(1)  # noqa: E731
+    turned, h = [turn(x) for x in qkv], torch.arange(H, dtype=torch.float64)
+    gamma = {"retention": torch.log(1 - 2.0 ** (-5 - h)), "lightning": -(8 / H * (1 - 3 / 12)) * h, "linear": 0 * h}
+    calls = {"retention": (fla.fused_recurrent_retention, ()),
+             "lightning": (fla.fused_recurrent_lightning_attn, (3, 12)),
+             "linear": (fla.fused_recurrent_linear_attn, ())}  # fmt: skip
+    for name, (call, more) in calls.items():
+        o, final = call(*qkv, *more, reverse=True, output_final_state=True)
+        want, last = recurrent(*turned, gamma[name].expand(B, T, H))
+        close(o, turn(want))
+        close(final, last)
+    v_first = fla.fused_recurrent_retention(*qkv, output_final_state=True, state_v_first=True)[1]
+    assert torch.equal(v_first, fla.chunk_retention(*qkv, output_final_state=True)[1].mT)
+    o, (S, z) = fla.fused_recurrent_linear_attn(*qkv, reverse=True, normalize=True, output_final_state=True)
+    want, (want_S, want_z) = fla.chunk_linear_attn(*turned, output_final_state=True)
+    for got, exact in ((o, turn(want)), (S, want_S), (z, want_z)):
+        torch.testing.assert_close(got, exact)
+
+
+def test_options_of_the_other_functions(qkv):
+    state, ends, one = torch.randn(3, H, D, E), torch.tensor([0, 5, 20, T]), [x[:1] for x in qkv]
+    options = {"scale": 0.3, "initial_state": state, "output_final_state": True, "cu_seqlens": ends}
+    for a, b in ((fla.fused_chunk_retention, fla.chunk_retention), (fla.fused_chunk_simple_gla, fla.chunk_simple_gla)):
+        given = {} if a is fla.fused_chunk_retention else {"g_gamma": -torch.rand(H)}
+        assert all(map(torch.equal, a(*one, **options, **given), b(*one, **options, **given)))
+    without = {"scale": 0.3, "cu_seqlens": ends}
+    for a, b in ((fla.parallel_retention, fla.chunk_retention), (fla.parallel_simple_gla, fla.chunk_simple_gla)):
+        assert torch.equal(a(*one, **without)[0], b(*one, **without)[0])
+    shared = [x[:, :, :2] for x in qkv[:2]], qkv[2]
+    assert fla.chunk_retention(*shared[0], shared[1])[0].shape == (B, T, H, E)
+
+
 def test_memory_of_any_order(qkv):
     """As fla, which copies: what a transposed projection or a convolution left."""
     q, k, v = qkv

@@ -92,6 +92,14 @@ class Call:
         return flash_attn.flash_attn_with_kvcache(**{"return_softmax_lse": True} | given | changes)
 
 
+def test_new_tokens_in_memory_of_any_order():
+    calls = Call([5, 30]), Call([5, 30])
+    turned = {name: getattr(calls[1], name).mT.contiguous().mT for name in ("q", "k", "v")}
+    assert turned["q"].stride(3) != 1
+    assert all(map(torch.equal, calls[0].run(), calls[1].run(**turned)))
+    assert torch.equal(calls[0].k_cache, calls[1].k_cache)
+
+
 CASES = {
     "append": {"lengths": [5, 30]},
     "nothing new": {"lengths": [5, 30], "new": False, "causal": True},

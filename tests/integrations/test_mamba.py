@@ -141,6 +141,14 @@ LAYERS = {
     "in groups, with an MLP and a product": {"norm": True, "norm_before_gate": False, "M": 5, "out": 7},
     "sequences": {"norm": True, "seq": [0, 3, 20, L]},
     "D of each, no activation, no bias": {"activation": None, "D": 2, "bias": False, "out": 7},
+    "other constants": {
+        "norm": True,
+        "norm_before_gate": False,
+        "eps": 0.3,
+        "limit": (0.2, 0.9),
+        "activation": "swish",
+    },
+    "other constants, gate last": {"norm": True, "eps": 0.3, "limit": (0.2, 0.9)},
 }
 
 
@@ -148,7 +156,8 @@ LAYERS = {
 def test_between_the_projections_of_a_layer(name):
     """Convolution, scan, gate and norm, each as its definition says, and gradients of everything."""
     torch.manual_seed(0)
-    case = {"M": 0, "out": 0, "D": 1, "activation": "silu", "bias": True, "norm": False, "seq": None} | LAYERS[name]
+    usual = {"M": 0, "out": 0, "D": 1, "activation": "silu", "bias": True, "norm": False, "seq": None, "eps": 1e-6}
+    case = usual | {"limit": (0.0, math.inf)} | LAYERS[name]
     dim, M = H * P, case["M"]
     n = lambda *shape: torch.randn(*shape, dtype=torch.float64).requires_grad_()  # noqa: E731
     width = dim + 2 * G * N
@@ -158,7 +167,8 @@ def test_between_the_projections_of_a_layer(name):
     given |= {"conv1d_bias": n(width)} if case["bias"] else {}
     given |= {"rmsnorm_weight": n(dim)} if case["norm"] else {}
     given |= {"outproj_weight": n(case["out"], M + dim), "outproj_bias": n(case["out"])} if case["out"] else {}
-    options = {"headdim": P, "ngroups": G, "activation": case["activation"], "initial_states": torch.zeros(1, H, P, N),
+    options = {"headdim": P, "ngroups": G, "activation": case["activation"], "initial_states": torch.randn(1, H, P, N),
+               "rmsnorm_eps": case["eps"], "dt_limit": case["limit"],
                "norm_before_gate": case.get("norm_before_gate", True)}  # fmt: skip
     ends = case["seq"]
     index = None if ends is None else torch.repeat_interleave(torch.arange(3), torch.tensor(ends).diff())[None]
@@ -175,12 +185,15 @@ def test_between_the_projections_of_a_layer(name):
     mixed = F.silu(mixed) if case["activation"] else mixed
     x, B, C = mixed.split([dim, G * N, G * N], 2)
     heads = {"x": x.unflatten(2, (H, P)), "B": B.unflatten(2, (G, N)), "C": C.unflatten(2, (G, N))}
-    around = {"dt_bias": given["dt_bias"], "dt_softplus": True, "resets": () if ends is None else ends}
+    around = {"dt_bias": given["dt_bias"], "dt_softplus": True, "resets": () if ends is None else ends[1:],
+              "dt_limit": case["limit"], "state": options["initial_states"]}  # fmt: skip
     want, last = scan(dt=dt, A=given["A"], D=given["D"], **heads, **around)
     want, gated = want.flatten(2), F.silu(z)
     if case["norm"]:
-        norm = lambda u: F.rms_norm(u.unflatten(2, (G, -1)), (dim // G,), eps=1e-6).flatten(2) * given["rmsnorm_weight"]  # noqa: E731
-        want = norm(want) * gated if options["norm_before_gate"] else norm(want * gated)
+        before = options["norm_before_gate"]
+        want = (want if before else want * gated).unflatten(2, (G, -1))
+        want = F.rms_norm(want, (dim // G,), eps=case["eps"]).flatten(2) * given["rmsnorm_weight"]
+        want = want * gated if before else want
     else:
         want = want * gated
     want = torch.cat([F.silu(gate) * up, want], 2)
@@ -190,6 +203,35 @@ def test_between_the_projections_of_a_layer(name):
     dy = torch.randn_like(y)
     for a, b in zip(*(torch.autograd.grad(o, list(given.values()), dy) for o in (y, want)), strict=True):
         close(a, b)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("seq", [False, True])
+def test_a_layer_of_mixed_dtypes(autocast, seq):
+    """bf16 activations with fp32 parameters, as under autocast; and bf16 as it is."""
+    torch.manual_seed(0)
+    width = H * P + 2 * G * N
+    zxbcdt, norm = torch.randn(2, L, H * P + width + H), torch.rand(H * P) + 0.5
+    own = {"conv1d_weight": torch.randn(width, 4), "conv1d_bias": torch.randn(width), "dt_bias": torch.randn(H),
+           "A": -torch.rand(H) - 0.1, "D": torch.randn(H), "rmsnorm_weight": norm}  # fmt: skip
+    options = {"headdim": P, "ngroups": G, "norm_before_gate": False}
+    options["seq_idx"] = torch.arange(L).div(9, rounding_mode="floor").expand(2, L) if seq else None
+    exact = mamba.mamba_split_conv1d_scan_combined(
+        zxbcdt.double(), **{k: t.double() for k, t in own.items()}, **options
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = mamba.mamba_split_conv1d_scan_combined(zxbcdt.bfloat16(), **own, **options)
+    assert y.dtype == torch.bfloat16
+    assert (y.double() - exact).norm() < 0.02 * exact.norm()
+
+
+def test_the_last_state_is_that_of_the_last_token():
+    """An empty sequence behind it, as in offsets that are padded, has none."""
+    tensors, options = inputs(rows=1)
+    call = lambda *ends: mamba.mamba_chunk_scan_combined(  # noqa: E731
+        **tensors, **options, cu_seqlens=torch.tensor(ends), return_final_states=True
+    )
+    assert torch.equal(call(0, 5, L, L, L)[1], call(0, 5, L)[1])
 
 
 def test_wrong_parts_of_a_layer():
@@ -204,6 +246,11 @@ def test_wrong_parts_of_a_layer():
         ({"conv1d_weight": weight[:13]}, r"conv1d_weight has shape \(13, 4\), must be \(dim \+ 2"),
         ({"zxbcdt": zxbcdt[..., 1:]}, r"zxbcdt has shape \(1, 9, 34\), must be \(B, L, 35\)"),
         ({"zxbcdt": zxbcdt[0]}, r"zxbcdt is \(9, 35\)"), ({"ngroups": 0}, "ngroups=0"),
+        ({"ngroups": 2}, "ngroups=2, which divides heads=3"), ({"conv1d_bias": D[:1]}, "conv1d_bias has shape"),
+        ({"rmsnorm_weight": torch.ones(1, 12)}, r"rmsnorm_weight has shape \(1, 12\), must be \(12,\)"),
+        ({"outproj_bias": D}, "outproj_bias is given without"), ({"D": torch.ones(())}, r"D has shape \(\)"),
+        ({"conv1d_weight": weight[:, :0]}, "taps"), ({"conv1d_weight": weight.to("meta")}, "conv1d_weight is on meta"),
+        ({"zxbcdt": zxbcdt[..., :-3]}, "zxbcdt has shape"), ({"seq_idx": [0] * 9}, "seq_idx is a list"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             call(**given)

@@ -206,6 +206,11 @@ def test_presets():
     assert set(PRESETS) == {"minimax", "ring", "sala"}
 
 
+def test_weights_of_another_layer_are_refused():
+    with pytest.raises(ValueError, match="layer=0: by layer_idx or prefix these weights are of layer 3"):
+        LightningAttention.from_hf({"layers.3.a.x": torch.ones(1)}, {}, layer=0, prefix="layers.3.a.")
+
+
 def test_ring_weights():
     """Ring-linear's names and order: all queries, all keys, all values."""
     layer = made("ring")
