@@ -91,8 +91,8 @@ def is_number(x: Any) -> bool:
 
 
 def row_contiguous(x: Tensor) -> Tensor:
-    """x, or a copy whose last dimension is contiguous, as other packages make it."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    """x, or a copy of it if its last dimension is strided."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def readable(x: Tensor) -> Tensor:
 
 def tidy_rows(x: Tensor) -> Tensor:
     """x (B, H, N, D), or a copy if its rows are not contiguous in memory as they are."""
-    return x if (x.stride(3) == 1 or x.shape[3] <= 1) and not x.is_neg() else x.resolve_neg().contiguous()
+    return row_contiguous(x.resolve_neg())
 
 
 def outside_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,7 +356,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.name = name
-        return tuple(t if t is None else t.detach() for t in tensors[:count])
+        return tuple(t if t is None else t.clone() for t in tensors[:count])  # views have no batching rule
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

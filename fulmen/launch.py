@@ -64,8 +64,9 @@ def starting(early: bool) -> dict[str, int]:
 class Launch(NamedTuple):
     """A kernel call that has not happened yet, so that it can also be compiled for a GPU that is not here.
 
-    The kernel takes the tensors first, then the rest. `blocks`: for each tensor that the kernel reads through a
-    descriptor, its index and the rows of a block.
+    The kernel takes the tensors first, then the rest; `Ready` repeats it with other tensors. What is not repeated has
+    all arguments in `rest`. `blocks`: for each tensor that the kernel reads through a descriptor, its index and the
+    rows of a block.
     """
 
     kernel: Any

@@ -257,12 +257,12 @@ def step_launches(case: StepCase) -> list[Any]:
     from fulmen.hardware import TARGETS
     from fulmen.step import policy
     from fulmen.step import triton as module
-    from fulmen.step.spec import MAX_TOKENS, Tensors, spec_of
+    from fulmen.step.spec import MAX_STEP_TOKENS, Tensors, spec_of
 
     B, H, H_KV, T, D, E = case.B, case.H, case.H_KV or case.H, case.T, case.D, case.E or case.D
     make = functools.partial(torch.empty, device="meta")
     rows, ints = functools.partial(make, dtype=getattr(torch, case.dtype)), make(B, dtype=torch.int32)
-    draft = rows(B, H_KV, MAX_TOKENS, D), rows(B, H_KV, MAX_TOKENS, E), ints
+    draft = rows(B, H_KV, MAX_STEP_TOKENS, D), rows(B, H_KV, MAX_STEP_TOKENS, E), ints
     x = Tensors(
         rows(B, H, T, D), rows(B, H_KV, T, D), rows(B, H_KV, T, E), make(H) if case.decay else None,
         make(B, H, D, E, dtype=getattr(torch, case.state)), ints if case.slots else None,

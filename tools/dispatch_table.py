@@ -135,7 +135,12 @@ def flash_lines() -> list[str]:
             lines.append(f"| {hw.name} | {hw.smem_bytes:,} B | {D} | {' | '.join(picked)} |\n")
     limits = {f"keys{D}": keys for D, keys in flash.SHORT_KEYS.items()}
     limits |= {"few": flash.SMALL_KEYS, "square": flash.SQUARE_KEYS, "rows": flash.FEW_ROWS}
-    limits |= {"queries": flash.DECODE_QUERIES, "head": flash.FULL_QUERIES, "long": flash.LONG, "many": flash.MANY}
+    limits |= {
+        "queries": flash.DECODE_QUERIES,
+        "head": flash.FULL_QUERIES,
+        "long": flash.LONG_KEYS,
+        "many": flash.MANY_QUERIES,
+    }
     groups = " or ".join(", ".join(map(str, (1, *PACKABLE_GROUPS))).rsplit(", ", 1))
     lines.append(AUTO.format(small=flash.SMALL_FLOPS, full=flash.FULL, groups=groups, **limits))
     for r in flash.ROWS:

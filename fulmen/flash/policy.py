@@ -133,7 +133,7 @@ CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")  # tr
 
 SMALL_FLOPS = 8e9  # forward; below, CPU overhead decides: 15 us a call with triton, 39 with sdpa
 FULL_QUERIES, FULL = 1024, 32_768  # of a head, of all heads; with fewer, tiles of `sm90` do not fill the GPU
-LONG, MANY = 4096, 8 * FULL  # keys below which full D = 128 takes that many queries to fill it
+LONG_KEYS, MANY_QUERIES = 4096, 8 * FULL  # keys below which full D = 128 takes that many queries to fill it
 DECODE_QUERIES, FEW_ROWS = 64, 64  # of a head; of a GQA group
 SMALL_KEYS, SQUARE_KEYS = 256, 512  # up to which `is_short`; where N_Q = N_KV
 SHORT_KEYS = {64: 128, 128: 80}  # D = E, and up to how many keys cuda is ahead of cuDNN in a long call
@@ -193,8 +193,8 @@ def fastest(spec: FlashSpec, hw: Hardware) -> str:
     width = min((row.D for row in ROWS if size <= row.D), default=0)
     rows = [row for row in ROWS if (row.D, row.causal) == (width, causal) and row.keys <= spec.N_KV]
     name = max(rows, key=lambda row: row.keys).first if rows else "sdpa"
-    if not causal and size == 128 and spec.N_KV < LONG and spec.group == 1:
-        full = full and queries >= MANY  # us, N 2048, cuda and cuDNN: 64 heads 222, 215; 256 heads 897, 914
+    if not causal and size == 128 and spec.N_KV < LONG_KEYS and spec.group == 1:
+        full = full and queries >= MANY_QUERIES  # us, N 2048, cuda and cuDNN: 64 heads 222, 215; 256 heads 897, 914
     return "sdpa" if name == "cuda" and not full else name
 
 

@@ -99,7 +99,7 @@ class FlashSpec(NamedTuple):
 
 
 def is_page(keys: int) -> bool:
-    """Whether a page may have so many keys; a sum of comparisons, which compilers trace with a size of any value."""
+    """Whether a page may have so many keys. Arithmetic, which compilers trace with a symbolic size."""
     return keys % 16 == 0 and 16 <= keys <= 256
 
 

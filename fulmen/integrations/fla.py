@@ -148,7 +148,7 @@ def chunk_linear_attn(
     The denominator is linear attention whose values are 1. The 1e-10 is fla's, for a denominator of 0; feature maps
     that make q and k positive keep it away from 0.
     """
-    return fused_recurrent_linear_attn(q, k, v, scale, initial_state, output_final_state, False, normalize, cu_seqlens)
+    return _linear(q, k, v, scale, initial_state, output_final_state, False, normalize, cu_seqlens)
 
 
 def fused_chunk_linear_attn(
@@ -156,7 +156,7 @@ def fused_chunk_linear_attn(
     output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `chunk_linear_attn`."""
-    return fused_recurrent_linear_attn(q, k, v, scale, initial_state, output_final_state, False, normalize, cu_seqlens)
+    return _linear(q, k, v, scale, initial_state, output_final_state, False, normalize, cu_seqlens)
 
 
 def fused_recurrent_linear_attn(
@@ -164,6 +164,13 @@ def fused_recurrent_linear_attn(
     output_final_state: bool = False, reverse: bool = False, normalize: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `chunk_linear_attn`, but not normalised unless asked for; with `reverse` from the last token to the first."""
+    return _linear(q, k, v, scale, initial_state, output_final_state, reverse, normalize, cu_seqlens)
+
+
+def _linear(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: State, output_final_state: bool, reverse: bool,
+    normalize: bool, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, State]:  # fmt: skip
     _heads(q, k, v)
     if not normalize:
         state = _tensor(initial_state)

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fulmen.boundary import (
-    at_least_fp32,
     brief,
     check_distinct,
     check_offset_values,
@@ -34,7 +33,7 @@ from fulmen.boundary import (
     row_contiguous,
 )
 from fulmen.layers.inputs import whole
-from fulmen.layers.scan import Norm, Steps, convolve, gated_norm, scan, scan_step, step_sizes
+from fulmen.layers.scan import Norm, Steps, convolve, gated_norm, norm_then_gate, scan, scan_step, step_sizes
 from fulmen.lightning.spec import check_sign
 
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined", "selective_state_update"]
@@ -87,7 +86,7 @@ def mamba_chunk_scan_combined(
         _check_same_sequences(seq_idx, cu_seqlens)
         if return_varlen_states and initial_states is not None:
             raise ValueError(
-                "initial_states with seq_idx and return_varlen_states: leave out seq_idx, and pass a state a sequence"
+                "initial_states with seq_idx and return_varlen_states: pass one for each sequence, and no seq_idx"
             )
         seq_idx, cu_seqlens = (None, cu_seqlens) if return_varlen_states else (seq_idx, None)
     _check_states(initial_states, x, B, cu_seqlens)
@@ -173,11 +172,8 @@ def mamba_split_conv1d_scan_combined(
     )  # fmt: skip
     y, *states = found if isinstance(found, tuple) else (found,)
     y = y.flatten(2)
-    if rmsnorm_weight is not None and norm_before_gate:
-        normed = F.rms_norm(at_least_fp32(y).unflatten(2, (ngroups, -1)), (parts.dim // ngroups,), eps=rmsnorm_eps)
-        y = (normed.flatten(2) * rmsnorm_weight * F.silu(at_least_fp32(z))).to(y.dtype)
-    elif rmsnorm_weight is not None:
-        y = gated_norm(y, z, Norm(rmsnorm_weight, ngroups, rmsnorm_eps))
+    if rmsnorm_weight is not None:
+        y = (norm_then_gate if norm_before_gate else gated_norm)(y, z, Norm(rmsnorm_weight, ngroups, rmsnorm_eps))
     if parts.widths[0]:
         gate, up = mlp.chunk(2, dim=2)
         y = torch.cat([(F.silu(gate) * up).to(y.dtype), y], dim=2)

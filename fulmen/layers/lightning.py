@@ -67,7 +67,7 @@ from fulmen.layers.tensor_parallel import (
 )
 from fulmen.lightning.op import lightning_attention, lightning_attention_into, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM, LightningSpec
-from fulmen.step.spec import MAX_TOKENS
+from fulmen.step.spec import MAX_STEP_TOKENS
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -374,7 +374,7 @@ class LightningAttention(weights.AttentionLayer):
         norm: Any = self._modules.get("norm")  # past Module.__getattr__
         return (
             are_few(x, MAX_ROWS_TOGETHER)
-            and x.shape[1] <= MAX_TOKENS
+            and x.shape[1] <= MAX_STEP_TOKENS
             and self.cp is None
             and self.backend in ("auto", "triton")
             and not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled())

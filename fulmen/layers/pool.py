@@ -25,7 +25,7 @@ from fulmen.layers.fused import fused_call
 from fulmen.layers.sequences import Sequences, Uncopied
 from fulmen.lightning.op import lightning_attention_with_state
 from fulmen.step.op import stepped
-from fulmen.step.spec import MAX_TOKENS
+from fulmen.step.spec import MAX_STEP_TOKENS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -162,7 +162,7 @@ class StatePool(Pool):
             state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         if not sequences.slot_count:
             raise ValueError("sequences has slots=0, and this layer keeps states: give Sequences(..., slots=)")
-        slots, tokens = sequences.slot_count + 1, (num_kv_heads, MAX_TOKENS)
+        slots, tokens = sequences.slot_count + 1, (num_kv_heads, MAX_STEP_TOKENS)
         self.state = _zeros(slots, num_heads, head_dim, value_dim, device=device, dtype=state_dtype)
         self.draft: tuple[Tensor, Tensor] | None = None
         if sequences.drafts:
@@ -185,7 +185,7 @@ class StatePool(Pool):
         backend  of `lightning_attention`. Up to 8 tokens are a `lightning_step`, by its backend of that name or "auto".
         """
         counted = self._counted(q)
-        if q.shape[2] <= MAX_TOKENS:
+        if q.shape[2] <= MAX_STEP_TOKENS:
             o = self._step(q, k, v, decay, scale, backend if backend in dispatch.kernels("step") else "auto")
         else:
             _, _, slots, accepted, _ = self.sequences.first(q.shape[0])

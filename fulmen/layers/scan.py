@@ -235,6 +235,11 @@ def _normed(g: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
     return norm.weight * g.flatten(-2).to(dtype)
 
 
+def norm_then_gate(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
+    """norm(o) silu(z), (B, N, width), in torch's operations."""
+    return (_normed(o, norm, at_least_fp32(o).dtype) * F.silu(at_least_fp32(z))).to(o.dtype)
+
+
 def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
     """norm(o silu(z)), (B, N, width)."""
     even = all(t.stride(2) == 1 and (t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)) for t in (o, z))

@@ -30,7 +30,7 @@ from torch import Tensor
 from fulmen.flash.spec import is_page
 from fulmen.layers.cache import outside_inference
 from fulmen.layers.inputs import flag, whole
-from fulmen.step.spec import MAX_TOKENS
+from fulmen.step.spec import MAX_STEP_TOKENS
 
 
 class PoolFull(RuntimeError):
@@ -212,7 +212,7 @@ class Sequences(Uncopied):
                 self._release(sequence.pages[-1:])
             sequence.pages = pages[sequence]
             sequence.length += tokens
-            sequence.drafted = tokens if self.drafts and tokens <= MAX_TOKENS else 0
+            sequence.drafted = tokens if self.drafts and tokens <= MAX_STEP_TOKENS else 0
         self.announced, self.stepped, self.steps = (len(sequences), tokens), living, self.steps + 1
 
     def check_call(self, B: int, N: int) -> None:
@@ -259,7 +259,7 @@ class Sequences(Uncopied):
 
     def _check_rows(self, sequences: Several[Sequence | None], tokens: int) -> None:
         if isinstance(sequences, Sequence):
-            raise ValueError("sequences is one Sequence, must be several of them or None, as in a list")
+            raise ValueError("sequences is one Sequence: pass a list of them")
         if len(sequences) > self.rows:
             raise ValueError(f"{len(sequences)} sequences are to be served, and there are rows={self.rows}")
         seen: set[int] = set()

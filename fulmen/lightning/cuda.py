@@ -33,6 +33,7 @@ from fulmen import cuda, dispatch, hardware
 from fulmen.boundary import readable
 from fulmen.cuda.launch import address
 from fulmen.dispatch import register
+from fulmen.launch import run_all
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.kernels.sweep import (
@@ -159,7 +160,7 @@ def gather(
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
     tile, not_last, keeps = tiles_of(spec).state, leaves is None, split.segment_keeps(spec, states)
     run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=(keeps,))
-    fused.run([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
+    run_all([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
     return states
 
 
@@ -188,7 +189,7 @@ def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None)
     cut = segments(spec, tiles.forward_split, x)
     states = not_cut = States(initial=x.initial_state, final=final)
     if cut.number > 1:
-        fused.run(split.find_segment_offsets(spec, x, cut), spec.device)
+        run_all(split.find_segment_offsets(spec, x, cut), spec.device)
         states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, launches, entering))
     tile = tiles.forward if slots is None else tiles.training
     run(spec, tile, ("o",), x, tensors, states, cut, launches, not_cut)
@@ -266,7 +267,7 @@ def backward(
     states = not_cut = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     slots, entering = kinds(spec, x.saved)
     if cut.number > 1:
-        fused.run(split.find_segment_offsets(spec, x, cut), spec.device)
+        run_all(split.find_segment_offsets(spec, x, cut), spec.device)
         if entering is None and (slots is None or spec.D != 64):
             entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, launches)
         leaving = gather(spec, "dstate", x, tensors, cut, dstate, dinitial, launches)
@@ -284,7 +285,7 @@ def backward(
         tile = backward_tile(tiles, names, ddecay is not None)
         run(spec, tile, names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
     if ddecay is not None:
-        fused.run([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
+        run_all([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
     return *grads.of_stored_heads(spec, x, dv), dinitial
 
 

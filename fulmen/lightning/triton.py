@@ -31,7 +31,6 @@ products, `lightning_token_gradient_kernel` adds them up. docs/lightning.md deri
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -44,7 +43,7 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.launch import Launch, unsupported_device
+from fulmen.launch import Launch, run_all, unsupported_device
 from fulmen.lightning.policy import TOKEN_ROWS, TritonTile, slots_of
 from fulmen.lightning.spec import NO_STEPS, LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.sweeps import Rows, States, Tensors, Tokens, lightning_sum_heads_kernel, lightning_sweep_kernel
@@ -63,14 +62,6 @@ def supports(spec: LightningSpec) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------- launches
-
-
-def run(launches: list[Launch], device: torch.device) -> None:
-    """In order, on the tensors' device: Triton itself launches on whichever is current."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for launch in launches:
-            if launch.grid:
-                launch.kernel[(launch.grid,)](*launch.args, **launch.options)
 
 
 class Segments(NamedTuple):
@@ -198,7 +189,7 @@ class Gradients(NamedTuple):
             stored = each if t.shape[1] == spec.H else empty_rows(t, t.shape[1], t.shape[3]) if given is None else given
             sums += [] if stored is each else [sum_heads(each, stored)]
             found.append(stored)
-        run(sums, spec.device)
+        run_all(sums, spec.device)
         dq, dk, stored_dv = found
         return dq, dk, stored_dv
 
@@ -259,7 +250,7 @@ def run_forward(
     o = empty_output(spec, x)
     final = empty_states(spec) if spec.with_final_state else None
     tile = dispatch.choose("lightning", spec, backend).tile
-    run(launches(spec, tile, x, o, final), spec.device)
+    run_all(launches(spec, tile, x, o, final), spec.device)
     return o, final
 
 
@@ -281,7 +272,7 @@ def run_backward(
     todo = launches(spec, tile, x, do, dstate, grads, dinitial)
     if ddecay is not None:
         todo.append(token_gradient(spec, x, grads, ddecay, dstate is not None))
-    run(todo, spec.device)
+    run_all(todo, spec.device)
     return *grads.of_stored_heads(spec, x, dv), dinitial
 
 

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen import dispatch
-from fulmen.launch import Launch
+from fulmen.boundary import row_contiguous
+from fulmen.launch import Launch, run_all
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.policy import SplitTile
@@ -73,7 +74,7 @@ def _state(sweep: str, spec: LightningSpec, x: Residuals, tensors: Tensors) -> T
         fused.sweep(spec, tile.sweep, (sweep,), x, tensors, states, cut, keeps=keeps),
         split.scan(spec, x, cut, each, None, total, keeps),
     ]
-    fused.run(launches, spec.device)
+    run_all(launches, spec.device)
     return total
 
 
@@ -150,7 +151,7 @@ def add_product(out: Tensor, x: Tensor, matrix: Tensor, slopes: Tensor | None, s
 
 def add_entering(o: Tensor, q: Tensor, S: Tensor, slopes: Tensor | None, scale: float) -> None:
     """As `states.add_entering`, of 16-bit o and q."""
-    fused.run([add_product(o, q, S, slopes, scale, backwards=False)], o.device)
+    run_all([add_product(o, q, S, slopes, scale, backwards=False)], o.device)
 
 
 def add_leaving_gradient(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, G: Tensor, slopes: Tensor | None) -> None:
@@ -159,7 +160,7 @@ def add_leaving_gradient(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, G: Tensor
         add_product(dk, v, G.mT, slopes, 1.0, backwards=True),
         add_product(dv, k, G, slopes, 1.0, backwards=True),
     ]
-    fused.run(launches, k.device)
+    run_all(launches, k.device)
 
 
 # ------------------------------------------------------------------------------------------------- combine
@@ -214,4 +215,4 @@ def combine_launch(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> Launch
 
 def combine(o: Tensor, lse: Tensor, o_i: Tensor, lse_i: Tensor) -> None:
     """As `ring.combine`, of fp32 o and lse."""
-    fused.run([combine_launch(o, lse, o_i if o_i.stride(3) == 1 else o_i.contiguous(), lse_i)], o.device)
+    run_all([combine_launch(o, lse, row_contiguous(o_i), lse_i)], o.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fulmen.boundary import no_gradient
 from fulmen.dispatch import register
 from fulmen.step.rounding import to_bf16
-from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors, empty_output, factors
+from fulmen.step.spec import MAX_STEP_TOKENS, StepSpec, Tensors, empty_output, factors
 
 
 def supports(spec: StepSpec) -> str | None:
@@ -48,7 +48,7 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
     if x.draft_k is not None and x.draft_v is not None and x.accepted is not None:
         draft_k, draft_v, accepted = x.draft_k[slot], x.draft_v[slot], x.accepted[row]
         old = x.draft_decay[slot] if x.draft_decay is not None else decay
-        for t in range(MAX_TOKENS):  # a draft that is not accepted may hold NaN
+        for t in range(MAX_STEP_TOKENS):  # a draft that is not accepted may hold NaN
             entered = enter(state, draft_k[:, :, t], draft_v[:, :, t], t, old)
             state = torch.where((t < accepted).view(-1, 1, 1, 1), entered, state)
         stored = state

@@ -11,7 +11,7 @@ from torch import Tensor
 from fulmen.boundary import no_gradient
 from fulmen.dispatch import register
 from fulmen.step.rounding import to_bf16
-from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors, factors
+from fulmen.step.spec import MAX_STEP_TOKENS, StepSpec, Tensors, factors
 
 
 def supports(spec: StepSpec) -> str | None:
@@ -35,7 +35,7 @@ def forward(spec: StepSpec, x: Tensors) -> Tensor:
         state = x.state[slot].to(compute)
         decay = x.decay[b] if x.decay is not None and spec.per_token else x.decay
         if x.draft_k is not None and x.draft_v is not None and x.accepted is not None:
-            for t in range(min(int(x.accepted[b]), MAX_TOKENS)):
+            for t in range(min(int(x.accepted[b]), MAX_STEP_TOKENS)):
                 old = x.draft_decay[slot] if x.draft_decay is not None else decay
                 state = enter(state, x.draft_k[slot, :, t], x.draft_v[slot, :, t], t, old)
             store(x.state[slot], state, None)

@@ -23,7 +23,7 @@ from fulmen.boundary import (
 )
 from fulmen.lightning.spec import MAX_HEAD_DIM, check_decay, check_decay_values, is_per_token
 
-MAX_TOKENS = 8  # of a step, and of a draft
+MAX_STEP_TOKENS = 8  # of a step, and of a draft
 
 
 class StepSpec(NamedTuple):
@@ -106,9 +106,10 @@ def check_inputs(
     q, k, v = autocast(*plain_memory(q, k, v))
     check_qkv(q, k, v, MAX_HEAD_DIM, same_length=True, groups=True)
     H = max(q.shape[1], v.shape[1])
-    if not 1 <= q.shape[2] <= MAX_TOKENS:
+    if not 1 <= q.shape[2] <= MAX_STEP_TOKENS:
         raise ValueError(
-            f"q has T={q.shape[2]} tokens, a step takes 1 to {MAX_TOKENS}: lightning_attention_with_state takes more"
+            f"q has T={q.shape[2]} tokens, a step takes 1 to {MAX_STEP_TOKENS}: lightning_attention_with_state takes "
+            "more"
         )
     check_scale(scale)
     check_decay(q, decay, H)
@@ -125,7 +126,7 @@ def check_inputs(
         _check_draft("draft[1]", draft_v, state.shape[0], v)
         _check_rows("accepted", accepted, q)
         of_tokens = decay if per_token else None
-        _check_draft_decay(draft_decay, of_tokens, (state.shape[0], H, MAX_TOKENS), q)
+        _check_draft_decay(draft_decay, of_tokens, (state.shape[0], H, MAX_STEP_TOKENS), q)
     x = Tensors(
         q, k, v, decay if decay is None or per_token else decay.reshape(H).contiguous(), state,
         None if slots is None else slots.contiguous(), draft_k, draft_v,
@@ -158,7 +159,7 @@ def _check_draft_decay(pool: Tensor | None, decay: Tensor | None, want: tuple[in
         return
     if tuple(pool.shape) != want or pool.dtype != decay.dtype:
         raise ValueError(
-            f"draft[2] has shape {tuple(pool.shape)} and is {pool.dtype}, must be (slots, H, {MAX_TOKENS}) = "
+            f"draft[2] has shape {tuple(pool.shape)} and is {pool.dtype}, must be (slots, H, {MAX_STEP_TOKENS}) = "
             f"({_list(want)}) of {decay.dtype}"
         )
     _check_pool("draft[2]", pool, q)
@@ -175,9 +176,9 @@ def _check_state(q: Tensor, v: Tensor, state: Tensor, H: int) -> None:
 
 
 def _check_draft(name: str, pool: Tensor, slots: int, x: Tensor) -> None:
-    want = (slots, x.shape[1], MAX_TOKENS, x.shape[3])
+    want = (slots, x.shape[1], MAX_STEP_TOKENS, x.shape[3])
     if tuple(pool.shape) != want:
-        of = f"(slots, H_KV, {MAX_TOKENS}, {'D' if name == 'draft[0]' else 'E'})"
+        of = f"(slots, H_KV, {MAX_STEP_TOKENS}, {'D' if name == 'draft[0]' else 'E'})"
         raise ValueError(f"{name} has shape {tuple(pool.shape)}, must be {of} = ({_list(want)})")
     if pool.dtype != x.dtype:
         cast = ", which torch.autocast cast to it" if autocasts(x) else ""

@@ -36,12 +36,12 @@ from fulmen.launch import Launch, Ready, run_all, starting, starts_early, unsupp
 from fulmen.plans import allocator
 from fulmen.step import rounding
 from fulmen.step.policy import StepTile
-from fulmen.step.spec import MAX_TOKENS, StepSpec, Tensors, empty_output
+from fulmen.step.spec import MAX_STEP_TOKENS, StepSpec, Tensors, empty_output
 from fulmen.tiles import at_head, padded
 
 ROW, COLUMN = tl.constexpr(rounding.ROW), tl.constexpr(rounding.COLUMN)
 FIRST, SECOND = tl.constexpr(rounding.FIRST), tl.constexpr(rounding.SECOND)
-DRAFT = tl.constexpr(MAX_TOKENS)
+DRAFT = tl.constexpr(MAX_STEP_TOKENS)
 
 
 def supports(spec: StepSpec) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fulmen.step.op import lightning_step
-from fulmen.step.spec import MAX_TOKENS
+from fulmen.step.spec import MAX_STEP_TOKENS
 from fulmen.testing import Expected, assert_close, normal, rows
 from fulmen.testing.lightning import TOKEN_DECAYS, slopes, token_decays
 
@@ -87,10 +87,10 @@ def inputs(
     kept: tuple[Tensor, ...] | None = None
     counts, per_token = None, decay in TOKEN_DECAYS
     if draft:
-        kept = rows(pool, heads[1], MAX_TOKENS, D, **make), rows(pool, H_KV, MAX_TOKENS, E, **make)
+        kept = rows(pool, heads[1], MAX_STEP_TOKENS, D, **make), rows(pool, H_KV, MAX_STEP_TOKENS, E, **make)
         if per_token and decay is not None:
-            kept = (*kept, token_decays(decay, pool, H, MAX_TOKENS, device, generator))
-        accepted = [(3 * b + 1) % (MAX_TOKENS + 1) for b in range(B)] if accepted is None else accepted
+            kept = (*kept, token_decays(decay, pool, H, MAX_STEP_TOKENS, device, generator))
+        accepted = [(3 * b + 1) % (MAX_STEP_TOKENS + 1) for b in range(B)] if accepted is None else accepted
         counts = torch.tensor(accepted, dtype=torch.int32, device=device)
         for x in kept:
             x[free] = torch.nan

@@ -351,7 +351,8 @@ def forget() -> None:
 def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> None:
     monkeypatch.setattr(cuda, "Launch", emulator.launch)
     monkeypatch.setattr(maps, "encode", encode)
-    monkeypatch.setattr(lightning_triton, "run", run_launches)
+    for module in (lightning_triton, lightning_cuda):
+        monkeypatch.setattr(module, "run_all", run_launches)
     segments = lightning_cuda.segments
 
     def guarded_segments(*args: Any) -> Any:

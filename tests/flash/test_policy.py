@@ -158,7 +158,7 @@ def test_rows_are_found_for_every_call():
 
 @pytest.mark.parametrize("row", [r for r in policy.ROWS if r.keys])
 def test_a_row_has_an_effect(row):
-    call = spec(row.keys, row.D, B=policy.MANY // row.keys, causal=row.causal)
+    call = spec(row.keys, row.D, B=policy.MANY_QUERIES // row.keys, causal=row.causal)
     assert policy.order(call, hardware.TARGETS[90])[0] == row.first
 
 

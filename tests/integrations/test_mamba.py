@@ -121,7 +121,7 @@ def test_both_ways_to_say_where_sequences_begin():
     assert torch.equal(call(**both, initial_states=state), call(seq_idx=both["seq_idx"], initial_states=state))
     with pytest.raises(ValueError, match=r"seq_idx changes at \[3, 20\], and cu_seqlens is \[0, 4, 41\]"):
         call(seq_idx=both["seq_idx"], cu_seqlens=torch.tensor([0, 4, L]))
-    with pytest.raises(ValueError, match="leave out seq_idx"):
+    with pytest.raises(ValueError, match="and no seq_idx"):
         call(**both, initial_states=state, return_varlen_states=True)
 
 
@@ -222,7 +222,8 @@ def test_a_layer_of_mixed_dtypes(autocast, seq):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         y = mamba.mamba_split_conv1d_scan_combined(zxbcdt.bfloat16(), **own, **options)
     assert y.dtype == torch.bfloat16
-    assert (y.double() - exact).norm() < 0.02 * exact.norm()
+    roundings = 4  # of what enters and leaves the convolution, of the scan's operands, of y
+    assert (y.double() - exact).norm() < roundings * torch.finfo(torch.bfloat16).eps * exact.norm()
 
 
 def test_the_last_state_is_that_of_the_last_token():

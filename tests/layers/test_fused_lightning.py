@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fulmen.boundary import is_plain_eager
+from fulmen.boundary import is_plain_eager, once_differentiable
 from fulmen.hardware import TARGETS
 from fulmen.layers import StateCache, lightning
 from fulmen.layers.fused import lightning as kernels
@@ -123,6 +123,26 @@ def test_no_second_derivative(kind, launched) -> None:
             torch.autograd.grad(g.sum(), p, retain_graph=True)
     again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
     assert torch.equal(torch.autograd.grad(again.square().sum(), x, create_graph=True)[0], g)
+
+
+def test_gradients_of_many_directions_at_once() -> None:
+    """Of a Function in torch's operations, as a projection: `is_grads_batched` runs its backward under vmap."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dy):
+            x, w = ctx.saved_tensors
+            return dy * w, dy * x
+
+    x, w = (torch.randn(3, requires_grad=True) for _ in range(2))
+    (jacobian,) = torch.autograd.grad(Product.apply(x, w), x, torch.eye(3), is_grads_batched=True, create_graph=True)
+    assert torch.equal(jacobian, torch.diag(w.detach()))
 
 
 @pytest.mark.parametrize("kind", ["minimax", "ring"])

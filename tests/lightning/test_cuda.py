@@ -18,6 +18,7 @@ from fulmen import cuda as build
 from fulmen import dispatch, hardware
 from fulmen.boundary import aligned
 from fulmen.hardware import TARGETS
+from fulmen.launch import run_all
 from fulmen.lightning import cuda, policy, triton_split
 from fulmen.lightning import triton as fused
 from fulmen.lightning.kernels import sweep
@@ -259,7 +260,8 @@ def launched(h200, monkeypatch):
         found.append(Launched(names, tile, sweep.SAVED in tensors, not_last))
 
     monkeypatch.setattr(cuda, "run", run)
-    monkeypatch.setattr(fused, "run", lambda launches, device: found.extend(x.kernel.__name__ for x in launches))
+    for module in (cuda, fused):
+        monkeypatch.setattr(module, "run_all", lambda launches, _: found.extend(x.kernel.__name__ for x in launches))
     return found
 
 
@@ -479,7 +481,8 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
 
     monkeypatch.setattr(sweep, "launch_of", launch_of)
     monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes(128))
-    monkeypatch.setattr(fused, "run", lambda launches, device: None)
+    for module in (cuda, fused):
+        monkeypatch.setattr(module, "run_all", lambda launches, device: None)
     call, x, given = call_of(1, 135, 1100, 64, states=True, saved=True)
     _, final = cuda.forward(call, x)
     *_, dinitial = cuda.backward(call, x, given.do, given.dstate)
@@ -539,10 +542,10 @@ def test_a_scan_leaves_out_heads_in_one_piece():
     added, initial = torch.randn(6, 3, 64, 64), torch.randn(2, 3, 64, 64)
     all_, final = added.clone(), torch.empty_like(initial)
     cut = fused.Segments(512, 3)
-    fused.run([triton_split.scan(call, x, cut, all_, initial, final)], call.device)
+    run_all([triton_split.scan(call, x, cut, all_, initial, final)], call.device)
     for n in (1, 4):
         some, last = added[n:].clone(), torch.full_like(final, -7.0)
-        fused.run([triton_split.scan(call, x, cut._replace(whole=n), some, initial, last)], call.device)
+        run_all([triton_split.scan(call, x, cut._replace(whole=n), some, initial, last)], call.device)
         assert torch.equal(some, all_[n:])
         assert torch.equal(last.flatten(0, 1)[n:], final.flatten(0, 1)[n:])
         assert (last.flatten(0, 1)[:n] == -7).all()

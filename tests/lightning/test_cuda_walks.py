@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
+from fulmen.launch import run_all
 from fulmen.lightning import cuda, triton_split
-from fulmen.lightning import triton as fused
 from fulmen.lightning.kernels import sweep
 from fulmen.lightning.policy import SAVED_ROWS
 from fulmen.lightning.spec import Residuals
@@ -118,7 +118,7 @@ def walks(spec, names, lengths=None, saved=False):
     x = Residuals(torch.empty(0, dtype=torch.bfloat16), None, None, None, None, offsets)
     tiles = cuda.tiles_of(spec)
     cut = cuda.segments(spec, tiles.forward_split if names[0] in ("o", "state") else tiles.backward_split, x)
-    fused.run(triton_split.find_segment_offsets(spec, x, cut), torch.device("cpu"))
+    run_all(triton_split.find_segment_offsets(spec, x, cut), torch.device("cpu"))
     start = cut.whole if names[0] in ("state", "dstate") else 0
     blocks = (sweep.segment_count(spec, cut) - start) * len(names) * (sweep.sizes(spec, names)[1] // 64)
     return [Walk(i, spec, cut, names, saved, cu, start=start) for i in range(blocks)], cut
@@ -237,7 +237,7 @@ def test_wrong_offsets_stay_in_the_tensor(h200):
         call = spec(1, 2, 2000, sequences=3)
         x = Residuals(torch.empty(0), None, None, None, None, torch.tensor(wrong, dtype=torch.int32))
         cut = cuda.segments(call, cuda.tiles_of(call).forward_split, x)
-        fused.run(triton_split.find_segment_offsets(call, x, cut), torch.device("cpu"))
+        run_all(triton_split.find_segment_offsets(call, x, cut), torch.device("cpu"))
         _, slots, *_ = cuda.saves(call)
         for block in range(call.H * cut.number):
             w = Walk(block, call, cut, ("o",), cu=wrong)

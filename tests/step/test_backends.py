@@ -12,7 +12,7 @@ import torch
 
 import fulmen
 from fulmen import dispatch
-from fulmen.step.spec import MAX_TOKENS, checked_spec
+from fulmen.step.spec import MAX_STEP_TOKENS, checked_spec
 from fulmen.testing import step as testing
 
 BACKENDS = sorted(dispatch.kernels("step"))
@@ -139,7 +139,7 @@ def test_any_schedule_of_accepting_equals_attention_over_the_accepted_tokens(bac
     for _ in range(6):
         slots = torch.randperm(pool + 2, generator=generator)[:pool] - 2  # two may be padding
         slots = slots.clamp(min=-1).to(torch.int32)
-        T = int(torch.randint(1, MAX_TOKENS + 1, (), generator=generator))
+        T = int(torch.randint(1, MAX_STEP_TOKENS + 1, (), generator=generator))
         q, k, v = drawn(pool, H, T, D), drawn(pool, H_KV, T, D), drawn(pool, H_KV, T, E)
         accepted = torch.zeros(pool, dtype=torch.int32)
         for b, slot in enumerate(slots.tolist()):

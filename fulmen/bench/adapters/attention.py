@@ -257,7 +257,7 @@ class Step(Operation):
     backends = "step"
 
     def faults(self, case: Case) -> Sequence[tuple[Any, str]]:
-        N, most, state = case["N"], step_spec.MAX_TOKENS, case["state_dtype"]
+        N, most, state = case["N"], step_spec.MAX_STEP_TOKENS, case["state_dtype"]
         return [(state not in ("float32", "bfloat16"), f"state_dtype={state}: must be fp32 or bf16"),
                 (most < N, f"N={N}: a step takes 1 to {most} tokens")]  # fmt: skip
 

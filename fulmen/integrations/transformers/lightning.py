@@ -40,7 +40,7 @@ from fulmen.layers.lightning import MAX_GATE_WIDTH
 from fulmen.lightning.op import lightning_attention, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM
 from fulmen.step.op import stepped
-from fulmen.step.spec import MAX_TOKENS
+from fulmen.step.spec import MAX_STEP_TOKENS
 
 PARTS = ("qkv_proj", "out_proj", "output_gate", "norm", "slope_rate", "act_fn", "num_attention_heads", "head_dim")
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu"}  # what the fused kernel knows, by class
@@ -176,7 +176,7 @@ class Lightning:
         decay, options, index = self.decay, self._options(q), self.module.layer_idx
         B, N = q.shape[0], q.shape[2]
         state = _state_of(cache, index, q)
-        if state is not None and N <= MAX_TOKENS and padding is None and not needs_gradient((q, k, v, state)):
+        if state is not None and N <= MAX_STEP_TOKENS and padding is None and not needs_gradient((q, k, v, state)):
             early = options["decay"] is decay and state is cache.linear_cache[index]  # only q, k and v are just made
             o = stepped(  # in place
                 q, k, v, options["decay"], state, slots=None, draft=None, accepted=None, scale=1.0, backend="auto",
