@@ -9,6 +9,8 @@ that it was made with. It calls the driver itself, as native kernels do
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -64,9 +66,8 @@ def starting(early: bool) -> dict[str, int]:
 class Launch(NamedTuple):
     """A kernel call that has not happened yet, so that it can also be compiled for a GPU that is not here.
 
-    The kernel takes the tensors first, then the rest; `Ready` repeats it with other tensors. What is not repeated has
-    all arguments in `rest`. `blocks`: for each tensor that the kernel reads through a descriptor, its index and the
-    rows of a block.
+    The kernel takes `tensors` first, then `rest`, where more of them may be, in tuples too. `blocks`: for each tensor
+    that the kernel reads through a descriptor, its index and the rows of a block.
     """
 
     kernel: Any
@@ -84,15 +85,61 @@ class Launch(NamedTuple):
             tensors[i] = describe(tensors[i], rows)
         return (*tensors, *self.rest)
 
+    @property
+    def given(self) -> tuple[Tensor | None, ...]:
+        """All tensors, as `Ready` takes others in their place."""
+        return (*self.tensors, *tensors_of(self.rest))
+
+    def run(self) -> None:
+        """Through Triton's own launch."""
+        if self.grid:
+            self.kernel[(self.grid,)](*self.args, **self.options)
+
+    def ready(self, device: torch.device) -> Callable[..., None]:
+        """The same as a function of the addresses of what is `given`."""
+        one = Ready(self, device)
+        return one.direct or one.at
+
 
 class Chain(NamedTuple):
     """Launches that follow each other: an operation of several kernels, with one plan.
 
-    work  tensors that one launch writes for a later one; the tensors of a launch may be views of these
+    work      tensors that one launch writes for a later one; the tensors of a launch may be views of these
+    launches  Triton's, or others that know what they are `given`, how to `run` and to get `ready`
     """
 
     work: tuple[Tensor, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[Any, ...]
+
+
+def tensors_of(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors_of(x)
+
+
+class Place(int):
+    """In the arguments of a launch: which of the tensors it is given."""
+
+
+def placed(values: Any, places: Iterator[int]) -> Any:
+    """`values` with places instead of tensors."""
+    if isinstance(values, Tensor):
+        return Place(next(places))
+    if isinstance(values, tuple):
+        return getattr(values, "_make", tuple)(placed(x, places) for x in values)
+    return values
+
+
+def filled(values: Any, tensors: Sequence[Any]) -> Any:
+    """The reverse."""
+    if isinstance(values, Place):
+        return tensors[values]
+    if isinstance(values, tuple):
+        return getattr(values, "_make", tuple)(filled(x, tensors) for x in values)
+    return values
 
 
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
@@ -120,8 +167,9 @@ class Ready:
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.described = {i: facts_of(launch.tensors[i], rows) for i, rows in launch.blocks.items()}  # type: ignore[arg-type]
-        self.grid, self.rest = launch.grid, launch.rest
-        self.slow = launch._replace(tensors=())
+        self.grid, self.first = launch.grid, len(launch.tensors)
+        self.rest = placed(launch.rest, itertools.count(self.first))
+        self.slow = launch._replace(tensors=(), rest=())
         self.direct: Repeatable | None = None
         with torch.cuda.device(self.device):  # `run` loads the kernel where it is read
             self.compiled: Any = compiled(launch)
@@ -132,7 +180,8 @@ class Ready:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if is_hooked():
-            run_all([self.slow._replace(tensors=tensors)], torch.device("cuda", self.device))
+            launch = self.slow._replace(tensors=tensors[: self.first], rest=filled(self.rest, tensors))
+            run_all([launch], torch.device("cuda", self.device))
         elif self.direct is not None:
             self.direct(*[0 if x is None else x.data_ptr() for x in tensors])
         else:
@@ -160,7 +209,8 @@ class Ready:
             with torch.cuda.device(self.device):
                 self.through_triton(args)
         else:
-            self.run(self.grid, 1, 1, raw_stream(self.device), *self.start, *args, *self.rest)
+            given = (*args[: self.first], *filled(self.rest, args))
+            self.run(self.grid, 1, 1, raw_stream(self.device), *self.start, *given)
 
 
 CODES = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I",
@@ -185,14 +235,16 @@ def past_triton(compiled: Any, launch: Launch, device: int) -> Repeatable | None
     more = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
     if launch.blocks or getattr(facts, "num_ctas", 1) != 1 or any(getattr(facts, name, 0) for name in more):
         return None
-    given = (*range(len(launch.tensors)), *launch.rest)  # a tensor is the place of its address
+    count = itertools.count(len(launch.tensors))
+    given = (*range(len(launch.tensors)), *placed(launch.rest, count))  # a tensor is the place of its address
+    tensors = len(launch.given)
     missing = types[len(given) :]
     if len(types) < len(given) or any(kind != "constexpr" for kind, _ in leaves(missing, missing)):
         return None
     found = [(kind, value) for kind, value in leaves(types[: len(given)], given) if kind != "constexpr"]
     if any(kind not in CODES and kind[0] != "*" for kind, _ in found):
         return None
-    block, offsets = bytes(8 * len(launch.tensors)), []
+    block, offsets = bytes(8 * tensors), []
     for kind, value in found:
         if kind[0] == "*":
             offsets.append(8 * value)
@@ -206,7 +258,7 @@ def past_triton(compiled: Any, launch: Launch, device: int) -> Repeatable | None
     offsets += [len(block)] * (len(asked) - len(sizes))  # scratch memory, of which there is none
     direct = Repeatable(
         compiled.name, compiled.function, device, (launch.grid, 1, 1), 32 * facts.num_warps, facts.shared,
-        struct.Struct(f"={len(launch.tensors)}Q"), block + bytes(8), tuple(offsets),
+        struct.Struct(f"={tensors}Q"), block + bytes(8), tuple(offsets),
         early=bool(getattr(facts, "launch_pdl", False)),
     )  # fmt: skip
     direct.owner = compiled  # Triton 3.9 unloads a kernel that nobody holds
@@ -253,84 +305,110 @@ def repeat(
         call(*given)
 
 
-def repeated(describe: Callable[..., tuple[tuple[Tensor, ...], Launch | Chain]], options: Any) -> Repeated:
-    """Runs what `describe(options, *tensors)` returns: empty outputs, and a launch or a chain that fills them.
+Described = tuple[tuple[Any, ...], Launch | Chain]  # empty outputs, and what fills them
 
-    Launches take these tensors, outputs and work; of the last two also views. A repeated call looks at addresses alone.
-    """
 
-    def general(*tensors: Any) -> tuple[Tensor, ...]:
-        outputs, launch = describe(options, *tensors)
-        run_all(chain_of(launch).launches, tensors[0].device)
-        return outputs
+def repeated(describe: Callable[..., Described], options: Any) -> Repeated:
+    """Runs what `describe(options, *tensors)` returns."""
 
-    def prepare(*tensors: Any) -> Callable[..., tuple[Tensor, ...]] | None:
-        device = tensors[0].device
-        if device.type != "cuda" or runtime.interpret:
-            return None
-        given = [x if x is None else x.detach() for x in tensors]  # told apart, even if one tensor is given twice
-        outputs, launch = describe(options, *given)
-        chain, count = chain_of(launch), len(outputs)
-        every = (None, *given, *outputs, *chain.work)
-        places, shifts = places_of(chain, every, len(every) - count - len(chain.work))
-        ready = [Ready(one, device) for one in chain.launches]
-        calls = [(one.direct or one.at, itemgetter(*at)) for one, at in zip(ready, places, strict=True)]
-        make = [allocator(x) for x in (*outputs, *chain.work)]
+    def general(*tensors: Any) -> tuple[Any, ...]:
+        return results_of(describe(options, *tensors), tensors[0].device)
 
-        def again(*tensors: Any) -> tuple[Tensor, ...]:
-            if is_hooked():
-                return general(*tensors)
-            made = [new() for new in make]
-            at = [0 if x is None else x.data_ptr() for x in (None, *tensors, *made)]
-            for i, shift in shifts:
-                at.append(at[i] + shift)
-            for launch, addresses in calls:
-                launch(*addresses(at))
-            return tuple(made[:count])
-
-        return again
+    def prepare(*tensors: Any) -> Callable[..., tuple[Any, ...]] | None:
+        return prepared(functools.partial(describe, options), tensors)
 
     return Repeated(general, prepare)
+
+
+def results_of(described: Described, device: torch.device) -> tuple[Any, ...]:
+    """The outputs, filled."""
+    outputs, launch = described
+    run_all(chain_of(launch).launches, device)
+    return outputs
+
+
+def prepared(
+    describe: Callable[..., Described], tensors: Sequence[Tensor | None]
+) -> Callable[..., tuple[Any, ...]] | None:
+    """The results of `describe(*tensors)` for tensors like these, at the least cost.
+
+    Launches take these tensors, outputs and work, or views of them; an output may be None or one of the tensors. A call
+    allocates and computes addresses alone. None if there is no GPU, or if a view could be of several tensors.
+    """
+    device = next(x.device for x in tensors if x is not None)
+    if device.type != "cuda" or runtime.interpret:
+        return None
+    given = [x if x is None else x.detach() for x in tensors]  # told apart, even if one tensor is given twice
+    outputs, launch = describe(*given)
+    chain, known = chain_of(launch), {id(x) for x in (None, *given)}
+    new = [x for x in (*outputs, *chain.work) if id(x) not in known]
+    every = (None, *given, *new)
+    found = places_of(chain, every)
+    if found is None:
+        return None
+    calls = [(one.ready(device), picked(at)) for one, at in zip(chain.launches, found[0], strict=True)]
+    make, shifts = [allocator(x) for x in new], found[1]
+    results = picked([next(i for i, x in enumerate(every) if x is y) for y in outputs])
+    triton_hears = any(isinstance(one, Launch) for one in chain.launches)
+
+    def again(*tensors: Any) -> tuple[Any, ...]:
+        if triton_hears and is_hooked():
+            return results_of(describe(*tensors), device)
+        every = (None, *tensors, *[new() for new in make])
+        at = [0 if x is None else x.data_ptr() for x in every]
+        for i, shift in shifts:
+            at.append(at[i] + shift)
+        for launch, addresses in calls:
+            launch(*addresses(at))
+        return results(every)
+
+    return again
+
+
+def picked(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function of a sequence: what it has at these places."""
+    return itemgetter(*places) if len(places) > 1 else lambda every: tuple(every[i] for i in places)
 
 
 def chain_of(launch: Launch | Chain) -> Chain:
     return launch if isinstance(launch, Chain) else Chain((), (launch,))
 
 
-def places_of(chain: Chain, every: Sequence[Tensor | None], made: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Where each launch finds its tensors among `every`, of which those from the index `made` on may have views.
+def places_of(chain: Chain, every: Sequence[Tensor | None]) -> tuple[list[list[int]], list[tuple[int, int]]] | None:
+    """Where each launch finds its tensors among `every`; None if one is a view of memory that several of these share.
 
     A view comes behind the last of them. For each the second result has the tensor it is of, and its bytes from there.
     """
-    memory = {x.untyped_storage()._cdata: i for i, x in enumerate(every) if x is not None and i >= made}
     shifts: list[tuple[int, int]] = []
 
-    def place(x: Tensor | None) -> int:
+    def place(x: Tensor | None) -> int | None:
         for i, other in enumerate(every):
             if x is other:
                 return i
         assert x is not None
-        i = memory[x.untyped_storage()._cdata]
+        memory = x.untyped_storage()._cdata
+        i, *others = [i for i, y in enumerate(every) if y is not None and y.untyped_storage()._cdata == memory]
+        if others:
+            return None
         shift = x.data_ptr() - every[i].data_ptr()  # type: ignore[union-attr]
         if not shift:
             return i
         shifts.append((i, shift))
         return len(every) + len(shifts) - 1
 
-    return [[place(x) for x in launch.tensors] for launch in chain.launches], shifts
+    places = [[place(x) for x in launch.given] for launch in chain.launches]
+    return None if any(None in each for each in places) else (places, shifts)  # type: ignore[return-value]
 
 
-def run_all(launches: Sequence[Launch], device: torch.device) -> None:
+def run_all(launches: Sequence[Any], device: torch.device) -> None:
     """In order, on `device`: Triton itself launches on whichever is current."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for launch in launches:
             run(launch)
 
 
-def run(launch: Launch) -> None:
-    """Through Triton's own launch."""
-    if launch.grid:
-        launch.kernel[(launch.grid,)](*launch.args, **launch.options)
+def run(launch: Any) -> None:
+    launch.run()
 
 
 def compiled(launch: Launch) -> Any:

@@ -213,11 +213,11 @@ def launches(case: Case) -> list[Any]:
     saved = Residuals(x.q, x.k, x.v, decay, x.initial_state, x.cu_seqlens)
     tile = policy.choose(spec, TARGETS[case.arch], case.backend).tile
     if case.pass_ == "forward":
-        return module.forward_launches(spec, tile, saved, empty_output(spec, saved), state)
+        return module.forward_launches(spec, tile, saved, empty_output(spec, saved), state).launches
     dstate = x.dstate if case.states else None
     one = getattr(tile, "sweep", tile)
     grads = Gradients.empty(spec, saved, (one.chunk, one.block_v) if case.per_token else None)
-    found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state)
+    found = module.backward_launches(spec, tile, saved, x.do, dstate, grads, state).launches
     return (
         [*found, token_gradient(spec, saved, grads, torch.empty_like(decay), case.states)] if case.per_token else found
     )
@@ -358,9 +358,23 @@ def compile(launch: Any, arch: int) -> Any:
     return triton.compile(source, target=target, options=parsed.__dict__)
 
 
+def check_order(launch: Any, compiled: Any) -> None:
+    """The kernel takes its parameters in the order in which `fulmen.launch` sends them past Triton."""
+    from fulmen.launch import leaves
+
+    if launch.blocks:
+        return
+    (taken,) = re.findall(r"tt\.func public @\w+\((.*?)\) attributes", compiled.asm["ttir"], re.DOTALL)
+    types = tuple(compiled.src.signature.values())
+    sent = [kind.replace("fp", "f").replace("u", "i") for kind, _ in leaves(types, types) if kind != "constexpr"]
+    sent = [f"!tt.ptr<{kind[1:]}>" if kind[0] == "*" else kind for kind in sent]
+    assert re.findall(r"%[\w.$]+: (!tt\.ptr<\w+>|\w+)", taken) == sent, f"{launch.kernel.__name__}: {taken}"
+
+
 def usage(launch: Any, compiled: Any) -> Usage:
     import triton
 
+    check_order(launch, compiled)
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

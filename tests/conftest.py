@@ -301,11 +301,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             outputs, found = describe(options, *tensors)
             chain = launch.chain_of(found)
             every = (None, *tensors, *outputs, *chain.work)
-            places, shifts = launch.places_of(chain, every, 1 + len(tensors))
+            placed = launch.places_of(chain, every)
+            assert placed is not None
             at = [address(x) for x in every]
-            at += [at[i] + shift for i, shift in shifts]
-            for one, place in zip(chain.launches, places, strict=True):
-                assert [at[i] for i in place] == [address(x) for x in one.tensors]
+            at += [at[i] + shift for i, shift in placed[1]]
+            for one, place in zip(chain.launches, placed[0], strict=True):
+                assert [at[i] for i in place] == [address(x) for x in one.given]
             return outputs, found
 
         return repeated(described, options)

@@ -96,7 +96,7 @@ class Job(NamedTuple):
 class Bound(NamedTuple):
     """A pass on tensors, made once for all tiles."""
 
-    launches: Callable[[Tiles], list[Any]]  # with some tiles
+    launches: Callable[[Tiles], Sequence[Any]]  # with some tiles
     results: list[Tensor]  # what they write
     before: Sequence[Any] = ()  # the launches of what they read
 
@@ -111,10 +111,10 @@ def bind(job: Job, device: torch.device) -> Bound:
     if job.op == "lightning":
         x = LightningResiduals(q, k, v, slopes, None, None)
         if job.pass_ == "forward":
-            return Bound(lambda config: module.forward_launches(spec, job.tile(config), x, o, None), [o])
+            return Bound(lambda config: module.forward_launches(spec, job.tile(config), x, o, None).launches, [o])
         grads = module.Gradients.empty(spec, x, None)
         return Bound(
-            lambda config: module.backward_launches(spec, job.tile(config), x, do, None, grads, None),
+            lambda config: module.backward_launches(spec, job.tile(config), x, do, None, grads, None).launches,
             [t for t in grads if t is not None],
         )
     y, lse = FlashResiduals(q, k, v), torch.empty(q.shape[:3], dtype=torch.float32, device=device)

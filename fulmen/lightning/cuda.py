@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from fulmen import cuda, dispatch, hardware
 from fulmen.boundary import readable
 from fulmen.cuda.launch import address
 from fulmen.dispatch import register
-from fulmen.launch import run_all
+from fulmen.launch import Chain, Described
 from fulmen.lightning import triton as fused
 from fulmen.lightning import triton_split as split
 from fulmen.lightning.kernels.sweep import (
@@ -43,6 +43,7 @@ from fulmen.lightning.kernels.sweep import (
     DV,
     NO_STATES,
     OF_TOKENS,
+    OPERANDS,
     OUT,
     SAVED,
     SWEEPS,
@@ -52,18 +53,16 @@ from fulmen.lightning.kernels.sweep import (
     SweepLaunch,
     V,
     Z,
-    addresses,
+    operands,
     shared_bytes,
     variant,
 )
-from fulmen.lightning.plan import count_residuals
 from fulmen.lightning.policy import Split, SweepTile, SweepTiles, saved_rows, slots_of, sweep_tiles
 from fulmen.lightning.spec import LightningSpec, Residuals, empty_output
 from fulmen.lightning.triton import Segments
-from fulmen.plans import allocator
 
 MAX_ROWS = 1 << 30
-triton_backward = functools.partial(fused.run_backward, "triton", fused.backward_launches)
+triton_backward = functools.partial(fused.describe_backward, "triton", fused.backward_launches)
 
 
 def supports(spec: LightningSpec) -> str | None:
@@ -118,10 +117,29 @@ def saves(spec: LightningSpec) -> tuple[int, ...] | None:
     return spec.B * spec.H, slots_of(spec), spec.E, spec.D
 
 
-Launches = dict[tuple[str, ...], SweepLaunch]  # by the names of their sweeps: what calls with the same strides share
+class Native(NamedTuple):
+    """A launch of the sweep, and what it is given at which places among its operands."""
+
+    sweep: SweepLaunch
+    places: tuple[int, ...]
+    given: tuple[Tensor, ...]
+
+    def run(self) -> None:
+        self.ready(self.given[0].device)(*map(address, self.given))
+
+    def ready(self, device: torch.device) -> Callable[..., None]:
+        call, places, arguments = self.sweep.launch.at, self.places, self.sweep.arguments
+
+        def front(at: tuple[int, ...]) -> list[float | bytes]:
+            every = [0] * OPERANDS
+            for i, where in zip(places, at, strict=True):
+                every[i] = where
+            return arguments(every)
+
+        return lambda *at: call(at, front)
 
 
-def run(
+def launch(
     spec: LightningSpec,
     tile: SweepTile,
     names: tuple[str, ...],
@@ -129,18 +147,18 @@ def run(
     tensors: dict[int, Tensor],
     states: States,
     cut: Segments,
-    launches: Launches,
     not_cut: States = NO_STATES,
     only_cut: bool = False,
     not_last: bool = False,
     tokens: tuple[Tensor | None, ...] = (),
-) -> None:
-    """One launch, kept in `launches`; see `SweepLaunch`. tokens: keeps, qdq, kdk, anchors, entered; x_dv and x_do."""
-    if names not in launches:
-        decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:5])
-        launches[names] = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
+) -> Native:
+    """See `SweepLaunch`. tokens: keeps, qdq, kdk, anchors, entered; x_dv and x_do."""
+    decay, products = x.decay if spec.per_token else None, any(t is not None for t in tokens[1:5])
+    sweep = SweepLaunch(spec, tile, names, tensors, cut, only_cut, not_last, decay, products)
     tokens += (None,) * (OF_TOKENS - len(tokens))
-    launches[names](addresses(x, tensors, states, not_cut, cut.segment_offsets, tokens))
+    every = operands(x, tensors, states, not_cut, cut.segment_offsets, tokens)
+    given = {i: t for i, t in enumerate(every) if t is not None}
+    return Native(sweep, tuple(given), tuple(given.values()))
 
 
 def gather(
@@ -151,17 +169,15 @@ def gather(
     cut: Segments,
     enters: Tensor | None,
     leaves: Tensor | None,
-    launches: Launches,
-    states: Tensor | None = None,
-) -> Tensor:
-    """The states that enter each segment in the direction of `name`, "state" or "dstate"; written to `states`."""
-    states = split.segment_states(spec, x, cut) if states is None else states
+    states: Tensor,
+    keeps: Tensor | None,
+) -> list[Any]:
+    """Writes the states that enter each segment in the direction of `name`, "state" or "dstate", to `states`."""
     into = States(final=states) if name == "state" else States(dinitial=states)
     read = {i: tensors[i] for i in SWEEPS[name][:3]}
-    tile, not_last, keeps = tiles_of(spec).state, leaves is None, split.segment_keeps(spec, states)
-    run(spec, tile, (name,), x, read, into, cut, launches, only_cut=True, not_last=not_last, tokens=(keeps,))
-    run_all([split.scan(spec, x, cut, states, enters, leaves, keeps)], spec.device)
-    return states
+    tile, not_last = tiles_of(spec).state, leaves is None
+    added = launch(spec, tile, (name,), x, read, into, cut, only_cut=True, not_last=not_last, tokens=(keeps,))
+    return [added, split.scan(spec, x, cut, states, enters, leaves, keeps)]
 
 
 def kinds(spec: LightningSpec, saved: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -179,8 +195,7 @@ def forward_tensors(x: Residuals, o: Tensor, slots: Tensor | None) -> dict[int, 
     return found if x.gate is None else found | {Z: x.gate}
 
 
-def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None) -> tuple[Tensor, Tensor | None]:
-    launches = {} if launches is None else launches
+def describe_forward(spec: LightningSpec, x: Residuals) -> Described:
     o = empty_output(spec, x)
     shape = (spec.states, spec.H, spec.D, spec.E)
     final = x.q.new_empty(shape, dtype=torch.float32) if spec.with_final_state else None
@@ -188,43 +203,18 @@ def forward(spec: LightningSpec, x: Residuals, launches: Launches | None = None)
     tensors, tiles = forward_tensors(x, o, slots), tiles_of(spec)
     cut = segments(spec, tiles.forward_split, x)
     states = not_cut = States(initial=x.initial_state, final=final)
+    todo: list[Any] = []
+    work: tuple[Tensor, ...] = ()
     if cut.number > 1:
-        run_all(split.find_segment_offsets(spec, x, cut), spec.device)
-        states = States(initial=gather(spec, "state", x, tensors, cut, x.initial_state, final, launches, entering))
+        into = split.segment_states(spec, x, cut) if entering is None else entering
+        keeps = split.segment_keeps(spec, into)
+        work = split.work_of(into if entering is None else None, keeps, cut.segment_offsets)
+        todo += split.find_segment_offsets(spec, x, cut)
+        todo += gather(spec, "state", x, tensors, cut, x.initial_state, final, into, keeps)
+        states = States(initial=into)
     tile = tiles.forward if slots is None else tiles.training
-    run(spec, tile, ("o",), x, tensors, states, cut, launches, not_cut)
-    return o, final
-
-
-def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
-    """The forward of calls with these shapes and strides at the least cost for the host."""
-    launches: Launches = {}
-    o, final = forward(spec, x, launches)
-    new_o, new_final, new_saved = (None if t is None else allocator(t) for t in (o, final, x.saved))
-    assert new_o is not None
-    if tiles_of(spec).forward_split.number > 1 or spec.steps:
-
-        def cut(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            saved = None if new_saved is None else new_saved()
-            x = Residuals(*tensors)._replace(saved=saved)  # type: ignore[arg-type]
-            return *forward(spec, x, launches), saved
-
-        return cut
-    launch = launches[("o",)]
-
-    def whole(
-        q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        o = new_o()
-        final = None if new_final is None else new_final()
-        saved = None if new_saved is None else new_saved()
-        launch((
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, address(saved), address(initial),
-            address(final), 0, 0, 0, 0, 0, 0, address(decay), address(cu_seqlens), 0, 0, 0, 0, 0, 0,
-        ))  # fmt: skip
-        return o, final, saved
-
-    return whole
+    todo.append(launch(spec, tile, ("o",), x, tensors, states, cut, not_cut))
+    return (o, final), Chain(work, tuple(todo))
 
 
 def backward_sweeps(spec: LightningSpec, saved: bool, joined: bool = False) -> list[tuple[str, ...]]:
@@ -244,7 +234,7 @@ def backward_tile(tiles: SweepTiles, names: tuple[str, ...], products: bool = Fa
     return tiles.backward if "dv" in names or tiles.backward_of_e is None else tiles.backward_of_e
 
 
-def backward(
+def describe_backward(
     spec: LightningSpec,
     x: Residuals,
     do: Tensor,
@@ -252,13 +242,11 @@ def backward(
     ddecay: Tensor | None = None,
     of_steps: Tensor | None = None,
     dv: Tensor | None = None,
-    launches: Launches | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> Described:
     """of_steps: with step sizes, x . d(dt x) and x . do are written there; the gradient of v is then that of x."""
     assert not spec.steps or not (ddecay is None or of_steps is None or x.saved is None), "all of the scan's gradients"
     if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
         return triton_backward(spec, x, do, dstate, ddecay, None, dv)
-    launches = {} if launches is None else launches
     grads = fused.Gradients.empty(spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False, dv=dv)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: grads.dq, DK: grads.dk, DV: grads.dv}
@@ -266,11 +254,20 @@ def backward(
     cut = segments(spec, tiles.backward_split, x)
     states = not_cut = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
     slots, entering = kinds(spec, x.saved)
+    todo: list[Any] = []
+    work: tuple[Tensor, ...] = ()
     if cut.number > 1:
-        run_all(split.find_segment_offsets(spec, x, cut), spec.device)
+        todo += split.find_segment_offsets(spec, x, cut)
+        work = split.work_of(cut.segment_offsets)
         if entering is None and (slots is None or spec.D != 64):
-            entering = gather(spec, "state", x, tensors, cut, x.initial_state, None, launches)
-        leaving = gather(spec, "dstate", x, tensors, cut, dstate, dinitial, launches)
+            entering = split.segment_states(spec, x, cut)
+            keeps = split.segment_keeps(spec, entering)
+            todo += gather(spec, "state", x, tensors, cut, x.initial_state, None, entering, keeps)
+            work += split.work_of(entering, keeps)
+        leaving = split.segment_states(spec, x, cut)
+        dkeeps = split.segment_keeps(spec, leaving)
+        todo += gather(spec, "dstate", x, tensors, cut, dstate, dinitial, leaving, dkeeps)
+        work += split.work_of(leaving, dkeeps)
         states = States(initial=entering, dfinal=leaving)
     if slots is not None:
         tensors[SAVED] = slots
@@ -283,65 +280,25 @@ def backward(
     for names in backward_sweeps(spec, slots is not None and spec.D == 64, joined):
         tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered, *(() if of_steps is None else of_steps))
         tile = backward_tile(tiles, names, ddecay is not None)
-        run(spec, tile, names, x, tensors, states, cut, launches, not_cut, tokens=tokens)
+        todo.append(launch(spec, tile, names, x, tensors, states, cut, not_cut, tokens=tokens))
     if ddecay is not None:
-        run_all([fused.token_gradient(spec, x, grads, ddecay, dstate is not None)], spec.device)
-    return *grads.of_stored_heads(spec, x, dv), dinitial
+        todo.append(fused.token_gradient(spec, x, grads, ddecay, dstate is not None))
+    results, sums = grads.of_stored_heads(spec, x, dv)
+    return (*results, dinitial), Chain((*work, *grads.work(results)), (*todo, *sums))
 
 
-def prepare_backward(
-    spec: LightningSpec,
-    x: Residuals,
-    do: Tensor,
-    dstate: Tensor | None,
-    ddecay: Tensor | None = None,
-    of_steps: Tensor | None = None,
-    dv: Tensor | None = None,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
-    """The backward of calls with these shapes and strides at the least cost for the host."""
-    if readable(do) is not do:
-        return None
-    launches: Launches = {}
-    *grads, dinitial = backward(spec, x, do, dstate, ddecay, of_steps, dv, launches)
-    if tiles_of(spec).backward_split.number > 1 or ddecay is not None or spec.groups is not None:
+OPERATIONS = fused.operations(describe_forward, describe_backward)
 
-        def cut(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-            count = count_residuals(spec)
-            do, dstate, *into = tensors[count:]
-            ddecay, of_steps, dv = (*into, None, None, None)[:3]
-            return backward(spec, Residuals(*tensors[:count]), do, dstate, ddecay, of_steps, dv, launches)
 
-        return cut
-    new_dq, new_dk, new_dv = (allocator(t) for t in grads)
-    new_dinitial = None if dinitial is None else allocator(dinitial)
-    in_order = [launches[names] for names in backward_sweeps(spec, spec.D == 64 and x.saved is not None)]
-
-    def whole(
-        q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
-        saved: Tensor | None, do: Tensor, dstate: Tensor | None, ddecay: None = None, of_steps: None = None,
-        dv: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-        dq, dk, dv = new_dq(), new_dk(), new_dv() if dv is None else dv
-        dinitial = None if new_dinitial is None else new_dinitial()
-        at = (
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
-            address(saved), address(initial), 0, address(dstate), address(dinitial), 0, 0, 0, 0, address(decay),
-            address(cu_seqlens), 0, 0, 0, 0, 0, 0,
-        )  # fmt: skip
-        for launch in in_order:
-            launch(at)
-        return dq, dk, dv, dinitial
-
-    return whole
+def prepare_backward(spec: LightningSpec, x: Residuals, do: Tensor, *into: Tensor | None) -> Callable[..., Any] | None:
+    """None where the gradient of the output must be copied first."""
+    return OPERATIONS.prepare_backward(spec, x, do, *into) if readable(do) is do else None
 
 
 register(
     "lightning",
     "cuda",
     supports=supports,
-    forward=forward,
-    backward=backward,
-    prepare=prepare,
-    prepare_backward=prepare_backward,
     saves=saves,
+    **OPERATIONS._replace(prepare_backward=prepare_backward)._asdict(),
 )

@@ -15,6 +15,11 @@ from fulmen.plans import Plan, Repeated
 Shape = tuple[int, ...]
 
 
+def count_inputs(spec: LightningSpec) -> int:
+    """How many tensors a forward takes: those of step sizes only where there are some."""
+    return len(Residuals._fields) if spec.steps else Residuals._fields.index("saved")
+
+
 def count_residuals(spec: LightningSpec) -> int:
     """How many tensors come before the gradients in a backward: those of step sizes only where there are some."""
     return len(Residuals._fields) if spec.steps else Residuals._fields.index("saved") + 1

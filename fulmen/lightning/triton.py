@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,11 +43,13 @@ from torch import Tensor
 from fulmen import dispatch
 from fulmen.boundary import empty_rows
 from fulmen.dispatch import register
-from fulmen.launch import Launch, run_all, unsupported_device
+from fulmen.launch import Chain, Described, Launch, prepared, results_of, unsupported_device
+from fulmen.lightning.plan import count_inputs, count_residuals
 from fulmen.lightning.policy import TOKEN_ROWS, TritonTile, slots_of
 from fulmen.lightning.spec import NO_STEPS, LightningSpec, Residuals, empty_output, empty_states
 from fulmen.lightning.sweeps import Rows, States, Tensors, Tokens, lightning_sum_heads_kernel, lightning_sweep_kernel
 from fulmen.lightning.tokens import lightning_token_gradient_kernel
+from fulmen.plans import allocator
 from fulmen.tiles import padded
 
 MAX_ROW_STRIDE = 1 << 24  # so that a chunk's offsets fit 32 bits; beyond, strides are 64-bit run-time values
@@ -121,11 +123,9 @@ def forward_tensors(spec: LightningSpec, x: Residuals, o: Tensor) -> Tensors:
     return Tensors(*(rows_of(t, spec) for t in (x.q, x.k, x.v, o)))
 
 
-def forward_launches(
-    spec: LightningSpec, tile: TritonTile, x: Residuals, o: Tensor, final: Tensor | None
-) -> list[Launch]:
+def forward_launches(spec: LightningSpec, tile: TritonTile, x: Residuals, o: Tensor, final: Tensor | None) -> Chain:
     states = States(initial=x.initial_state, final=final)
-    return [sweep(spec, tile, ("o",), x, forward_tensors(spec, x, o), states)]
+    return Chain((), (sweep(spec, tile, ("o",), x, forward_tensors(spec, x, o), states),))
 
 
 SUM_ROWS = 8  # of a program that sums heads: 96 % of the copy bandwidth, 16 91 %
@@ -182,16 +182,18 @@ class Gradients(NamedTuple):
 
     def of_stored_heads(
         self, spec: LightningSpec, x: Residuals, dv: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv with as many heads as q, k and v."""
+    ) -> tuple[list[Tensor], list[Launch]]:
+        """dq, dk and dv with as many heads as q, k and v, and the launches that make those from these."""
         found, sums = [], []
         for t, each, given in zip((x.q, x.k, x.v), self[:3], (None, None, dv), strict=True):
             stored = each if t.shape[1] == spec.H else empty_rows(t, t.shape[1], t.shape[3]) if given is None else given
             sums += [] if stored is each else [sum_heads(each, stored)]
             found.append(stored)
-        run_all(sums, spec.device)
-        dq, dk, stored_dv = found
-        return dq, dk, stored_dv
+        return found, sums
+
+    def work(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """What is none of the results."""
+        return [x for x in self if x is not None and all(x is not y for y in results)]
 
     def products(self, sweeps: tuple[str, ...]) -> tuple[Tensor | None, ...]:
         """What a launch of `sweeps` leaves of them."""
@@ -218,13 +220,13 @@ def backward_launches(
     dstate: Tensor | None,
     grads: Gradients,
     dinitial: Tensor | None,
-) -> list[Launch]:
+) -> Chain:
     tensors = backward_tensors(spec, x, do, grads)
     states = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
-    return [
-        sweep(spec, tile, sweeps, x, tensors, states, products=grads.products(sweeps))
-        for sweeps in backward_sweeps(spec)
+    sweeps = [
+        sweep(spec, tile, names, x, tensors, states, products=grads.products(names)) for names in backward_sweeps(spec)
     ]
+    return Chain((), tuple(sweeps))
 
 
 def token_gradient(spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: Tensor, is_open: bool) -> Launch:
@@ -244,19 +246,59 @@ def token_gradient(spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: 
     return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, (), args, {"num_warps": 4})
 
 
-def run_forward(
-    backend: str, launches: Callable[..., list[Launch]], spec: LightningSpec, x: Residuals
-) -> tuple[Tensor, Tensor | None]:
+# ------------------------------------------------------------------------------------------- both directions
+
+
+class Operations(NamedTuple):
+    """What `register` takes of a kernel."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    prepare: Callable[..., Any]
+    prepare_backward: Callable[..., Any]
+
+
+def operations(describe_forward: Callable[..., Described], describe_backward: Callable[..., Described]) -> Operations:
+    """Of a kernel that says of each direction what its results are and what fills them."""
+
+    def forward(spec: LightningSpec, x: Residuals) -> tuple[Any, ...]:
+        return results_of(describe_forward(spec, x), spec.device)
+
+    def backward(spec: LightningSpec, x: Residuals, *into: Tensor | None) -> tuple[Any, ...]:
+        return results_of(describe_backward(spec, x, *into), spec.device)
+
+    def prepare(spec: LightningSpec, x: Residuals) -> Callable[..., tuple[Any, ...]] | None:
+        new_saved = None if x.saved is None else allocator(x.saved)
+
+        def describe(*tensors: Any) -> Described:
+            y = Residuals(*tensors)
+            y = y if new_saved is None else y._replace(saved=new_saved())
+            results, chain = describe_forward(spec, y)
+            return (*results, y.saved), chain
+
+        return prepared(describe, x._replace(saved=None)[: count_inputs(spec)])
+
+    def prepare_backward(spec: LightningSpec, x: Residuals, *into: Tensor | None) -> Callable[..., Any] | None:
+        count = count_residuals(spec)
+
+        def describe(*tensors: Any) -> Described:
+            return describe_backward(spec, Residuals(*tensors[:count]), *tensors[count:])
+
+        return prepared(describe, (*x[:count], *into))
+
+    return Operations(forward, backward, prepare, prepare_backward)
+
+
+def describe_forward(backend: str, launches: Callable[..., Chain], spec: LightningSpec, x: Residuals) -> Described:
     o = empty_output(spec, x)
     final = empty_states(spec) if spec.with_final_state else None
     tile = dispatch.choose("lightning", spec, backend).tile
-    run_all(launches(spec, tile, x, o, final), spec.device)
-    return o, final
+    return (o, final), launches(spec, tile, x, o, final)
 
 
-def run_backward(
+def describe_backward(
     backend: str,
-    launches: Callable[..., list[Launch]],
+    launches: Callable[..., Chain],
     spec: LightningSpec,
     x: Residuals,
     do: Tensor,
@@ -264,22 +306,23 @@ def run_backward(
     ddecay: Tensor | None = None,
     of_steps: None = None,
     dv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> Described:
     tile = dispatch.choose("lightning", spec, backend).tile
     one = getattr(tile, "sweep", tile)
     grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v), dv=dv)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    todo = launches(spec, tile, x, do, dstate, grads, dinitial)
-    if ddecay is not None:
-        todo.append(token_gradient(spec, x, grads, ddecay, dstate is not None))
-    run_all(todo, spec.device)
-    return *grads.of_stored_heads(spec, x, dv), dinitial
+    found, sums = grads.of_stored_heads(spec, x, dv)
+    work, todo = launches(spec, tile, x, do, dstate, grads, dinitial)
+    gradient = [] if ddecay is None else [token_gradient(spec, x, grads, ddecay, dstate is not None)]
+    return (*found, dinitial), Chain((*work, *grads.work(found)), (*todo, *gradient, *sums))
 
 
 register(
     "lightning",
     "triton",
     supports=supports,
-    forward=functools.partial(run_forward, "triton", forward_launches),
-    backward=functools.partial(run_backward, "triton", backward_launches),
+    **operations(
+        functools.partial(describe_forward, "triton", forward_launches),
+        functools.partial(describe_backward, "triton", backward_launches),
+    )._asdict(),
 )

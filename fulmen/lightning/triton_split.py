@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fulmen.dispatch import register
-from fulmen.launch import Launch
+from fulmen.launch import Chain, Launch
 from fulmen.lightning import triton as fused
 from fulmen.lightning.policy import Split, SplitTile
 from fulmen.lightning.spec import LightningSpec, Residuals
@@ -173,19 +173,22 @@ def segment_keeps(spec: LightningSpec, states: Tensor) -> Tensor | None:
     return states.new_empty(states.shape[0]) if spec.per_token else None
 
 
-def forward_launches(
-    spec: LightningSpec, tile: SplitTile, x: Residuals, o: Tensor, final: Tensor | None
-) -> list[Launch]:
+def work_of(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)
+
+
+def forward_launches(spec: LightningSpec, tile: SplitTile, x: Residuals, o: Tensor, final: Tensor | None) -> Chain:
     cut = segments(spec, tile.split, x)
     entering = segment_states(spec, x, cut)
     keeps = segment_keeps(spec, entering)
     tensors = fused.forward_tensors(spec, x, o)
-    return [
+    launches = (
         *find_segment_offsets(spec, x, cut),
         sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut, keeps=keeps),
         scan(spec, x, cut, entering, x.initial_state, final, keeps),
         sweep(spec, tile.sweep, ("o",), x, tensors, States(initial=entering), cut),
-    ]
+    )
+    return Chain(work_of(entering, keeps, cut.segment_offsets), launches)
 
 
 def backward_launches(
@@ -196,13 +199,13 @@ def backward_launches(
     dstate: Tensor | None,
     grads: Gradients,
     dinitial: Tensor | None,
-) -> list[Launch]:
+) -> Chain:
     cut = segments(spec, tile.split, x)
     entering, leaving = segment_states(spec, x, cut), segment_states(spec, x, cut)
     keeps, dkeeps = segment_keeps(spec, entering), segment_keeps(spec, leaving)
     tensors = fused.backward_tensors(spec, x, do, grads)
     states = States(initial=entering, dfinal=leaving)
-    return [
+    launches = (
         *find_segment_offsets(spec, x, cut),
         sweep(spec, tile.sweep, ("state",), x, tensors, States(final=entering), cut, keeps=keeps),
         sweep(spec, tile.sweep, ("dstate",), x, tensors, States(dinitial=leaving), cut, keeps=dkeeps),
@@ -212,13 +215,16 @@ def backward_launches(
             sweep(spec, tile.sweep, sweeps, x, tensors, states, cut, grads.products(sweeps))
             for sweeps in fused.backward_sweeps(spec)
         ),
-    ]
+    )
+    return Chain(work_of(entering, leaving, keeps, dkeeps, cut.segment_offsets), launches)
 
 
 register(
     "lightning",
     "triton_split",
     supports=fused.supports,
-    forward=functools.partial(fused.run_forward, "triton_split", forward_launches),
-    backward=functools.partial(fused.run_backward, "triton_split", backward_launches),
+    **fused.operations(
+        functools.partial(fused.describe_forward, "triton_split", forward_launches),
+        functools.partial(fused.describe_backward, "triton_split", backward_launches),
+    )._asdict(),
 )

@@ -30,6 +30,7 @@ from fulmen.flash import cuda as flash_cuda
 from fulmen.flash import spec as flash_spec
 from fulmen.flash.kernels import backward, sm90
 from fulmen.latent import cuda as latent_cuda
+from fulmen.launch import Launch
 from fulmen.lightning import cuda as lightning_cuda
 from fulmen.lightning import sweeps, tokens
 from fulmen.lightning import triton as lightning_triton
@@ -351,8 +352,7 @@ def forget() -> None:
 def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> None:
     monkeypatch.setattr(cuda, "Launch", emulator.launch)
     monkeypatch.setattr(maps, "encode", encode)
-    for module in (lightning_triton, lightning_cuda):
-        monkeypatch.setattr(module, "run_all", run_launches)
+    monkeypatch.setattr(Launch, "run", run_launch)
     segments = lightning_cuda.segments
 
     def guarded_segments(*args: Any) -> Any:
@@ -375,7 +375,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
     monkeypatch.setattr(backward, "empty_workspace", empty_workspace)
     kernel = dispatch.kernels(op)["cuda"]
     home = sys.modules[kernel.forward.__module__]
-    for module in (home, flash_spec, lightning_triton):
+    for module in (home, flash_spec, lightning_cuda, lightning_triton):
         for name in ("empty_rows", "empty_lse", "empty_states", "empty_output"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, functools.partial(emulator.empty, like=getattr(module, name)))
@@ -390,14 +390,17 @@ def replace(monkeypatch: pytest.MonkeyPatch, op: str, emulator: Emulator) -> Non
 # ----------------------------------------------------------------- what lightning's splits ask of Triton, here by torch
 
 
-def run_launches(launches: Any, device: Any) -> None:
-    for launch in launches:
-        {
-            split.lightning_scan_kernel: scan,
-            split.lightning_segment_offsets_kernel: find_segment_offsets,
-            tokens.lightning_token_gradient_kernel: token_gradient,
-            sweeps.lightning_sum_heads_kernel: sum_heads,
-        }[launch.kernel](*launch.args)
+def run_launch(launch: Launch, run: Callable[[Launch], None] = Launch.run) -> None:
+    of_split = {
+        split.lightning_scan_kernel: scan,
+        split.lightning_segment_offsets_kernel: find_segment_offsets,
+        tokens.lightning_token_gradient_kernel: token_gradient,
+        sweeps.lightning_sum_heads_kernel: sum_heads,
+    }
+    if launch.kernel in of_split:
+        of_split[launch.kernel](*launch.args)
+    else:
+        run(launch)
 
 
 def find_segment_offsets(

@@ -5,6 +5,7 @@ Its results are checked beside the other backends', in test_backends.py and test
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from fulmen import cuda as build
 from fulmen import dispatch, hardware
 from fulmen.boundary import aligned
 from fulmen.hardware import TARGETS
-from fulmen.launch import run_all
+from fulmen.launch import Launch, run_all
 from fulmen.lightning import cuda, policy, triton_split
 from fulmen.lightning import triton as fused
 from fulmen.lightning.kernels import sweep
@@ -249,19 +250,18 @@ def launched(h200, monkeypatch):
     """What a call would launch, in order; nothing is."""
     found: list[object] = []
 
-    def run(
-        spec, tile, names, x, tensors, states, cut, first=None, only_cut=False, not_last=False, kept=None, tokens=()
-    ):
+    def launch(spec, tile, names, x, tensors, states, cut, not_cut=None, only_cut=False, not_last=False, tokens=()):
         for name in names:
             one = sweep.SWEEPS[name]
             needed = [one.a, one.b, one.c] + ([one.out] if tile.outs else [])
             assert set(needed) <= set(tensors)
         assert aligned(*tensors.values())
-        found.append(Launched(names, tile, sweep.SAVED in tensors, not_last))
+        of_call = Launched(names, tile, sweep.SAVED in tensors, not_last)
+        return SimpleNamespace(run=lambda: found.append(of_call))
 
-    monkeypatch.setattr(cuda, "run", run)
-    for module in (cuda, fused):
-        monkeypatch.setattr(module, "run_all", lambda launches, _: found.extend(x.kernel.__name__ for x in launches))
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(Launch, "run", lambda one: found.append(one.kernel.__name__))
     return found
 
 
@@ -282,15 +282,15 @@ SCAN, SEGMENT_OFFSETS = "lightning_scan_kernel", "lightning_segment_offsets_kern
 
 def test_launches_of_one_piece(launched):
     call, x, given = call_of(1, 70, 600, 64, saved=True)
-    cuda.forward(call, x)
-    cuda.backward(call, x, given.do, None)
+    cuda.OPERATIONS.forward(call, x)
+    cuda.OPERATIONS.backward(call, x, given.do, None)
     assert names_of(launched) == [("o",), ("dv", "dk", "dq")]
     assert [one.tile.save for one in launched] == [1, 2]
     assert all(one.saved for one in launched)
     launched.clear()
     call, x, given = call_of(1, 70, 600, 64)
-    cuda.forward(call, x)
-    cuda.backward(call, x, given.do, None)
+    cuda.OPERATIONS.forward(call, x)
+    cuda.OPERATIONS.backward(call, x, given.do, None)
     assert names_of(launched) == [("o",), ("dv", "dk"), ("dq",)]
     assert launched[0].tile.save == 0
     assert not any(one.saved for one in launched)
@@ -301,24 +301,24 @@ def test_launches_of_one_piece(launched):
 def test_launches_of_segments(D, states, launched):
     """The state of the last segment is gathered where it is asked for: as the final state, as dinitial."""
     call, x, given = call_of(1, 2, 2000, D, states=states, saved=True)
-    cuda.forward(call, x)
+    cuda.OPERATIONS.forward(call, x)
     assert names_of(launched) == [("state",), SCAN, ("o",)]
     assert launched[0].not_last is not states
     launched.clear()
-    cuda.backward(call, x, given.do, None)
+    cuda.OPERATIONS.backward(call, x, given.do, None)
     last = [("dv", "dk", "dq")] if D == 64 else [("dv", "dk"), ("dq",)]
     assert names_of(launched) == [("dstate",), SCAN, *last]
     assert launched[0].not_last is not states
     launched.clear()
-    cuda.backward(call, x._replace(saved=None), given.do, None)
+    cuda.OPERATIONS.backward(call, x._replace(saved=None), given.do, None)
     assert names_of(launched) == [("state",), SCAN, ("dstate",), SCAN, ("dv", "dk"), ("dq",)]
     assert launched[0].not_last
 
 
 def test_launches_of_packed_segments(launched):
     call, x, given = call_of(1, 2, 0, 64, sequences=[700, 0, 1300], saved=True)
-    cuda.forward(call, x)
-    cuda.backward(call, x, given.do, None)
+    cuda.OPERATIONS.forward(call, x)
+    cuda.OPERATIONS.backward(call, x, given.do, None)
     assert names_of(launched) == [
         SEGMENT_OFFSETS,
         ("state",),
@@ -373,7 +373,7 @@ def test_what_the_copy_engine_does_not_take(h200, monkeypatch):
 
 def test_a_gradient_that_the_copy_engine_does_not_take_is_copied(launched):
     call, x, _ = call_of(1, 2, 2000, 64)
-    cuda.backward(call, x, torch.zeros(1, 2, 2000, 67, dtype=torch.bfloat16)[..., :64], None)
+    cuda.OPERATIONS.backward(call, x, torch.zeros(1, 2, 2000, 67, dtype=torch.bfloat16)[..., :64], None)
     assert any(isinstance(one, Launched) and "dv" in one.names for one in launched)  # with tensors that are aligned
 
 
@@ -436,7 +436,7 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     }
     states = sweep.States(x.initial_state, None, given.dstate, x.initial_state)
     cut = cuda.segments(call, tiles_of(call).backward_split, x)
-    cuda.run(call, tile_of(call, "backward"), ("dv", "dk"), x, tensors, states, cut, {}, not_last=True)
+    cuda.launch(call, tile_of(call, "backward"), ("dv", "dk"), x, tensors, states, cut, not_last=True).run()
     args = Args.from_buffer_copy(packed[0])
     dv, dk, none = args.sweep
     assert (dv.out, dk.out, none.out) == (x.v.data_ptr(), x.k.data_ptr(), 0)
@@ -481,11 +481,11 @@ def test_states_of_heads_in_one_piece_and_of_segments(h200, monkeypatch):
 
     monkeypatch.setattr(sweep, "launch_of", launch_of)
     monkeypatch.setattr(build, "tensor_maps", lambda x, rows: lambda address: bytes(128))
-    for module in (cuda, fused):
-        monkeypatch.setattr(module, "run_all", lambda launches, device: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(Launch, "run", lambda one: None)
     call, x, given = call_of(1, 135, 1100, 64, states=True, saved=True)
-    _, final = cuda.forward(call, x)
-    *_, dinitial = cuda.backward(call, x, given.do, given.dstate)
+    _, final = cuda.OPERATIONS.forward(call, x)
+    *_, dinitial = cuda.OPERATIONS.backward(call, x, given.do, given.dstate)
     (n, gathers), (m, makes), (dn, dgathers), (dm, dmakes) = sent
     assert (n, m, dn, dm) == (3 * 2, 132 + 3 * 2, 3 * 2, 3 * (132 + 3 * 2))
     assert all((args.whole, args.segment, args.segments) == (132, 1024, 2) for _, args in sent)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulmen import cuda
-from fulmen.cuda.launch import address
 from fulmen.lightning.policy import SweepTile, saved_rows
 from fulmen.lightning.spec import LightningSpec, Residuals
 from fulmen.lightning.triton import Segments
@@ -133,14 +133,15 @@ class States(NamedTuple):
 
 NO_STATES = States()
 
-# What a launch points to is a tuple of addresses: tensors in the order of the maps, states of what is cut (or of all if
-# nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a decay for each token what
-# segments keep, q . dq, k . dk, anchors and entered; of step sizes x . dv, x . do, themselves and the skip. 0 is none.
-Addresses = tuple[int, ...]
+# What a launch points to is a tuple of tensors, or of addresses, where 0 is none: rows in the order of the maps, states
+# of what is cut (or of all if nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a
+# decay for each token what segments keep, q . dq, k . dk, anchors and entered; of step sizes x . dv, x . do, themselves
+# and the skip.
 INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
 NOT_CUT = 4  # from a state to that of what is not cut
 DECAY = 16
 KEEPS, QDQ, KDK, ANCHORS, ENTERED, X_DV, X_DO, STEPS, SKIP = range(19, 28)
+OPERANDS = SKIP + 1
 OF_TOKENS = 7  # of these, those that a launch is given beside the call's residuals
 PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K), "o": (None, Z)}  # where they go, and with which rows; the rows of o's gate
 AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
@@ -153,17 +154,16 @@ AROUND = {  # the states that enter and leave a sweep; those that leave dv and d
 }
 
 
-def addresses(
+def operands(
     x: Residuals,
     tensors: dict[int, Tensor],
     states: States,
     not_cut: States = NO_STATES,
     segment_offsets: Tensor | None = None,
     tokens: tuple[Tensor | None, ...] = (),
-) -> Addresses:
-    at = [address(tensors.get(i)) for i in range(8)]
-    of_call = (*states, *not_cut, x.decay, x.cu_seqlens, segment_offsets, *tokens, x.steps, x.skip)
-    return *at, *map(address, of_call)
+) -> tuple[Tensor | None, ...]:
+    rows = [tensors.get(i) for i in range(8)]
+    return *rows, *states, *not_cut, x.decay, x.cu_seqlens, segment_offsets, *tokens, x.steps, x.skip
 
 
 def segment_count(spec: LightningSpec, cut: Segments) -> int:
@@ -173,7 +173,7 @@ def segment_count(spec: LightningSpec, cut: Segments) -> int:
 
 
 class SweepLaunch:
-    """One launch of the sweeps called `names`, for tensors of the same shapes and strides: a function of addresses.
+    """One launch of the sweeps called `names`, for tensors of the same shapes and strides.
 
     tensors   what the sweeps read and write, by their places among the maps
     only_cut  leaves out what is not cut
@@ -244,10 +244,7 @@ class SweepLaunch:
             self.pointers += [(own + 2, X_DV), (own + 3, X_DO)] if names[0] == "dv" else []
         return [*values, 0, 0, 0, 0]
 
-    def __call__(self, at: Addresses) -> None:
-        self.launch.at(at, self.arguments)
-
-    def arguments(self, at: Addresses) -> list[float | bytes]:
+    def arguments(self, at: Sequence[int]) -> list[float | bytes]:
         values = self.values.copy()
         for i, maps in self.maps:
             values[i] = maps(at[i])
