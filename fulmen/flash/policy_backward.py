@@ -108,7 +108,7 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     plain = spec.D == 128 and spec.sequences is None
     long = plain and key_tiles(spec) >= (LONG_FULL if spec.right is None else LONG_CAUSAL)
     if (spec.deterministic or long) and spec.left is None:
-        enough = (32 if spec.D == 64 else 16) // (2 if spec.right is None else 1)
+        enough = max(enough, (32 if spec.D == 64 else 16) // (2 if spec.right is None else 1))
     most = min(heads, max(1, at_once, enough))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 

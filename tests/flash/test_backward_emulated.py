@@ -274,7 +274,7 @@ HEAR, HEARD_EARLY = f"{READ}{TELL}", f"{TELL}__syncwarp();\n{READ}"
 # What the emulator must notice: a case, a passage, what stands there instead, in which mode, and what is said.
 MISTAKES = {
     "do not waited for": ("64 causal", "at.o.wait(o);", ";", LATE, f"{WRONG}|all wait|has ended|more arrivals"),
-    "q not waited for": ("128 causal", "at.q.wait(q);", ";", LATE, f"{WRONG}|all wait|has ended"),
+    "q not waited for": ("128 causal", "at.q.wait(q);", ";", LATE, f"{WRONG}|all wait|has ended|more arrivals"),
     "k not waited for": (
         "64 causal", "mbarrier_wait(at.k_full, parity);", "", LATE, f"{WRONG}|all wait|more arrivals",
     ),
@@ -286,6 +286,10 @@ MISTAKES = {
     "no barrier of the consumers": (
         "64 causal", "if (!first) named_barrier_sync<256>(", "if (!first) named_barrier_arrive<256>(", ANY,
         f"{WRONG}|all wait",
+    ),
+    "a turn never handed on": ("128", "named_barrier_arrive<256>(TURN + 1 - consumer);", ";", ANY, "all wait"),
+    "a turn handed on after the last tile": (
+        "128 GQA", "(consumer == 0 || walk.left > 1)", "true", ANY, "all wait|more arrivals|has ended",
     ),
     "two buffers of ds": ("128 causal", "ds == at.ds + 2 * DS_BYTES ?", "ds == at.ds + DS_BYTES ?", PRESSED, WRONG),
     "do released too early": (

@@ -11,7 +11,9 @@
 //                 the tile before, dq = ds k; wait for dv and dq; dq to shared memory; wait for dk
 //     adders      two warps, one for each consumer, add that dq to the workspace with bulk reductions
 //
-// OVERLAP: s of the next tile is started after dv, and dp of the next tile before dk is waited for.
+// OVERLAP: s of the next tile is started after dv, before ds is stored, and dp of the next tile before dk is waited for. The
+// consumers take exponentials in turns, so that one's are taken while the other's products run. Left alone they drift:
+// now and then both take exponentials, and the tensor cores wait.
 //
 // From tile to tile nobody waits for all others. The rings of q and do run on: the next tile's first q and do are loaded
 // while this one's last are in use, v from the last dp on, and k from the last dq on, while the consumers write dk and dv.
@@ -57,7 +59,8 @@ static_assert(M * D == 8192, "a half of dq is 64 x 64: some columns (M = 64) or 
 #include "flash/kernels/backward_tiles.cuh"
 #include "flash/kernels/backward_parts.cuh"
 
-enum { STORED = NEXT };                                     // named barriers, for each consumer, of even and odd tiles
+// Named barriers, for each consumer: of even and odd tiles, and for its turn to take exponentials.
+enum { STORED = NEXT, TURN = STORED + 4 };
 
 // ------------------------------------------------------------------------------------------------- consumers
 
@@ -107,6 +110,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         at.q.wait(q);
         if (PACKED && m + M > tile.n_q) zero_rows<M, D>(at.q[q], tile.n_q - m, consumer);
     };
+    if (OVERLAP && consumer == 1) named_barrier_arrive<256>(TURN);
     mbarrier_wait(at.k_full, parity);
     mbarrier_wait(at.v_full, parity);
     if (PACKED && tile.n0 + N > tile.n_kv) {
@@ -129,6 +133,7 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
     while (walk.left > 0) {
         const int m = walk.m;
         const bool first = walk.left == all;
+        const int stored = STORED + walk.left % 2 * 2, stored_before = STORED + (walk.left + 1) % 2 * 2;
         const float *rows = reinterpret_cast<const float *>(shared + (at.rows - at.k) + o.stage * ROW_BYTES);
         float dp[S], dq[DQ];
         at.o.wait(o);
@@ -147,8 +152,10 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         }
         pin(w.s);
         const Queries see(a, tile, keys);
+        if (OVERLAP) named_barrier_sync<256>(TURN + consumer);
         if (m < all_from || (LEFT && m > all_to)) weights<true>(w.s, w.p, rows, see, m, a.factor, a.inner);
         else weights<false>(w.s, w.p, rows, see, m, a.factor, a.inner);     // dp
+        if (OVERLAP && (consumer == 0 || walk.left > 1)) named_barrier_arrive<256>(TURN + 1 - consumer);
 
         if (DP_LATE) fresh(dp);
         pin(w.p);
@@ -159,28 +166,31 @@ __device__ __forceinline__ void walk_queries(Work &w, Stages &stages, int parity
         wgmma_wait<1>();
         pin(dp);
         gradients(w.ds, w.s, dp, rows + M);                                 // dv
-        if (!first) named_barrier_sync<256>(STORED + (walk.left + 1) % 2 * 2 + 1 - consumer);
-        store_ds(w.ds, ds, consumer);
-        named_barrier_arrive<256>(STORED + walk.left % 2 * 2 + consumer);
-
-        before = q;
-        walk.next(a);
-        q.next();
-        if (walk.left > 0) await_q(q, walk.m);
-        else if (reports) mbarrier_arrive(at.v_empty);
         auto dv_is_made = [&] {
             pin(w.p);
             pin(w.dv);
             if (reports) at.o.release(o);
             o.next();
         };
+        auto go_on = [&] {
+            before = q;
+            walk.next(a);
+            q.next();
+            if (walk.left > 0) await_q(q, walk.m);
+            else if (reports) mbarrier_arrive(at.v_empty);
+        };
         if (OVERLAP) {
+            go_on();
             wgmma_wait<0>();
             dv_is_made();
             fresh(w.s);
             wgmma_fence();
             start_over_columns<D, M, N>(w.s, k, at.q[q]);                   // beyond the last tile: of no use
         }
+        if (!first) named_barrier_sync<256>(stored_before + 1 - consumer);
+        store_ds(w.ds, ds, consumer);                                       // s
+        named_barrier_arrive<256>(stored + consumer);
+        if (!OVERLAP) go_on();
         fresh(dq);
         pin(w.ds);
         pin(w.dk);
