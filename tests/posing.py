@@ -29,7 +29,7 @@ FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "empty_strided", "full", "ones", "ones_like", "rand", "randint",
     "randn", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
-METHODS = ("clone", "contiguous", "new_empty", "new_full", "new_tensor", "new_zeros", "to")
+METHODS = ("__neg__", "clone", "contiguous", "new_empty", "new_full", "new_tensor", "new_zeros", "to")
 READS = ("__bool__", "__float__", "__index__", "__int__", "cpu", "item", "nonzero", "numpy", "tolist")
 
 
