@@ -57,6 +57,7 @@ class Kernel(NamedTuple):
     prepare_backward  (spec, residuals, what the backward takes after them) -> the same for the backward
     saves     spec -> the shape of what the forward writes to residuals.saved for its backward, or None. If it is a
               shape for one token, it is a formula of sizes, which may be symbols
+    takes_silu  spec -> for lightning, whether the backward can make gradients of x of those of q, k and v = silu(x)
     """
 
     op: str
@@ -67,6 +68,7 @@ class Kernel(NamedTuple):
     prepare: Callable[..., Any] | None = None
     prepare_backward: Callable[..., Any] | None = None
     saves: Callable[[Any], tuple[int, ...] | None] | None = None
+    takes_silu: Callable[[Any], bool] | None = None
 
 
 _kernels: dict[str, dict[str, Kernel]] = {op: {} for op in OPS}
@@ -83,8 +85,9 @@ def register(
     prepare: Callable[..., Any] | None = None,
     prepare_backward: Callable[..., Any] | None = None,
     saves: Callable[[Any], tuple[int, ...] | None] | None = None,
+    takes_silu: Callable[[Any], bool] | None = None,
 ) -> None:
-    _kernels[op][name] = Kernel(op, name, supports, forward, backward, prepare, prepare_backward, saves)
+    _kernels[op][name] = Kernel(op, name, supports, forward, backward, prepare, prepare_backward, saves, takes_silu)
 
 
 @functools.lru_cache

@@ -65,7 +65,7 @@ from fulmen.layers.tensor_parallel import (
     check_shares,
     ranks_of,
 )
-from fulmen.lightning.op import lightning_attention, lightning_attention_into, lightning_attention_with_state
+from fulmen.lightning.op import Into, lightning_attention, lightning_attention_into, lightning_attention_with_state
 from fulmen.lightning.spec import MAX_HEAD_DIM, LightningSpec
 from fulmen.step.spec import MAX_STEP_TOKENS
 
@@ -270,18 +270,18 @@ class LightningAttention(weights.AttentionLayer):
         pool = cache if isinstance(cache, StatePool) and self._chains(x) else None
         y = None if pool is None else self._stepped(x, pool)
         if y is None:
-            q, k, v, gate, dv_target = self._projected(x, call)
+            q, k, v, gate, into = self._projected(x, call)
             y = None if pool is None else self._stepped_from(q, k, v, gate, x, pool)
         if y is not None:
             return y
-        o, state = self._attend(q, k, v, call, dv_target)
+        o, state = self._attend(q, k, v, call, into)
         (y,) = project(self._gated(o.transpose(1, 2).flatten(2), gate), self.out_proj, early=True)
         if isinstance(cache, StateCache) and state is not None:
             cache.update(state, x.shape[1], call.counts, self)
         return call.back(y)
 
     def _projected(self, x: Tensor, call: Inputs) -> tuple[Any, ...]:
-        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E); the gate or None; where dv goes, or None."""
+        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E); the gate or None; where gradients go, or None."""
         gates = [] if self.output_gate is None else [self.output_gate]
         if self._only_activated():
             found = few_rows(x, self.qkv_proj, *gates, facts=Facts(self.activation))
@@ -290,8 +290,8 @@ class LightningAttention(weights.AttentionLayer):
                 heads = qkv.view(*qkv.shape[:2], self.num_heads, -1).transpose(1, 2)
                 return *heads.split(self._widths(), dim=3), gate[0] if gate else None, None
         qkv, *gate = project(x, self.qkv_proj, *gates)
-        *parts, dv_target = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
-        return *parts, gate[0] if gate else None, dv_target
+        *parts, into = self._heads(qkv, (None, None) if self.rope is None else call.rotations(self.rope))
+        return *parts, gate[0] if gate else None, into
 
     def _only_activated(self) -> bool:
         """Whether q, k and v are views of the activated projection."""
@@ -299,16 +299,18 @@ class LightningAttention(weights.AttentionLayer):
         return plain and self.activation is not None and self.num_heads == self.num_kv_heads
 
     def _heads(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads, and where dv goes, or None.
+        """q (B, H, N, D), k (B, H_KV, N, D), v (B, H_KV, N, E), of this rank's heads; where gradients go, or None.
 
         tables  cos and sin
         """
         kernels = self._head_kernels(qkv, tables)
         if kernels is not None:
             facts = self._facts(qkv, kernels)
-            dv_target = kernels.ProjectionGradient(facts, qkv) if self.activation is None else None
-            q, k, v = kernels.Prepared.apply(facts, qkv, *self._norm_weights(qkv), *tables, dv_target)
-            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dv_target
+            silu = self._only_activated() and self.activation == "silu"
+            place = kernels.ProjectionGradient(facts, qkv, silu) if silu or self.activation is None else None
+            q, k, v = kernels.Prepared.apply(facts, qkv, *self._norm_weights(qkv), *tables, place)
+            into = None if place is None else Into(place, qkv)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), into
         if self.activation is not None:
             qkv = ACTIVATIONS[self.activation](qkv)
         q, k, v = qkv.unflatten(2, (-1, sum(self._widths()))).split(self._widths(), dim=3)
@@ -437,8 +439,8 @@ class LightningAttention(weights.AttentionLayer):
             return False
         return o.is_contiguous() and (gate is None or gate.is_contiguous()) and o.shape[2] <= MAX_GATE_WIDTH
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs, dv_target: Any) -> tuple[Tensor, Tensor | None]:
-        """o (B, H, N, E) and, with a cache, the state it is to hold. dv_target: where dv goes, or None."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Inputs, into: Into | None) -> tuple[Tensor, Tensor | None]:
+        """o (B, H, N, E) and, with a cache, the state it is to hold. into: where gradients go, or None."""
         if self.cp is not None:
             return self.cp.lightning(q, k, v, self.decay, self.scale, self.backend, call.cu_seqlens), None
         if isinstance(call.cache, StatePool):
@@ -456,8 +458,8 @@ class LightningAttention(weights.AttentionLayer):
         if call.padding is None:
             if call.cache is None:
                 options["cu_seqlens"] = call.cu_seqlens
-                if dv_target is not None:
-                    return lightning_attention_into(dv_target.new_dv, q, k, v, self.decay, **options), None
+                if into is not None:
+                    return lightning_attention_into(into, q, k, v, self.decay, **options), None
                 return lightning_attention(q, k, v, self.decay, **options), None
             return lightning_attention_with_state(q, k, v, self.decay, initial_state=state, **options)
         # Each row is two packed sequences, its tokens and its padding, and the state of the first is the row's.

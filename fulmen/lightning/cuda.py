@@ -42,7 +42,10 @@ from fulmen.lightning.kernels.sweep import (
     DO,
     DV,
     NO_STATES,
+    OF_K,
+    OF_Q,
     OF_TOKENS,
+    OF_V,
     OPERANDS,
     OUT,
     SAVED,
@@ -97,6 +100,15 @@ def supports(spec: LightningSpec) -> str | None:
         if (why := cuda.problem(made, spec.device, shared_bytes(spec, tile, names, products))) is not None:
             return why
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def takes_silu(spec: LightningSpec) -> bool:
+    tile = tiles_of(spec).silu
+    if tile is None:
+        return False
+    sweeps = backward_sweeps(spec, spec.D == 64)
+    return all(cuda.problem(variant(spec, tile, s), spec.device, shared_bytes(spec, tile, s)) is None for s in sweeps)
 
 
 def tiles_of(spec: LightningSpec) -> SweepTiles:
@@ -241,15 +253,22 @@ def describe_backward(
     dstate: Tensor | None,
     ddecay: Tensor | None = None,
     of_steps: Tensor | None = None,
-    dv: Tensor | None = None,
+    *others: Any,
 ) -> Described:
-    """of_steps: with step sizes, x . d(dt x) and x . do are written there; the gradient of v is then that of x."""
+    """of_steps: with step sizes, x . d(dt x) and x . do are written there; the gradient of v is then that of x.
+
+    others: the places of dq, dk and dv, or None, and then, if q, k and v are silu(x), what they are silu of.
+    """
+    places: fused.Places = others[:3] or fused.NO_PLACES
+    silu_of = dict(zip((OF_Q, OF_K, OF_V), map(readable, others[3:]), strict=False))
     assert not spec.steps or not (ddecay is None or of_steps is None or x.saved is None), "all of the scan's gradients"
     if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
-        return triton_backward(spec, x, do, dstate, ddecay, None, dv)
-    grads = fused.Gradients.empty(spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False, dv=dv)
+        return triton_backward(spec, x, do, dstate, ddecay, None, *places)
+    grads = fused.Gradients.empty(
+        spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False, places=places
+    )
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: grads.dq, DK: grads.dk, DV: grads.dv}
+    tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: grads.dq, DK: grads.dk, DV: grads.dv, **silu_of}
     tiles = tiles_of(spec)
     cut = segments(spec, tiles.backward_split, x)
     states = not_cut = States(initial=x.initial_state, dfinal=dstate, dinitial=dinitial)
@@ -279,20 +298,22 @@ def describe_backward(
     joined = ddecay is not None and tiles.gradient[0].pair
     for names in backward_sweeps(spec, slots is not None and spec.D == 64, joined):
         tokens = (None, grads.qdq, grads.kdk, grads.anchors, grads.entered, *(() if of_steps is None else of_steps))
-        tile = backward_tile(tiles, names, ddecay is not None)
+        tile = tiles.silu if silu_of else backward_tile(tiles, names, ddecay is not None)
+        assert tile is not None, "see `takes_silu`"
         todo.append(launch(spec, tile, names, x, tensors, states, cut, not_cut, tokens=tokens))
     if ddecay is not None:
         todo.append(fused.token_gradient(spec, x, grads, ddecay, dstate is not None))
-    results, sums = grads.of_stored_heads(spec, x, dv)
+    results, sums = grads.of_stored_heads(spec, x, places)
     return (*results, dinitial), Chain((*work, *grads.work(results)), (*todo, *sums))
 
 
 OPERATIONS = fused.operations(describe_forward, describe_backward)
 
 
-def prepare_backward(spec: LightningSpec, x: Residuals, do: Tensor, *into: Tensor | None) -> Callable[..., Any] | None:
-    """None where the gradient of the output must be copied first."""
-    return OPERATIONS.prepare_backward(spec, x, do, *into) if readable(do) is do else None
+def prepare_backward(spec: LightningSpec, x: Residuals, do: Tensor, *others: Any) -> Callable[..., Any] | None:
+    """None where the gradient of the output, or what is activated, must be copied first; others: from dstate on."""
+    read = (do, *others[6:])
+    return OPERATIONS.prepare_backward(spec, x, do, *others) if all(readable(t) is t for t in read) else None
 
 
 register(
@@ -300,5 +321,6 @@ register(
     "cuda",
     supports=supports,
     saves=saves,
+    takes_silu=takes_silu,
     **OPERATIONS._replace(prepare_backward=prepare_backward)._asdict(),
 )

@@ -202,11 +202,13 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
 
 def backward(
     spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, ddecay: Tensor | None = None,
-    of_steps: None = None, dv: Tensor | None = None,
+    of_steps: None = None, *places: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """ddecay, dv: where to write the gradient of a decay for each token, (B, H, N), and that of v."""
-    dq, dk = (empty_rows(t, t.shape[1], t.shape[3]) for t in (x.q, x.k))
-    dv = empty_rows(x.v, *x.v.shape[1::2]) if dv is None else dv
+    """ddecay: where to write the gradient of a decay for each token, (B, H, N); places: of dq, dk and dv, or None."""
+    dq, dk, dv = (
+        empty_rows(t, *t.shape[1::2]) if place is None else place
+        for t, place in zip((x.q, x.k, x.v), places or (None,) * 3, strict=True)
+    )
     states = initial_states(spec, x)
     dstates = torch.zeros_like(states) if dstate is None else dstate.clone()
     for begin, end, which in sequences(spec, x):

@@ -13,8 +13,7 @@ of them (slopes.py), that of a decay for each token is part of their backward. C
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +40,22 @@ from fulmen.lightning.spec import (
 )
 from fulmen.plans import Plan, fake_nothing, nothing
 
-NewGradient = Callable[[Tensor], Tensor | None]
+
+class Projection(Protocol):
+    """What q, k and v are made of, whose gradient the attention's backward may write."""
+
+    silu: bool  # q, k and v are silu of it, and nothing else
+
+    def places(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Where dq, dk and dv go, or None; and, given x, what each of q, k and v is silu of. () for nothing."""
+
+    def forget(self) -> None:
+        """The places are not used."""
+
+
+class Into(NamedTuple):
+    projection: Projection
+    x: Tensor  # its output
 
 
 def lightning_attention(
@@ -96,11 +110,11 @@ def lightning_attention_with_state(
 
 
 def lightning_attention_into(
-    new_dv: NewGradient, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float,
-    cu_seqlens: Tensor | None, backend: str,
+    into: Into, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, cu_seqlens: Tensor | None,
+    backend: str,
 ) -> Tensor:  # fmt: skip
-    """As `lightning_attention`; a plain eager backward writes dv to the tensor that `new_dv` makes for v, if one."""
-    return _attend((q, k, v, decay, None, cu_seqlens), scale, False, backend, new_dv)[0]
+    """As `lightning_attention`; a plain eager backward writes gradients to their places in the projection's."""
+    return _attend((q, k, v, decay, None, cu_seqlens), scale, False, backend, into)[0]
 
 
 def lightning_attn_func(
@@ -289,23 +303,28 @@ class LightningFunction(torch.autograd.Function):
     """The gradient of plain eager calls, whose plan is known; what a kernel saves is saved here."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, new_dv: NewGradient | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: Plan, into: Into | None, *tensors: Any) -> Any:
         o, state, saved = plan.forward.run(*tensors)
-        ctx.plan, ctx.new_dv = plan, new_dv
+        ctx.plan, ctx.projection = plan, into and into.projection
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, saved)
+        x = (into.x,) if into is not None and into.projection.silu and _takes_silu(plan) else ()
+        ctx.save_for_backward(*tensors, saved, *x)
         return o if state is None else (o, state)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None = None) -> tuple[Any, ...]:
-        plan, tensors = ctx.plan, ctx.saved_tensors
+        plan, projection, tensors = ctx.plan, ctx.projection, ctx.saved_tensors
+        tensors, x = tensors[: TENSORS + 1], tensors[TENSORS + 1 :]
         if do is None:  # only the state was used
             do = _zero_output(tensors[0], tensors[2])
         decay_gradient = ctx.needs_input_grad[5]
-        ddecay, dv = _token_gradient(plan.spec, tensors[3], decay_gradient), ctx.new_dv and ctx.new_dv(tensors[2])
-        into = () if ddecay is None and dv is None else (ddecay, None, dv)
+        ddecay = _token_gradient(plan.spec, tensors[3], decay_gradient)
+        places = () if projection is None else projection.places(*tensors[:3], *x)
+        into = (ddecay, None, *places) if places or ddecay is not None else ()
         run = plan.backward_of((*tensors, do, dstate, *into))
         if run is None:
+            if projection is not None:
+                projection.forget()
             return None, None, *_operator_gradients(tensors, do, dstate, decay_gradient, plan.arguments)
         dq, dk, dv, dinitial = run(*tensors, do, dstate, *into)
         if decay_gradient and ddecay is None:
@@ -313,11 +332,16 @@ class LightningFunction(torch.autograd.Function):
         return None, None, dq, dk, dv, ddecay, dinitial, None
 
 
+def _takes_silu(plan: Plan) -> bool:
+    takes = dispatch.pick("lightning", plan.spec, plan.arguments[2]).takes_silu
+    return takes is not None and takes(plan.spec)
+
+
 _apply = plans.function_call(LightningFunction)
 
 
 def _attend(
-    tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str, new_dv: NewGradient | None = None
+    tensors: tuple[Any, ...], scale: float, with_state: bool, backend: str, into: Into | None = None
 ) -> tuple[Tensor, Any]:
     plan = None
     if type(scale) is float and type(backend) is str:
@@ -341,5 +365,5 @@ def _attend(
     if not plan.needs_grad:
         o, state, _ = plan.forward.run(*tensors)
         return o, state
-    outputs = _apply(plan, new_dv, *tensors)
+    outputs = _apply(plan, into, *tensors)
     return outputs if with_state else (outputs, None)

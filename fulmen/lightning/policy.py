@@ -4,7 +4,7 @@ Everything here is data or a pure function of (spec, hw). Nothing is compiled or
 backends. Where to look:
 
     what "auto" takes            `order`
-    a tile                       `triton_tile`; for cuda SWEEP_TILES, TOKEN_TILES, GRADIENT_TILES
+    a tile                       `triton_tile`; for cuda SWEEP_TILES, TOKEN_TILES, GRADIENT_TILES, SILU_TILES
     when sequences are split     `triton_split` and `cuda_split`
     the answer                   `order` (backends, fastest first) and `choose` (one `Choice`)
 
@@ -62,6 +62,7 @@ class SweepTile(NamedTuple):
     save: int = 0  # 1: saves states, 2: reads saved ones
     share: bool = False  # blocks of one head load rows for each other (multicast)
     pair: bool = False  # one block makes dv and dk, from one state
+    silu: bool = False  # q, k and v are silu(x), and the gradients become those of x
 
     def __str__(self) -> str:
         return f"{self.stages} stages, {self.outs} warpgroups for outputs"
@@ -78,6 +79,7 @@ class SweepTiles(NamedTuple):
     backward_split: Split
     backward_of_e: SweepTile | None = None  # of dk and dq, where E is not D
     gradient: tuple[SweepTile, ...] = ()  # with the gradient of a decay for each token: of the launch of dv, of another
+    silu: SweepTile | None = None  # the backward where q, k and v are silu(x)
 
     def __str__(self) -> str:
         return str(self.forward)
@@ -151,6 +153,9 @@ GRADIENT_TILES: dict[tuple[int, int], tuple[SweepTile, ...]] = {
     (128, 128): (SweepTile(4, 2, share=True), SweepTile(4, 2, share=True)),
     (128, 64): (SweepTile(3, 2, pair=True), SweepTile(5, 2)),
 }
+
+# The backward where q, k and v are silu(x), whose rows are a part of each stage: (D, E).
+SILU_TILES = {(64, 64): SweepTile(5, 2, save=2, silu=True), (128, 128): SweepTile(4, 1, share=True, silu=True)}
 
 
 # ---------------------------------------------------------------------------------- segments, to fill the GPU
@@ -249,6 +254,7 @@ def choose(spec: LightningSpec, hw: Hardware, backend: str = "auto") -> Choice:
         forward, back = (cuda_split(spec, hw, pass_) for pass_ in ("forward", "backward"))
         gradient = GRADIENT_TILES[spec.D, spec.E] if spec.per_token else ()
         ahead, training, backward, state, *of_e = tiles
-        found = SweepTiles(ahead, training, backward, state, forward, back, of_e[0] if of_e else None, gradient)
+        silu = None if spec.per_token else SILU_TILES[spec.D, spec.E]
+        found = SweepTiles(ahead, training, backward, state, forward, back, of_e[0] if of_e else None, gradient, silu)
         return Choice(backend, backend, found, forward.number, backend)
     return Choice(backend, backend, None, 1, backend)

@@ -138,6 +138,10 @@ def sum_heads(each: Tensor, stored: Tensor) -> Launch:
     return Launch(lightning_sum_heads_kernel, B * heads * triton.cdiv(N, SUM_ROWS), (), args, {"num_warps": 4})
 
 
+Places = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_PLACES: Places = (None, None, None)
+
+
 class Gradients(NamedTuple):
     """dq, dk and dv with H heads each: in fp32 where several share one stored head.
 
@@ -161,12 +165,14 @@ class Gradients(NamedTuple):
         tile: tuple[int, int] | None,
         shared: torch.dtype = torch.float32,
         spans: bool = True,
-        dv: Tensor | None = None,
+        places: Places = NO_PLACES,
     ) -> Gradients:
-        """tile: rows of a chunk, columns of D, if products are wanted; shared: dtype of heads that are summed; dv: the
-        gradient of v, if it has a place already."""
+        """tile: rows of a chunk, columns of D, if products are wanted; shared: dtype of heads that are summed; places:
+        of dq, dk and dv, where they have one already."""
 
-        def rows(t: Tensor) -> Tensor:
+        def rows(t: Tensor, place: Tensor | None) -> Tensor:
+            if place is not None and place.shape[1] == spec.H:
+                return place
             return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
 
         more = []
@@ -178,14 +184,14 @@ class Gradients(NamedTuple):
                 shapes += [(heads, slots, tiles * width, padded(spec.E)), (heads, slots, tiles)]
                 shapes += [(heads, slots * TOKEN_ROWS // tile[0], tiles)]
             more = [x.q.new_empty(shape, dtype=torch.float32) for shape in shapes]
-        return cls(rows(x.q), rows(x.k), rows(x.v) if dv is None or dv.shape[1] != spec.H else dv, *more)
+        return cls(*map(rows, (x.q, x.k, x.v), places), *more)
 
     def of_stored_heads(
-        self, spec: LightningSpec, x: Residuals, dv: Tensor | None = None
+        self, spec: LightningSpec, x: Residuals, places: Places = NO_PLACES
     ) -> tuple[list[Tensor], list[Launch]]:
         """dq, dk and dv with as many heads as q, k and v, and the launches that make those from these."""
         found, sums = [], []
-        for t, each, given in zip((x.q, x.k, x.v), self[:3], (None, None, dv), strict=True):
+        for t, each, given in zip((x.q, x.k, x.v), self[:3], places, strict=True):
             stored = each if t.shape[1] == spec.H else empty_rows(t, t.shape[1], t.shape[3]) if given is None else given
             sums += [] if stored is each else [sum_heads(each, stored)]
             found.append(stored)
@@ -305,13 +311,14 @@ def describe_backward(
     dstate: Tensor | None,
     ddecay: Tensor | None = None,
     of_steps: None = None,
-    dv: Tensor | None = None,
+    *places: Any,
 ) -> Described:
     tile = dispatch.choose("lightning", spec, backend).tile
     one = getattr(tile, "sweep", tile)
-    grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v), dv=dv)
+    places = places or NO_PLACES
+    grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v), places=places)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    found, sums = grads.of_stored_heads(spec, x, dv)
+    found, sums = grads.of_stored_heads(spec, x, places)
     work, todo = launches(spec, tile, x, do, dstate, grads, dinitial)
     gradient = [] if ddecay is None else [token_gradient(spec, x, grads, ddecay, dstate is not None)]
     return (*found, dinitial), Chain((*work, *grads.work(found)), (*todo, *gradient, *sums))

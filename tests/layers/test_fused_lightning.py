@@ -14,7 +14,7 @@ from fulmen.hardware import TARGETS
 from fulmen.layers import StateCache, lightning
 from fulmen.layers.fused import lightning as kernels
 from fulmen.layers.lightning import LightningAttention
-from fulmen.lightning.op import lightning_attention_into
+from fulmen.lightning.op import Into, lightning_attention_into
 from tests.aot_layers import LayerCase
 from tests.layers.test_fused import DEVICE, DTYPES, compare, drawn
 
@@ -189,8 +189,8 @@ def test_dv_is_written_to_its_place(kind, dtype, launched, monkeypatch) -> None:
         found = torch.autograd.grad(y, [x, *leaves], drawn(2, 9, WIDTH, seed=7).to(dtype), retain_graph=True)
         return found
 
-    def recorded(place, dv):
-        taken.append(take(place, dv))
+    def recorded(place, *grads):
+        taken.append(take(place, *grads))
         assert place.dx is None
         return taken[-1]
 
@@ -198,7 +198,7 @@ def test_dv_is_written_to_its_place(kind, dtype, launched, monkeypatch) -> None:
     y = layer(x)
     first, second = gradients(y), gradients(y)
     assert [dx is not None for dx in taken] == [True, True]
-    monkeypatch.setattr(kernels.ProjectionGradient, "take", lambda place, dv: None)
+    monkeypatch.setattr(kernels.ProjectionGradient, "take", lambda place, *grads: None)
     copied = gradients(layer(x))
     for a, b, c in zip(first, second, copied, strict=True):
         assert torch.equal(a, b)
@@ -216,7 +216,7 @@ def test_another_dv_is_copied_to_its_place(launched) -> None:
 
     def attended(q, k, v, place):
         options = {"scale": 1.0, "cu_seqlens": None, "backend": "triton"}
-        return lightning_attention_into((place or unplaced).new_dv, q, k, v, None, **options)
+        return lightning_attention_into(Into(place or unplaced, qkv), q, k, v, None, **options)
 
     def twice(q, k, v, place):
         return (attended(q, k, v, place) * v).sum()
@@ -351,7 +351,7 @@ def test_dv_in_its_place_on_a_gpu(head_dim, backend, call, monkeypatch) -> None:
         return torch.autograd.grad(layer(x, **options), [x, *layer.parameters()], drawn(1, 700, 256, seed=3).bfloat16())
 
     found = [gradients() for _ in range(4)]
-    monkeypatch.setattr(kernels.ProjectionGradient, "take", lambda place, dv: None)
+    monkeypatch.setattr(kernels.ProjectionGradient, "take", lambda place, *grads: None)
     for some in found:
         for got, want in zip(some, gradients(), strict=True):
             assert torch.equal(got, want)

@@ -403,12 +403,12 @@ class Args(ctypes.Structure):
     """struct Args, which the compiler pads to a multiple of the 64 bytes tensor maps begin at."""
 
     _fields_ = [
-        ("map", ctypes.c_char * 128 * 8), ("sweep", SweepArgs * 3), ("decay", u64), ("cu", u64),
+        ("map", ctypes.c_char * 128 * sweep.MAPS), ("sweep", SweepArgs * 3), ("decay", u64), ("cu", u64),
         ("segment_offsets", u64),
         ("h", i32), ("n", i32), ("segment", i32), ("segments", i32), ("sweeps", i32), ("scale", f32),
         ("not_last", i32), ("zero", i32), ("whole", i32), ("start", i32),
-        ("group", i32 * 8), ("decay_b", u64), ("decay_h", u64), ("decay_n", u64), ("keeps", u64), ("saved", u64),
-        ("slots", i32), ("pad", i32), ("product", ProductArgs * 3),
+        ("group", i32 * sweep.MAPS), ("decay_b", u64), ("decay_h", u64), ("decay_n", u64), ("keeps", u64),
+        ("saved", u64), ("slots", i32), ("pad", i32), ("product", ProductArgs * 3),
         ("steps", u64), ("skip", u64), ("x_dv", u64), ("x_do", u64),
     ]  # fmt: skip
 
@@ -418,7 +418,7 @@ def test_arguments_as_the_kernel_reads_them(h200, monkeypatch):
     assert ctypes.sizeof(SweepArgs) == sweep.SWEEP.size == 112
     front = sweep.ARGUMENTS.packer()
     assert front.size == ctypes.sizeof(Args)
-    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 1664
+    assert sweep.ARGUMENTS.size == -(-front.size // 64) * 64 == 2048
     packed: list[bytes] = []
     pack = SimpleNamespace(at=lambda addresses, values: packed.append(front.pack(*values(addresses))))
     monkeypatch.setattr(sweep, "launch_of", lambda *args: pack)

@@ -332,7 +332,7 @@ MISTAKES = {
         LATE,
         f"{WRONG}|more arrivals|all wait",
     ),
-    "a sigmoid for silu": ("z", "return x * opened;", "return opened;", ANY, WRONG),
+    "a sigmoid for silu": ("z", "return x * sigmoid(x);", "return sigmoid(x);", ANY, WRONG),
 }
 
 

@@ -8,7 +8,7 @@ A program takes HEADS heads of a token, of q, of k or of v. Without an activatio
 other element of each pair, which is loaded a second time, from the cache: so every tile has one layout, and nothing is
 exchanged between threads but the sums of norms. In the backward a program writes its gradients into the gradient of the
 projection, so that nothing is joined or copied after it. If v stays where it is, the attention's backward writes dv
-there itself (`ProjectionGradient`).
+there itself (`ProjectionGradient`). On Hopper, with silu alone, it writes all of that gradient, and nothing follows it.
 
 After. The norm of each group of a token's features, times a gate:
 
@@ -18,8 +18,8 @@ A program takes all groups of a token. Both backwards compute the means anew: th
 
 Traffic in u, the bytes of one (B, H, N, D) tensor, forward and backward, with as many heads of k and v as of q:
 
-    activation          6 + 9        norm and RoPE of q and k     4 + 6
-    norm and gate       3 + 5
+    activation          6 + 9, or 6 + 3 read by the attention's backward
+    norm and gate       3 + 5        norm and RoPE of q and k     4 + 6
 
 The gradient of a weight is summed in each program over its tokens, then over programs in a fixed order.
 """
@@ -351,37 +351,63 @@ def heads_backward_launch(
 
 
 class ProjectionGradient:
-    """Where the attention's backward writes dv: a part of the projection's gradient, which `Prepared` completes."""
+    """The projection's gradient, of which the attention's backward writes parts: dv, where v is a part of the
+    projection, or all of it, where q, k and v are silu of theirs. `Prepared` completes it."""
 
-    def __init__(self, facts: Heads, x: Tensor) -> None:
-        self.facts, self.shape, self.dtype, self.device = facts, x.shape, x.dtype, x.device
+    def __init__(self, facts: Heads, x: Tensor, silu: bool = False) -> None:
+        self.facts, self.shape, self.dtype, self.device, self.silu = facts, x.shape, x.dtype, x.device, silu
+        self.forget()
+
+    def forget(self) -> None:
         self.dx: Tensor | None = None
+        self.complete = False
 
-    def value_part(self, x: Tensor) -> Tensor:
-        """v (B, N, H_KV, E) of x."""
-        return x.view(*x.shape[:2], self.facts.H_KV, -1)[..., -self.facts.E :]
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of x, (B, N, H_KV, size); with all of its queries for each head of k."""
+        H, H_KV, D, E = self.facts[:4]
+        return x.view(*x.shape[:2], H_KV, -1).split([H // H_KV * D, D, E], dim=3)
 
-    def new_dv(self, v: Tensor) -> Tensor | None:
-        """dv (B, H_KV, N, E) of the v that attention had; None if autocast made it another dtype."""
-        if v.dtype != self.dtype:
+    def places(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """See `fulmen.lightning.op.Projection`. None if autocast made v another dtype."""
+        self.forget()
+        if v.dtype != self.dtype or (x is None and self.silu):
+            return ()
+        self.dx, self.complete = torch.empty(self.shape, dtype=self.dtype, device=self.device), x is not None
+        parts = [t.transpose(1, 2) for t in self.parts(self.dx)]
+        if x is None:
+            return None, None, parts[-1]
+        return *parts, *(t.transpose(1, 2) for t in self.parts(x.resolve_neg().contiguous()))
+
+    def take(self, *grads: Tensor | None) -> Tensor | None:
+        """The projection's gradient that these (B, N, heads, size), of q, k and v, are parts of, or the last; None if
+        they are not, as where one is a sum."""
+        dx, complete = self.dx, self.complete
+        self.forget()
+        if dx is None:
             return None
-        self.dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return self.value_part(self.dx).transpose(1, 2)
+        parts = self.parts(dx)
+        count = 3 if complete else 1
+        if all(map(_is_same, grads[-count:], parts[-count:])):
+            return dx
+        if complete:
+            raise RuntimeError(
+                "the gradient of q, k or v was changed on its way: the attention's backward had already made it the "
+                "gradient of what is activated"
+            )
+        return None
 
-    def take(self, dv: Tensor | None) -> Tensor | None:
-        """The projection's gradient that `dv` (B, N, H_KV, E) is a part of; None if it is not, as where it is a sum."""
-        dx, self.dx = self.dx, None
-        if dx is None or dv is None or dv.dtype != dx.dtype:
-            return None
-        part = self.value_part(dx)
-        found = (dv.data_ptr(), dv.shape, dv.stride()) == (part.data_ptr(), part.shape, part.stride())
-        return dx if found and not dv.is_neg() else None
+
+def _is_same(grad: Tensor | None, part: Tensor) -> bool:
+    if grad is None or grad.dtype != part.dtype or grad.is_neg():
+        return False
+    return (grad.data_ptr(), grad.shape, grad.stride()) == (part.data_ptr(), part.shape, part.stride())
 
 
 class Prepared(torch.autograd.Function):
     """facts, x (B, N, width), q_weight, k_weight (D,) or None, cos, sin or None -> q, k, v (B, N, heads, size).
 
-    Saves x and what it shares with others. Without an activation v is a view of x, and `place` may have its gradient.
+    Saves x and what it shares with others. Without an activation v is a view of x, and `place` may have its gradient;
+    with silu alone `place` may have all gradients.
     """
 
     @staticmethod
@@ -405,10 +431,12 @@ class Prepared(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        facts, dx = ctx.facts, None if ctx.place is None else ctx.place.take(*grads)
+        if dx is not None and facts.activation is not None:
+            return None, dx, None, None, None, None, None
         x, q_weight, k_weight, cos, sin = saved(ctx)
-        (B, N, _), (H, H_KV, D, E), facts = x.shape, ctx.facts[:4], ctx.facts
+        (B, N, _), (H, H_KV, D, E) = x.shape, facts[:4]
         shapes = (B, N, H, D), (B, N, H_KV, D), (B, N, H_KV, E)
-        dx = None if ctx.place is None else ctx.place.take(grads[2])
         dq, dk, dv = (x.new_zeros(shape) if d is None else d for d, shape in zip(grads, shapes, strict=True))
         dq, dk = dq.contiguous(), dk.contiguous()
         if dx is None:

@@ -44,8 +44,11 @@
 // such a buffer. dv = d(dt x) becomes dx = dt dv + D do; the sums x . dv and x . do of its rows go through the
 // stage to the decay warps, as those of DOTS do. The scale is 1.
 //
+// With SILU q, k and v are silu(x), and their gradients become those of x: an output is multiplied by silu's slope at x, whose
+// rows are the fourth tile of the stage.
+//
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
-// (heads share rows of a tensor), PACKED, JOINED, STEPS, GATE, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
+// (heads share rows of a tensor), PACKED, JOINED, STEPS, GATE, SILU, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
 // may read them) and SHARE: the blocks of a head's tiles of c, two at D = 128, are a cluster; each copies half of a and b
 // into the shared memory of both (multicast), which halves the reads from L2.
 
@@ -59,7 +62,7 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
     int group = 0;
     const int head_a = w.head_of(x, sweep.a), head_b = w.head_of(x, sweep.b), head_c = w.head_of(x, sweep.c);
     const Product &product = w.product(x);
-    const bool fourth = RING_ROWS && product.out;
+    const bool fourth = SILU || (RING_ROWS && product.out);
     const int map = JOINED ? x.sweep[1].a : product.rows, head = w.head_of(x, map);
 #pragma unroll 1
     for (int n = 0; n < w.chunks; n++) {
@@ -99,10 +102,17 @@ __device__ __forceinline__ void produce(const Args &x, const Shared &at, const W
 // where there are too few, is multiplied before the other part is added.
 constexpr bool APART = DECAY && OUTS == 1;
 
-__device__ __forceinline__ float silu(float x) {
-    float opened;
-    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(opened) : "f"(exp2_(-1.4426950408889634f * x) + 1.0f));
-    return x * opened;
+__device__ __forceinline__ float sigmoid(float x) {
+    float y;
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exp2_(-1.4426950408889634f * x) + 1.0f));
+    return y;
+}
+
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+
+__device__ __forceinline__ float slope_of_silu(float x) {
+    const float s = sigmoid(x);
+    return s * fmaf(x, 1.0f - s, 1.0f);
 }
 
 // What a warpgroup does: its share of a sweep's chunks, or of two sweeps with one state all chunks of dv or of dk.
@@ -135,6 +145,7 @@ struct Outputs {
     float p[32], out[32 * WIDTH], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
     float skip = 0.0f;              // D of the head
+    u32 slopes[SILU ? 16 : 1];      // of pairs of outputs
     float sum[2], of_state = 0.0f;  // of this thread: products of two rows, of which so much comes from the state
     int warp, buffer, parity;       // parity: of the rows that come into the buffer
     bool leads, reports;
@@ -166,6 +177,8 @@ struct Outputs {
         }
 #pragma unroll
         for (int i = 0; i < 32 * WIDTH; i++) out[i] = inter[APART ? i : 0] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 16; i++) slopes[SILU ? i : 0] = 0;
     }
 
     __device__ __forceinline__ float decayed(int i) const {
@@ -292,6 +305,22 @@ struct Outputs {
         __syncwarp();
     }
 
+    // Silu's slopes at x, while the chunk's products run. A branch that is always taken: without one the assembler waits
+    // for the products first. In bf16, as fp32 would take 16 registers more than there are.
+    __device__ __forceinline__ void find_slopes(const Args &x, const Shared &at, int n) {
+        if constexpr (SILU) {
+            if (x.zero) return;
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                u32 two[4];
+                load_rows_of(two, at.rows(n), j, warp);
+#pragma unroll
+                for (int i = 0; i < 4; i++) slopes[2 * j + i] = pack(slope_of_silu(low(two[i])), slope_of_silu(high(two[i])));
+            }
+            __syncwarp();
+        }
+    }
+
     // Starts p = a b^T.
     __device__ __forceinline__ void start_p(const Shared &at, const Walk &w, int n) {
         at.await_full(n);
@@ -386,6 +415,9 @@ struct Outputs {
             else add_skip(at.c(n));
             release(at.empty + n % STAGES * 8);
         }
+        if constexpr (SILU)
+#pragma unroll
+            for (int i = 0; i < 16; i++) out[2 * i] *= low(slopes[i]), out[2 * i + 1] *= high(slopes[i]);
         if (GATE) open_gate(at);
         const u32 from = output(at);
         if (BUFFERS == 2) buffer ^= 1;
@@ -442,10 +474,12 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
             keep_alive(y.q, x.zero);
         }
         y.start_p(at, w, n + Y::STEP);
+        y.find_slopes(x, at, n);
         if (Y::WIDTH == 1) wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n, here, &place);
     }
     y.start_out(x, at, w, n, place);
+    y.find_slopes(x, at, n);
     wgmma_wait<0>();
     if (Y::WIDTH > 1) keep_alive(y.q, x.zero);
     y.deliver(x, at, w, sweep, n, place, nullptr);

@@ -18,7 +18,8 @@ DECAYS = 3 * 4 * CHUNK + 16  # bytes of a chunk's factors, where every token has
 SUMS = 6 * CHUNK  # bytes of the products of its rows
 STEP_SIZES = 4 * CHUNK  # bytes of its step sizes
 STEP_SUMS = 8 * CHUNK  # bytes of the products of dv's and do's rows with x
-Q, K, V, DO, OUT, DK, DV, SAVED = range(8)  # indices of the maps
+MAPS = 11
+Q, K, V, DO, OUT, DK, DV, SAVED, OF_Q, OF_K, OF_V = range(MAPS)  # the last: x, where q, k and v are silu(x)
 Z = DO  # of a forward, which reads no do
 
 
@@ -59,19 +60,19 @@ PRODUCT = cuda.Struct(
     ("out", "float *"),  # (heads, tiles, rows), or null
     ("anchors", "float *"),  # (heads, slots, tiles, 4): state times its gradient, or null
     ("entered", "float *"),  # (heads, chunks, tiles): of dq the part of q . dq that comes from the state, or null
-    ("rows", "int"),  # the map of q or k
+    ("rows", "int"),  # the map of q, k or x
     align=16,
 )  # fmt: skip
 ARGUMENTS = cuda.Struct(
     "Args",
-    ("map", "TensorMap", 8),  # (D, N, heads, B), boxes of 64 columns and 64 rows; the last: (D, E, slots, heads)
+    ("map", "TensorMap", MAPS),  # (D, N, heads, B), boxes of 64 columns and 64 rows; of SAVED (D, E, slots, heads)
     ("sweep", SWEEP, 3),
     ("decay", "const float *"), ("cu", "const int *"), ("segment_offsets", "const int *"),
     ("h", "int"), ("n", "int"), ("segment", "int"), ("segments", "int"), ("sweeps", "int"), ("scale", "float"),
     ("not_last", "int"),  # of the last segment of a sequence, nothing is read
     ("zero", "int"),  # 0, which the compiler does not know
     ("whole", "int"), ("start", "int"),  # (sequence, head) before `whole` are not cut; where this launch begins
-    ("group", "int", 8),  # heads that share one of a map's tensor
+    ("group", "int", MAPS),  # heads that share one of a map's tensor
     ("decay_b", "long long"), ("decay_h", "long long"), ("decay_n", "long long"),  # strides of a decay for each token
     ("keeps", "float *"),  # what segments leave of the states that enter them
     ("saved", "const char *"), ("slots", "int"),  # the states the forward saved, for `anchors`
@@ -98,8 +99,9 @@ def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = 
     decays += tile.stages * (STEP_SIZES + (STEP_SUMS if tile.pair else 0)) if spec.steps else 0
     if not tile.outs:
         return tile.stages * ((panels + 1) * panel + 16) + 64 + decays
-    deep = tile.outs == 1 and tile.stages > 4  # which leaves room for one state and one output
-    states, rows = (1 if deep else 3 if tile.save == 2 else 2) * panels, int(tile.pair or (products and panels == 1))
+    deep = tile.outs == 1 and (tile.stages > 4 or tile.silu)  # which leaves room for one state and one output
+    states = (1 if deep else 3 if tile.save == 2 else 2) * panels
+    rows = int(tile.pair or tile.silu or (products and panels == 1))
     outputs = 1 if deep else 2 if panels == 2 and not tile.pair else 2 * tile.outs
     return tile.stages * ((2 * panels + 1 + rows) * panel + 16) + (states + outputs) * panel + 64 + decays
 
@@ -113,7 +115,7 @@ def variant(
         "TOKENS": int(spec.per_token), "DOTS": int(products), "GROUPED": int(spec.groups is not None),
         "PACKED": int(spec.sequences is not None), "EVERY": saved_rows(spec) // CHUNK, "SAVE": tile.save,
         "SHARE": int(tile.share), "JOINED": int(tile.pair), "STEPS": int(spec.steps),
-        "GATE": int(spec.gated and names == ("o",)),
+        "GATE": int(spec.gated and names == ("o",)), "SILU": int(tile.silu),
     }  # fmt: skip
     return cuda.Variant("lightning/kernels/sweep.cu", "lightning_sweep_kernel", "90a", tuple(macros.items()), ARGUMENTS)
 
@@ -137,13 +139,14 @@ NO_STATES = States()
 # of what is cut (or of all if nothing is), states of what is not cut, then decay, cu_seqlens and segment_offsets; of a
 # decay for each token what segments keep, q . dq, k . dk, anchors and entered; of step sizes x . dv, x . do, themselves
 # and the skip.
-INITIAL, FINAL, DFINAL, DINITIAL = range(8, 12)
+INITIAL, FINAL, DFINAL, DINITIAL = range(MAPS, MAPS + 4)
 NOT_CUT = 4  # from a state to that of what is not cut
-DECAY = 16
-KEEPS, QDQ, KDK, ANCHORS, ENTERED, X_DV, X_DO, STEPS, SKIP = range(19, 28)
+DECAY = INITIAL + 2 * NOT_CUT
+KEEPS, QDQ, KDK, ANCHORS, ENTERED, X_DV, X_DO, STEPS, SKIP = range(DECAY + 3, DECAY + 12)
 OPERANDS = SKIP + 1
 OF_TOKENS = 7  # of these, those that a launch is given beside the call's residuals
 PRODUCTS = {"dq": (QDQ, Q), "dk": (KDK, K), "o": (None, Z)}  # where they go, and with which rows; the rows of o's gate
+OF_SILU = {"dq": OF_Q, "dk": OF_K, "dv": OF_V}  # x of a gradient
 AROUND = {  # the states that enter and leave a sweep; those that leave dv and dk are one
     "o": (INITIAL, FINAL),
     "dq": (INITIAL, None),
@@ -162,7 +165,7 @@ def operands(
     segment_offsets: Tensor | None = None,
     tokens: tuple[Tensor | None, ...] = (),
 ) -> tuple[Tensor | None, ...]:
-    rows = [tensors.get(i) for i in range(8)]
+    rows = [tensors.get(i) for i in range(MAPS)]
     return *rows, *states, *not_cut, x.decay, x.cu_seqlens, segment_offsets, *tokens, x.steps, x.skip
 
 
@@ -196,7 +199,7 @@ class SweepLaunch:
     ) -> None:
         self.maps = [(i, cuda.tensor_maps(t, 64)) for i, t in tensors.items()]
         self.pointers: list[tuple[int, int]] = []  # places among the values and among the addresses
-        values: list[float | bytes] = [NO_MAP] * 8
+        values: list[float | bytes] = [NO_MAP] * MAPS
         for name in names:
             sweep, out, at = SWEEPS[name], tensors.get(SWEEPS[name].out), len(values)
             times = spec.scale if sweep.reverse else 1.0
@@ -212,24 +215,25 @@ class SweepLaunch:
         skipped, kinds = cut.whole if only_cut else 0, len(names) - tile.pair  # of blocks
         segments = spec.states if cut.segment_offsets is not None else cut.number
         values += [0, 0, 0, spec.H, spec.N, cut.rows, segments, kinds, spec.scale, not_last, 0, cut.whole, skipped]
-        self.values = values + self.of_tokens(spec, names, tensors, decay, products, len(values))
+        self.values = values + self.of_rows(spec, tile, names, tensors, decay, products, len(values))
         blocks = (segment_count(spec, cut) - skipped) * kinds * (sizes(spec, names)[1] // 64)
         var = variant(spec, tile, names, products)
         self.launch = launch_of(var, spec.device, blocks, threads(tile), shared_bytes(spec, tile, names, products))
 
-    def of_tokens(
-        self, spec: LightningSpec, names: tuple[str, ...], tensors: dict[int, Tensor], decay: Tensor | None,
-        products: bool, at: int,
+    def of_rows(
+        self, spec: LightningSpec, tile: SweepTile, names: tuple[str, ...], tensors: dict[int, Tensor],
+        decay: Tensor | None, products: bool, at: int,
     ) -> list[float | bytes]:  # fmt: skip
-        """What is about heads that share rows and a decay for each token; the first has index `at` among the values."""
-        heads = [spec.H // tensors[i].shape[1] if i in tensors and i != SAVED else 1 for i in range(8)]
+        """What is about heads that share rows, a decay for each token and rows that outputs are multiplied with; the
+        first has index `at` among the values."""
+        heads = [spec.H // tensors[i].shape[1] if i in tensors and i != SAVED else 1 for i in range(MAPS)]
         slots = tensors[SAVED].shape[1] if SAVED in tensors else 0
         values: list[float | bytes] = [*heads, *((0, 0, 0) if decay is None else decay.stride()), 0, 0, slots]
-        self.pointers += [(at + 11, KEEPS), (at + 12, SAVED)] if decay is not None else []
+        self.pointers += [(at + MAPS + 3, KEEPS), (at + MAPS + 4, SAVED)] if decay is not None else []
         for name in names:
             own = at + len(values)
             out, rows = PRODUCTS.get(name, (None, 0))
-            values += [0, 0, 0, rows]
+            values += [0, 0, 0, OF_SILU[name] if tile.silu else rows]
             if products and name == "dv":
                 self.pointers += [(own + 1, ANCHORS)]
             elif products and out is not None:

@@ -3,11 +3,11 @@
 
 constexpr int D = HEAD_DIM, C = 64, V = 64 * TILES;
 constexpr int PANELS = D / 64;
-constexpr bool RING_ROWS = DOTS && (PANELS == 1 || JOINED);          // rows of q or k are in a stage, too
+constexpr bool RING_ROWS = (DOTS && (PANELS == 1 || JOINED)) || SILU;  // rows of q or k, or of x, are in a stage, too
 constexpr bool OUT_ROWS = (DOTS && !RING_ROWS) || GATE;              // rows come into a buffer of each output warpgroup
 constexpr int STAGE = ((OUTS ? 2 : 1) * PANELS + 1 + RING_ROWS) * PANEL;  // b, c, a, rows
 constexpr int STATE = PANELS * PANEL;                                // a state in bf16
-constexpr int STATE_BUFFERS = (OUTS == 1 && STAGES > 4) || OUT_ROWS ? 1 : 2;  // of published states; others need the room
+constexpr int STATE_BUFFERS = (OUTS == 1 && (STAGES > 4 || SILU)) || OUT_ROWS ? 1 : 2;  // of published states; others need the room
 constexpr int OUT_BUFFERS = (PANELS == 2 && OUTS == 2 && !JOINED) || STATE_BUFFERS == 1 ? 1 : 2;  // panels in which a warpgroup leaves outputs
 constexpr int THREADS = 128 * (2 + OUTS);
 constexpr int CLUSTER = SHARE ? PANELS : 1;                          // blocks that load a and b for each other
@@ -18,6 +18,7 @@ static_assert(!DOTS || OUTS == 2, "products take the registers of two warpgroups
 static_assert(!OUT_ROWS || (OUTS == 2 && OUT_BUFFERS == 1), "a buffer for rows takes the place of one for outputs");
 static_assert(!STEPS || TOKENS, "step sizes come with decays");
 static_assert(!GATE || (STEPS && !DOTS && OUTS), "of o alone");
+static_assert(!SILU || (!TOKENS && OUTS), "of the gradients of q, k and v");
 static_assert(!JOINED || (DOTS && TILES == 1 && PANELS == 2 && OUTS == 2), "a warpgroup each for dv and dk, twice as wide");
 
 // Of a chunk whose rows have a decay each: what its rows and its state are multiplied with.
