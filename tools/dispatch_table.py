@@ -179,6 +179,8 @@ def sweep_launches(spec: LightningSpec) -> Iterator[tuple[str, tuple[str, ...], 
         for names in backward_sweeps(spec, spec.D == 64, products and tiles.gradient[0].pair):
             words = ", ".join(names) + (GRADIENT if products else "")
             yield words, names, backward_tile(tiles, names, products)
+    for names in backward_sweeps(spec, spec.D == 64) if tiles.silu else ():
+        yield ", ".join(names) + ", times silu's slope", names, tiles.silu
     yield "states of segments", ("state",), tiles.state
 
 

@@ -47,15 +47,16 @@ class Projection(Protocol):
     silu: bool  # q, k and v are silu of it, and nothing else
 
     def places(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Where dq, dk and dv go, or None; and, given x, what each of q, k and v is silu of. () for nothing."""
+        """The tensors to write dq, dk and dv to, each or None; given x, also its parts that q, k and v are silu of.
+        (): the backward allocates its own."""
 
     def forget(self) -> None:
-        """The places are not used."""
+        """This backward does not write to the places."""
 
 
 class Into(NamedTuple):
     projection: Projection
-    x: Tensor  # its output
+    x: Tensor  # the projection's output
 
 
 def lightning_attention(

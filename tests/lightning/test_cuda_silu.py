@@ -195,16 +195,41 @@ def test_gradients_without_places(around, monkeypatch):
 
 
 @emulated
-def test_a_gradient_that_a_hook_changes_raises(around):
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
+def test_a_gradient_that_a_hook_changes_raises(in_place, around):
+    """The slope must not be applied twice."""
+
+    def change(dk):
+        return (dk.mul_(2), None)[1] if in_place else 2 * dk
+
     call = Call(**CASES["D=64 decay"])
     with emulator.serve("lightning", ANY):
         place = kernels.ProjectionGradient(call.facts, call.x, silu=True)
         parts = kernels.Prepared.apply(call.facts, call.x, None, None, None, None, place)
         q, k, v = (t.transpose(1, 2) for t in parts)
-        k.register_hook(lambda dk: 2 * dk)
+        k.register_hook(change)
         y = lightning_attention_into(Into(place, call.x), q, k, v, call.decay, 1.0, None, "cuda")
-        with pytest.raises(RuntimeError, match="gradient of q, k or v was changed on its way"):
+        with pytest.raises(RuntimeError, match="a hook changed the gradient of q, k or v"):
             call.gradient(y)
+
+
+@emulated
+def test_two_backwards_of_one_graph_at_a_time(around):
+    """One runs between the attention's backward and the projection's of the other, as threads would have it."""
+    call, inner = Call(**CASES["D=64 decay"]), []
+
+    def another(*args):
+        if not inner:
+            inner.append(None)
+            inner[0] = call.gradient(y, retain_graph=True)
+
+    with emulator.serve("lightning", ANY):
+        (y,) = call.fused(call.x)
+        want = call.gradient(y, retain_graph=True)
+        y.grad_fn.register_hook(another)
+        assert torch.equal(call.gradient(y), want)
+        assert torch.equal(inner[0], want)
+    assert set(around.launched) == {"heads_launch"}
 
 
 ON_GPU = CASES | {f"split {name}": options for name, options in SPLIT.items()}

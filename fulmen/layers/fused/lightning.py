@@ -8,7 +8,8 @@ A program takes HEADS heads of a token, of q, of k or of v. Without an activatio
 other element of each pair, which is loaded a second time, from the cache: so every tile has one layout, and nothing is
 exchanged between threads but the sums of norms. In the backward a program writes its gradients into the gradient of the
 projection, so that nothing is joined or copied after it. If v stays where it is, the attention's backward writes dv
-there itself (`ProjectionGradient`). On Hopper, with silu alone, it writes all of that gradient, and nothing follows it.
+there itself (`ProjectionGradient`). On Hopper, with silu alone, it writes all of that gradient: the activation has no
+backward kernel.
 
 After. The norm of each group of a token's features, times a gate:
 
@@ -18,7 +19,7 @@ A program takes all groups of a token. Both backwards compute the means anew: th
 
 Traffic in u, the bytes of one (B, H, N, D) tensor, forward and backward, with as many heads of k and v as of q:
 
-    activation          6 + 9, or 6 + 3 read by the attention's backward
+    activation          6 + 9, with silu alone on Hopper 6 + 3: x, which the attention's backward reads
     norm and gate       3 + 5        norm and RoPE of q and k     4 + 6
 
 The gradient of a weight is summed in each program over its tokens, then over programs in a fixed order.
@@ -351,16 +352,13 @@ def heads_backward_launch(
 
 
 class ProjectionGradient:
-    """The projection's gradient, of which the attention's backward writes parts: dv, where v is a part of the
-    projection, or all of it, where q, k and v are silu of theirs. `Prepared` completes it."""
+    """The gradient of a projection's output. The attention's backward writes v's part, where v is one; where q, k and v
+    are silu of theirs, it writes all three, already multiplied by silu's slope. `Prepared` writes what is left."""
 
     def __init__(self, facts: Heads, x: Tensor, silu: bool = False) -> None:
         self.facts, self.shape, self.dtype, self.device, self.silu = facts, x.shape, x.dtype, x.device, silu
-        self.forget()
-
-    def forget(self) -> None:
-        self.dx: Tensor | None = None
-        self.complete = False
+        # of each backward under way, of which one graph may have several: the buffer's address and version, all three?
+        self.given: dict[int, tuple[int, int, bool]] = {}
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v of x, (B, N, H_KV, size); with all of its queries for each head of k."""
@@ -368,31 +366,34 @@ class ProjectionGradient:
         return x.view(*x.shape[:2], H_KV, -1).split([H // H_KV * D, D, E], dim=3)
 
     def places(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """See `fulmen.lightning.op.Projection`. None if autocast made v another dtype."""
-        self.forget()
+        """See `fulmen.lightning.op.Projection`. () if autocast made v another dtype, or silu has its own backward."""
         if v.dtype != self.dtype or (x is None and self.silu):
             return ()
-        self.dx, self.complete = torch.empty(self.shape, dtype=self.dtype, device=self.device), x is not None
-        parts = [t.transpose(1, 2) for t in self.parts(self.dx)]
+        dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.given[torch._C._current_graph_task_id()] = dx.data_ptr(), dx._version, x is not None
+        parts = [t.transpose(1, 2) for t in self.parts(dx)]
         if x is None:
             return None, None, parts[-1]
         return *parts, *(t.transpose(1, 2) for t in self.parts(x.resolve_neg().contiguous()))
 
+    def forget(self) -> None:
+        self.given.pop(torch._C._current_graph_task_id(), None)
+
     def take(self, *grads: Tensor | None) -> Tensor | None:
-        """The projection's gradient that these (B, N, heads, size), of q, k and v, are parts of, or the last; None if
-        they are not, as where one is a sum."""
-        dx, complete = self.dx, self.complete
-        self.forget()
-        if dx is None:
-            return None
-        parts = self.parts(dx)
-        count = 3 if complete else 1
-        if all(map(_is_same, grads[-count:], parts[-count:])):
-            return dx
+        """The buffer in which these gradients of q, k and v, (B, N, heads, size), lie, or that of v alone.
+        None if they lie elsewhere, as where one is a sum; an error if they were multiplied by silu's slope already."""
+        address, version, complete = self.given.pop(torch._C._current_graph_task_id(), (0, 0, False))
+        last = grads[-1]
+        if last is not None and last.dtype == self.dtype and last.untyped_storage().data_ptr() == address:
+            N, width = self.shape[1:]
+            dx, count = last.as_strided(self.shape, (N * width, width, 1), 0), 3 if complete else 1
+            unchanged = not complete or last._version == version
+            if unchanged and all(map(_is_same, grads[-count:], self.parts(dx)[-count:])):
+                return dx
         if complete:
             raise RuntimeError(
-                "the gradient of q, k or v was changed on its way: the attention's backward had already made it the "
-                "gradient of what is activated"
+                "a hook changed the gradient of q, k or v, which the attention's backward had already multiplied by "
+                "silu's slope"
             )
         return None
 
@@ -406,8 +407,8 @@ def _is_same(grad: Tensor | None, part: Tensor) -> bool:
 class Prepared(torch.autograd.Function):
     """facts, x (B, N, width), q_weight, k_weight (D,) or None, cos, sin or None -> q, k, v (B, N, heads, size).
 
-    Saves x and what it shares with others. Without an activation v is a view of x, and `place` may have its gradient;
-    with silu alone `place` may have all gradients.
+    Saves x and what it shares with others. Without an activation v is a view of x, and its gradient may lie in `place`;
+    with silu alone all gradients may.
     """
 
     @staticmethod

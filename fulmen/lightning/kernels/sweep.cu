@@ -305,8 +305,8 @@ struct Outputs {
         __syncwarp();
     }
 
-    // Silu's slopes at x, while the chunk's products run. A branch that is always taken: without one the assembler waits
-    // for the products first. In bf16, as fp32 would take 16 registers more than there are.
+    // Silu's slopes at x, while the chunk's products run. x.zero is 0, which the compiler does not know: without a branch
+    // the assembler waits for the products first. In pairs of bf16: as fp32 they take 16 more registers, and spill.
     __device__ __forceinline__ void find_slopes(const Args &x, const Shared &at, int n) {
         if constexpr (SILU) {
             if (x.zero) return;

@@ -19,7 +19,7 @@ SUMS = 6 * CHUNK  # bytes of the products of its rows
 STEP_SIZES = 4 * CHUNK  # bytes of its step sizes
 STEP_SUMS = 8 * CHUNK  # bytes of the products of dv's and do's rows with x
 MAPS = 11
-Q, K, V, DO, OUT, DK, DV, SAVED, OF_Q, OF_K, OF_V = range(MAPS)  # the last: x, where q, k and v are silu(x)
+Q, K, V, DO, OUT, DK, DV, SAVED, OF_Q, OF_K, OF_V = range(MAPS)  # the last three: what q, k and v are silu of
 Z = DO  # of a forward, which reads no do
 
 

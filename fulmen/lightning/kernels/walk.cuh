@@ -18,7 +18,7 @@ static_assert(!DOTS || OUTS == 2, "products take the registers of two warpgroups
 static_assert(!OUT_ROWS || (OUTS == 2 && OUT_BUFFERS == 1), "a buffer for rows takes the place of one for outputs");
 static_assert(!STEPS || TOKENS, "step sizes come with decays");
 static_assert(!GATE || (STEPS && !DOTS && OUTS), "of o alone");
-static_assert(!SILU || (!TOKENS && OUTS), "of the gradients of q, k and v");
+static_assert(!SILU || (!TOKENS && OUTS), "SILU is of dq, dk and dv, with a constant decay");
 static_assert(!JOINED || (DOTS && TILES == 1 && PANELS == 2 && OUTS == 2), "a warpgroup each for dv and dk, twice as wide");
 
 // Of a chunk whose rows have a decay each: what its rows and its state are multiplied with.
