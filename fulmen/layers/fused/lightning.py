@@ -382,8 +382,10 @@ class ProjectionGradient:
     def take(self, *grads: Tensor | None) -> Tensor | None:
         """The buffer in which these gradients of q, k and v, (B, N, heads, size), lie, or that of v alone.
         None if they lie elsewhere, as where one is a sum; an error if they were multiplied by silu's slope already."""
-        address, version, complete = self.given.pop(torch._C._current_graph_task_id(), (0, 0, False))
-        last = grads[-1]
+        given, last = self.given.pop(torch._C._current_graph_task_id(), None), grads[-1]
+        if given is None:
+            return None
+        address, version, complete = given
         if last is not None and last.dtype == self.dtype and last.untyped_storage().data_ptr() == address:
             N, width = self.shape[1:]
             dx, count = last.as_strided(self.shape, (N * width, width, 1), 0), 3 if complete else 1
@@ -391,10 +393,7 @@ class ProjectionGradient:
             if unchanged and all(map(_is_same, grads[-count:], self.parts(dx)[-count:])):
                 return dx
         if complete:
-            raise RuntimeError(
-                "a hook changed the gradient of q, k or v, which the attention's backward had already multiplied by "
-                "silu's slope"
-            )
+            raise RuntimeError("a hook changed the gradient of q, k or v after it was multiplied by silu's slope")
         return None
 
 
