@@ -243,6 +243,19 @@ def test_a_prompt_padded_on_the_right_is_not_continued(family, brought):
         assert_close(got, logits_of(family), family)
 
 
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
+def test_states_of_other_rows_are_refused(family):
+    (model, accelerated), name = served(family), FAMILIES[family].cache
+    cache = accelerated.new_cache()
+    with torch.no_grad():
+        model(ids_of(2), **{name: cache})
+        for _ in range(2):
+            for part in (ids_of()[:, :1], ids_of()):
+                with pytest.raises(ValueError, match=r"states of 2 rows .* this call has 3 rows .* new cache"):
+                    model(part, **{name: cache})
+            cache.reset()
+
+
 @pytest.mark.gpu
 def test_rows_without_a_token_in_a_cuda_graph():
     model = copy.deepcopy(own("mamba2", torch.float32)).cuda()

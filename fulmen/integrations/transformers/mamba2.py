@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from fulmen.integrations import mamba
 from fulmen.integrations.transformers import packing
+from fulmen.integrations.transformers.cache import check_states
 from fulmen.integrations.transformers.forward import code_of, replaced_reason, set_forward, with_names
 from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan_step
 from fulmen.lightning.spec import MAX_HEAD_DIM
@@ -80,12 +81,14 @@ def keeping_states(forward: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     def keeping(module: Any, *args: Any, **kwargs: Any) -> Any:
         tokens: Tensor | None = kwargs.pop(packing.TOKENS, None)
         checked: Checked | None = kwargs.pop(CHECKED, None)
-        if tokens is None and checked is None:
-            return forward(module, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         cache = given.get("cache_params")
-        if checked is not None and cache is not None:
-            setattr(cache, CHECKED, checked)  # which its model made after `announce`
+        if cache is not None:
+            held = _states(cache, module.layer_idx)[1]
+            if held is not None:  # reset() leaves it
+                check_states(held, given[names[0]].shape[0], module.A_log.shape[0])
+            if checked is not None:
+                setattr(cache, CHECKED, checked)  # which its model made after `announce`
         if tokens is None:
             return forward(module, **given)
         if cache is None or not cache.has_previous_state(module.layer_idx):  # the first token: as of a prompt
@@ -99,8 +102,8 @@ def keeping_states(forward: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     return keeping
 
 
-def _states(cache: Any, layer: int) -> list[Tensor]:
-    """Of the convolution and the scan: a layer of a cache may hold several, by number."""
+def _states(cache: Any, layer: int) -> list[Any]:
+    """Of the convolution and the scan, None where there are none yet: a layer may hold several, by number."""
     held = cache.layers[layer].conv_states, cache.layers[layer].recurrent_states
     return [states[0] if isinstance(states, dict) else states for states in held]
 
