@@ -124,9 +124,11 @@ def flash_attn_varlen_func(
     (sequences, capacity, H_KV, D). Its lengths are seqused_k or the differences of cu_seqlens_k. No gradients.
     """
     _refuse(dropout_p, alibi_slopes)
+    _check_offsets(cu_seqlens_q=cu_seqlens_q)
     options = _options(q, softmax_scale, causal, window_size, softcap, deterministic)
     if block_table is None and seqused_k is None:
         _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
+        _check_offsets(cu_seqlens_k=cu_seqlens_k)
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         k, v = (row_contiguous(x).transpose(0, 1)[None] for x in (k, v))
     else:
@@ -238,6 +240,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Output:
     """As `flash_attn_varlen_func`, with qkv (total, 3, H, D)."""
     q, k, v = _unpacked("qkv", qkv, 3, 4, "(total, 3, heads, head dim)")
+    _check_offsets(cu_seqlens=cu_seqlens)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -284,6 +287,13 @@ def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:
             raise ValueError(f"{name} is a nested tensor: use flash_attn_varlen_func")
         if x.ndim != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must have {rank} dimensions: {layout}")
+
+
+def _check_offsets(**offsets: Tensor | None) -> None:
+    """To the operation None says that nothing is packed."""
+    for name, x in offsets.items():
+        if x is None:
+            raise ValueError(f"{name} is None, must be int32 offsets (sequences + 1,); of one sequence they are [0, N]")
 
 
 def _unpacked(name: str, x: Tensor, parts: int, rank: int, layout: str) -> tuple[Tensor, ...]:
