@@ -175,7 +175,7 @@ def flash_attn_with_kvcache(
                       are at most the capacity.
     cache_batch_idx   int32 (B,): the cache's row of each row of q. They differ where k and v are appended. Copies these
                       rows if the capacity is no multiple of 16 or rows are apart in memory.
-    cache_leftpad     int32 (B,): the first token that counts. Copies the rows.
+    cache_leftpad     int32 (B,): the first token that counts, at most cache_seqlens. Copies the rows.
     rotary_cos, _sin  (positions, dim / 2), positions at least the capacity: turn k, and q at the same positions; all of
                       q at the first new position unless causal or windowed
     num_splits        accepted and not needed: keys are split by the capacity

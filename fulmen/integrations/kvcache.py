@@ -137,9 +137,13 @@ def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> No
     if isinstance(lengths, Tensor) and lengths.device.type == "cpu" and is_plain_eager(lengths):
         each = lengths.tolist()
         _check_lengths(each, q, new, caches, turn)
-    elif isinstance(lengths, int):
-        each = q.shape[0] * [lengths]
-    table = caches.table
+    elif not isinstance(lengths, Tensor):
+        each = q.shape[0] * [caches.capacity if lengths is None else whole("cache_seqlens", lengths, 0)]
+    table, leftpad = caches.table, caches.leftpad
+    if each is not None and leftpad is not None and leftpad.device.type == "cpu" and is_plain_eager(leftpad):
+        first = leftpad.tolist()
+        if any(not 0 <= start <= n for start, n in zip(first, each, strict=True)):
+            raise ValueError(f"cache_leftpad must be from 0 to cache_seqlens, {brief(each)}; got {brief(first)}")
     if each is not None and table is not None and table.device.type == "cpu" and is_plain_eager(table):
         _check_pages(each, table.tolist(), new, caches)
     if rows is None or rows.device.type != "cpu" or not is_plain_eager(rows):
