@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fulmen.boundary import row_contiguous
+from fulmen.boundary import require_tensors, row_contiguous
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
 from fulmen.integrations import kvcache
 
@@ -124,15 +124,16 @@ def flash_attn_varlen_func(
     (sequences, capacity, H_KV, D). Its lengths are seqused_k or the differences of cu_seqlens_k. No gradients.
     """
     _refuse(dropout_p, alibi_slopes)
+    _check_rank(3, "(total, heads, head dim)", q=q)
     _check_offsets(cu_seqlens_q=cu_seqlens_q)
     options = _options(q, softmax_scale, causal, window_size, softcap, deterministic)
     if block_table is None and seqused_k is None:
-        _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
+        _check_rank(3, "(total, heads, head dim)", k=k, v=v)
         _check_offsets(cu_seqlens_k=cu_seqlens_k)
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         k, v = (row_contiguous(x).transpose(0, 1)[None] for x in (k, v))
     else:
-        _check_rank(3, "(total, heads, head dim)", q=q)
+        require_tensors({}, {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "block_table": block_table})
         _check_rank(4, "(pages, page, heads, head dim), or (sequences, capacity, heads, head dim)", k=k, v=v)
         if seqused_k is None and cu_seqlens_k is None:
             raise ValueError("block_table needs seqused_k, or cu_seqlens_k, for the lengths of the sequences")
@@ -283,8 +284,9 @@ def _refuse(dropout_p: float, alibi_slopes: Tensor | None) -> None:
 
 def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:
     for name, x in tensors.items():
-        if x.is_nested:
+        if isinstance(x, Tensor) and x.is_nested:
             raise ValueError(f"{name} is a nested tensor: use flash_attn_varlen_func")
+        require_tensors({name: x}, {})
         if x.ndim != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must have {rank} dimensions: {layout}")
 
@@ -297,6 +299,7 @@ def _check_offsets(**offsets: Tensor | None) -> None:
 
 
 def _unpacked(name: str, x: Tensor, parts: int, rank: int, layout: str) -> tuple[Tensor, ...]:
+    require_tensors({name: x}, {})
     if x.ndim != rank or x.shape[-3] != parts:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, must be {layout}")
     return x.unbind(-3)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import brief, check_distinct, is_plain_eager, row_contiguous
+from fulmen.boundary import brief, check_distinct, is_plain_eager, require_tensors, row_contiguous
 from fulmen.flash.spec import is_page
 from fulmen.layers.append import append
 from fulmen.layers.inputs import whole
@@ -88,6 +88,8 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
     """One clear error for each wrong argument, before anything is written."""
     if (k is None) != (v is None):
         raise ValueError("k and v are appended together: pass both or none")
+    tables = {"rotary_cos": turn.cos, "rotary_sin": turn.sin}
+    require_tensors({"q": q, "k_cache": caches.k, "v_cache": caches.v}, {"k": k, "v": v, **tables})
     given = [("q", q), ("k_cache", caches.k), ("v_cache", caches.v), ("k", k), ("v", v)]
     for name, x in given:
         if x is not None and x.ndim != 4:
