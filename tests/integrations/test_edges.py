@@ -243,6 +243,19 @@ def test_a_prompt_padded_on_the_right_is_not_continued(family, brought):
         assert_close(got, logits_of(family), family)
 
 
+def test_a_mask_of_the_new_tokens_alone_does_not_hide_padding():
+    (model, accelerated), ids = served("mamba2"), ids_of()
+    cache, mask = accelerated.new_cache(), torch.ones(3, N - 5, dtype=torch.long)
+    with torch.no_grad():
+        first = model(ids[:, :5], cache_params=cache).logits
+        again = copy.deepcopy(cache)
+        rest = model(ids[:, 5:], cache_params=cache, attention_mask=mask).logits
+        assert_close(torch.cat([first, rest], 1), logits_of("mamba2"), "mamba2")
+        mask[0, :2] = 0
+        with pytest.raises(NotImplementedError, match="padding between tokens"):
+            model(ids[:, 5:], cache_params=again, attention_mask=mask)
+
+
 @pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
 def test_states_of_other_rows_are_refused(family):
     (model, accelerated), name = served(family), FAMILIES[family].cache

@@ -165,6 +165,8 @@ def _refuse_gaps(N: int, given: dict[str, Any]) -> Checked | None:
     if N == 1 and given.get(packing.TOKENS) is not None and not torch.compiler.is_compiling():
         checked.kept.append(mask.shape[1] - 1)  # not in a graph: it would be compiled again at every step
     if N > 1 or not checked.steps:
+        if N > 1 and mask.shape[1] == N and held is not None and held.has_previous_state():
+            mask = torch.nn.functional.pad(mask, (1, 0), value=1)  # of the tokens in the cache
         gaps, checked.padded = _gaps(mask, checked.kept)
         if gaps:
             raise NotImplementedError(
