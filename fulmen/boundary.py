@@ -118,6 +118,12 @@ def check_scale(scale: float) -> float:
     return float(scale)
 
 
+def check_integers(name: str, x: Tensor | None) -> None:
+    """For tensors that are cast to int32 or int64 afterwards."""
+    if x is not None and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+        raise ValueError(f"{name} is {x.dtype}, must be integers")
+
+
 def check_int32(name: str, x: Tensor, q: Tensor, of: str = "q") -> None:
     """int32 on the device of q, the argument called `of`."""
     if x.dtype != torch.int32:

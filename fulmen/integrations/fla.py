@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulmen.boundary import is_plain_eager, require_tensors, row_contiguous
+from fulmen.boundary import check_integers, is_plain_eager, require_tensors, row_contiguous
 from fulmen.layers.inputs import whole
 from fulmen.lightning.op import lightning_attention_with_state
 from fulmen.lightning.spec import check_sign
@@ -263,6 +263,7 @@ def _is_constant(g: Tensor) -> bool:
 def _check(q: Tensor, v: Tensor, given: dict[str, Any], v_first: bool = False) -> None:
     """What `lightning_attention` would call by other names."""
     require_tensors({}, given)
+    check_integers("cu_seqlens", given["cu_seqlens"])
     (B, T, _, D), H, E, ends = q.shape, max(q.shape[2], v.shape[2]), v.shape[3], given["cu_seqlens"]
     sequences = B if ends is None else ends.numel() - 1
     states = ("(sequences, H, D, E)", (sequences, H, D, E))

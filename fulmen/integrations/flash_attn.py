@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fulmen.boundary import row_contiguous
+from fulmen.boundary import require_tensors, row_contiguous
 from fulmen.flash.op import flash_attention, flash_attention_with_lse
 from fulmen.integrations import kvcache
 
@@ -124,13 +124,16 @@ def flash_attn_varlen_func(
     (sequences, capacity, H_KV, D). Its lengths are seqused_k or the differences of cu_seqlens_k. No gradients.
     """
     _refuse(dropout_p, alibi_slopes)
+    _check_rank(3, "(total, heads, head dim)", q=q)
+    _check_offsets(cu_seqlens_q=cu_seqlens_q)
     options = _options(q, softmax_scale, causal, window_size, softcap, deterministic)
     if block_table is None and seqused_k is None:
-        _check_rank(3, "(total, heads, head dim)", q=q, k=k, v=v)
+        _check_rank(3, "(total, heads, head dim)", k=k, v=v)
+        _check_offsets(cu_seqlens_k=cu_seqlens_k)
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         k, v = (row_contiguous(x).transpose(0, 1)[None] for x in (k, v))
     else:
-        _check_rank(3, "(total, heads, head dim)", q=q)
+        require_tensors({}, {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "block_table": block_table})
         _check_rank(4, "(pages, page, heads, head dim), or (sequences, capacity, heads, head dim)", k=k, v=v)
         if seqused_k is None and cu_seqlens_k is None:
             raise ValueError("block_table needs seqused_k, or cu_seqlens_k, for the lengths of the sequences")
@@ -173,7 +176,7 @@ def flash_attn_with_kvcache(
                       are at most the capacity.
     cache_batch_idx   int32 (B,): the cache's row of each row of q. They differ where k and v are appended. Copies these
                       rows if the capacity is no multiple of 16 or rows are apart in memory.
-    cache_leftpad     int32 (B,): the first token that counts. Copies the rows.
+    cache_leftpad     int32 (B,): the first token that counts, at most cache_seqlens. Copies the rows.
     rotary_cos, _sin  (positions, dim / 2), positions at least the capacity: turn k, and q at the same positions; all of
                       q at the first new position unless causal or windowed
     num_splits        accepted and not needed: keys are split by the capacity
@@ -238,6 +241,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Output:
     """As `flash_attn_varlen_func`, with qkv (total, 3, H, D)."""
     q, k, v = _unpacked("qkv", qkv, 3, 4, "(total, 3, heads, head dim)")
+    _check_offsets(cu_seqlens=cu_seqlens)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -280,13 +284,22 @@ def _refuse(dropout_p: float, alibi_slopes: Tensor | None) -> None:
 
 def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:
     for name, x in tensors.items():
-        if x.is_nested:
+        if isinstance(x, Tensor) and x.is_nested:
             raise ValueError(f"{name} is a nested tensor: use flash_attn_varlen_func")
+        require_tensors({name: x}, {})
         if x.ndim != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must have {rank} dimensions: {layout}")
 
 
+def _check_offsets(**offsets: Tensor | None) -> None:
+    """To the operation None says that nothing is packed."""
+    for name, x in offsets.items():
+        if x is None:
+            raise ValueError(f"{name} is None, must be int32 offsets (sequences + 1,); of one sequence they are [0, N]")
+
+
 def _unpacked(name: str, x: Tensor, parts: int, rank: int, layout: str) -> tuple[Tensor, ...]:
+    require_tensors({name: x}, {})
     if x.ndim != rank or x.shape[-3] != parts:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, must be {layout}")
     return x.unbind(-3)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import brief, check_distinct, is_plain_eager, row_contiguous
+from fulmen.boundary import brief, check_distinct, is_plain_eager, require_tensors, row_contiguous
 from fulmen.flash.spec import is_page
 from fulmen.layers.append import append
 from fulmen.layers.inputs import whole
@@ -88,6 +88,8 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, turn: 
     """One clear error for each wrong argument, before anything is written."""
     if (k is None) != (v is None):
         raise ValueError("k and v are appended together: pass both or none")
+    tables = {"rotary_cos": turn.cos, "rotary_sin": turn.sin}
+    require_tensors({"q": q, "k_cache": caches.k, "v_cache": caches.v}, {"k": k, "v": v, **tables})
     given = [("q", q), ("k_cache", caches.k), ("v_cache", caches.v), ("k", k), ("v", v)]
     for name, x in given:
         if x is not None and x.ndim != 4:
@@ -137,9 +139,13 @@ def _check_values(q: Tensor, k: Tensor | None, caches: Caches, turn: Turn) -> No
     if isinstance(lengths, Tensor) and lengths.device.type == "cpu" and is_plain_eager(lengths):
         each = lengths.tolist()
         _check_lengths(each, q, new, caches, turn)
-    elif isinstance(lengths, int):
-        each = q.shape[0] * [lengths]
-    table = caches.table
+    elif not isinstance(lengths, Tensor):
+        each = q.shape[0] * [caches.capacity if lengths is None else whole("cache_seqlens", lengths, 0)]
+    table, leftpad = caches.table, caches.leftpad
+    if each is not None and leftpad is not None and leftpad.device.type == "cpu" and is_plain_eager(leftpad):
+        first = leftpad.tolist()
+        if any(not 0 <= start <= n for start, n in zip(first, each, strict=True)):
+            raise ValueError(f"cache_leftpad must be from 0 to cache_seqlens, {brief(each)}; got {brief(first)}")
     if each is not None and table is not None and table.device.type == "cpu" and is_plain_eager(table):
         _check_pages(each, table.tolist(), new, caches)
     if rows is None or rows.device.type != "cpu" or not is_plain_eager(rows):

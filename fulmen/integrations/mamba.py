@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from fulmen.boundary import (
     brief,
     check_distinct,
+    check_integers,
     check_offset_values,
     check_offsets,
     is_number,
@@ -299,9 +300,8 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tens
     for name, t in (("B", B), ("C", C)):
         if t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{name} is {t.dtype}, must be x's {x.dtype}: cast one of them")
-    for name, index in (("seq_idx", seq_idx), ("cu_seqlens", ends)):
-        if index is not None and (index.is_floating_point() or index.dtype == torch.bool):
-            raise ValueError(f"{name} is {index.dtype}, must be integers")
+    check_integers("seq_idx", seq_idx)
+    check_integers("cu_seqlens", ends)
     if seq_idx is not None and seq_idx.shape != (batch, length):
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, must be (B, L) = ({batch}, {length})")
     if ends is not None:
@@ -374,8 +374,9 @@ def _check_step(given: dict[str, Tensor | None], slots: Tensor | None) -> None:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, must be {shape} with state {tuple(state.shape)}")
     if slots is None and x.shape[0] > state.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows and state {state.shape[0]} slots: pass state_batch_indices")
-    if slots is not None and (slots.shape != rows[:1] or slots.is_floating_point()):
-        raise ValueError(f"state_batch_indices is {slots.dtype} {tuple(slots.shape)}, must be integers ({rows[0]},)")
+    check_integers("state_batch_indices", slots)
+    if slots is not None and slots.shape != rows[:1]:
+        raise ValueError(f"state_batch_indices has shape {tuple(slots.shape)}, must be ({rows[0]},)")
     if slots is not None and slots.device.type == "cpu" and is_plain_eager(slots):
         check_distinct("state_batch_indices", slots, state.shape[0], ", but for padding, as -1")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values()):

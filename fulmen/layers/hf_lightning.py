@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulmen.layers.inputs import number
-from fulmen.layers.rotary import Rotary, config_head_dim, config_size, config_value
+from fulmen.layers.rotary import Rotary, check_model, config_head_dim, config_size, config_value
 
 MINIMAX_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 RING_NAMES = {
@@ -79,6 +79,7 @@ def _from_ring(tensors: dict[str, Tensor], heads: int, head_dim: int) -> dict[st
 
 
 def _sala_options(config: Any) -> dict[str, Any]:
+    check_model(config, "lightning_head_dim", "MiniMax, Ring (Bailing) and MiniCPM-SALA")
     head_dim = config_size(config, "lightning_head_dim")
     scale = config_value(config, "lightning_scale", None)
     if scale not in SALA_SCALES:

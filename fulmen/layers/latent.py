@@ -61,7 +61,7 @@ from fulmen.layers.inputs import (
     whole,
 )
 from fulmen.layers.pool import LatentPool, check_positions_of
-from fulmen.layers.rotary import Rotary, apply_rotary, config_size, config_value, rotary_kernels, rotary_of
+from fulmen.layers.rotary import Rotary, apply_rotary, check_model, config_size, config_value, rotary_kernels, rotary_of
 from fulmen.layers.sequences import Sequences
 from fulmen.layers.softmax import Options, attend, local_sinks, visible
 from fulmen.layers.softmax import weights as softmax_weights
@@ -510,6 +510,7 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
                 own names (wq_a, wkv_b, ...) are known, too.
         """
         tensors = {_our_name(n): x for n, x in weights.tensors_of(module_or_state_dict, prefix).items()}
+        check_model(config, "qk_rope_head_dim", "DeepSeek-V3")
         rope_dim = config_size(config, "qk_rope_head_dim")
         interleaved = bool(config_value(config, "rope_interleave", True))
         make = functools.partial(

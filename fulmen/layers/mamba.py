@@ -34,7 +34,7 @@ from fulmen.layers.inputs import (
     sequences_of,
     whole,
 )
-from fulmen.layers.rotary import config_size, config_value
+from fulmen.layers.rotary import config_size, config_value, unknown_model
 from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan, scan_step
 from fulmen.layers.tensor_parallel import (
     FusedHeads,
@@ -372,9 +372,7 @@ def _options(config: Any) -> dict[str, Any]:
     """The arguments of `Mamba2`, but for the groups of its norm."""
     family = config_value(config, "model_type", None)
     if family not in NAMES:
-        raise NotImplementedError(
-            f"config has model_type={family!r}: from_hf knows {', '.join(NAMES)}; accelerate(model) serves others"
-        )
+        raise unknown_model(config, ", ".join(NAMES))
     act = config_value(config, "mamba_hidden_act" if family == "nemotron_h" else "hidden_act", "silu")
     if act != "silu" and family != "zamba2":
         raise NotImplementedError(f"config has hidden_act={act!r}: the convolution is followed by silu here")

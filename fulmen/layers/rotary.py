@@ -253,6 +253,20 @@ def config_size(config: Any, name: str, *default: int) -> int:
     return whole(f"config has {name}", default[0] if default and not value else value)
 
 
+def unknown_model(config: Any, known: str, lacks: str | None = None) -> NotImplementedError:
+    """The error for a configuration of a model that from_hf does not know."""
+    family, more = config_value(config, "model_type", None), "" if lacks is None else f" and no {lacks!r}"
+    return NotImplementedError(
+        f"config has model_type={family!r}{more}: from_hf knows {known}; accelerate(model) serves others"
+    )
+
+
+def check_model(config: Any, field: str, known: str) -> None:
+    """Raises unless the configuration has the field by which from_hf tells the models it knows."""
+    if not (field in config if isinstance(config, Mapping) else hasattr(config, field)):
+        raise unknown_model(config, known, field)
+
+
 def config_head_dim(config: Any) -> int:
     if config_value(config, "head_dim", None):
         return config_size(config, "head_dim")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fulmen.layers.attention import GroupedQueryAttention
     from fulmen.layers.cache import RecurrentCache, TokenCache
     from fulmen.layers.pool import Pool
+    from fulmen.layers.sequences import Sequences
     from fulmen.parallel.context import ContextParallel
 
 PARTS = ("q_proj", "k_proj", "v_proj")
@@ -58,6 +59,12 @@ class AttentionLayer(nn.Module):
         if isinstance(state_dict, Mapping):  # torch tells what else it is
             refuse(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
+
+    def new_pool(self, sequences: Sequences) -> Pool:
+        """A pool of many sequences, for this layer."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no pool of many sequences: give each batch a {self.cache_type.__name__}()"
+        )
 
     def check_ranks(self, ranks: int) -> None:
         """Raises if its heads cannot be shared out to so many ranks."""

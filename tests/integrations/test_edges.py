@@ -216,6 +216,59 @@ def test_padding_that_states_took_in_is_still_refused(family):
         in_parts(model, ids, mask, None, accelerated.new_cache(), (8, 9, 12))
 
 
+@pytest.mark.parametrize("brought", [False, True])
+@pytest.mark.parametrize("family", ["mamba2", *HYBRIDS])
+def test_a_prompt_padded_on_the_right_is_not_continued(family, brought):
+    """Also if the call that continues it brings no mask, as in `generate` of Mamba-2."""
+    (model, accelerated), ids, name = served(family), ids_of(), FAMILIES[family].cache
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    with pytest.raises(NotImplementedError, match="pad on the left"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, eos_token_id=None, do_sample=False)
+    with torch.no_grad():
+        given = {name: accelerated.new_cache()} if brought else {"use_cache": True}
+        cache = model(ids, attention_mask=mask, **given)[name]
+        assert cache is given.get(name, cache)
+        for part, told in ((ids[:, :1], None), (ids[:, :1], mask[:, :1]), (ids[:, :2], None)):
+            with pytest.raises(NotImplementedError, match=r"a row of the cache ends in padding.*pad on the left"):
+                model(part, attention_mask=told, **{name: cache})
+        longer = torch.nn.functional.pad(mask, (0, 2), value=1)
+        longer[0, -2] = 0  # a step without a token does not excuse the prompt's padding
+        model(ids[:, :1], attention_mask=longer[:, :-1], **{name: cache})
+        with pytest.raises(NotImplementedError, match="padding between tokens"):
+            model(ids[:, :1], attention_mask=longer, **{name: cache})
+        cache.reset()
+        positions = torch.arange(N)[None]
+        got = in_parts(model, ids, None, positions if name == "past_key_values" else None, cache, (N - 1, N))
+        assert_close(got, logits_of(family), family)
+
+
+def test_a_mask_of_the_new_tokens_alone_does_not_hide_padding():
+    (model, accelerated), ids = served("mamba2"), ids_of()
+    cache, mask = accelerated.new_cache(), torch.ones(3, N - 5, dtype=torch.long)
+    with torch.no_grad():
+        first = model(ids[:, :5], cache_params=cache).logits
+        again = copy.deepcopy(cache)
+        rest = model(ids[:, 5:], cache_params=cache, attention_mask=mask).logits
+        assert_close(torch.cat([first, rest], 1), logits_of("mamba2"), "mamba2")
+        mask[0, :2] = 0
+        with pytest.raises(NotImplementedError, match="padding between tokens"):
+            model(ids[:, 5:], cache_params=again, attention_mask=mask)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
+def test_states_of_other_rows_are_refused(family):
+    (model, accelerated), name = served(family), FAMILIES[family].cache
+    cache = accelerated.new_cache()
+    with torch.no_grad():
+        model(ids_of(2), **{name: cache})
+        for _ in range(2):
+            for part in (ids_of()[:, :1], ids_of()):
+                with pytest.raises(ValueError, match=r"states of 2 rows .* this call has 3 rows .* new cache"):
+                    model(part, **{name: cache})
+            cache.reset()
+
+
 @pytest.mark.gpu
 def test_rows_without_a_token_in_a_cuda_graph():
     model = copy.deepcopy(own("mamba2", torch.float32)).cuda()

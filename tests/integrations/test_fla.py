@@ -287,6 +287,8 @@ def test_arguments_are_called_by_flas_names():
         ({"g_gamma": -0.5}, "^g_gamma is a float, must be a torch.Tensor"),
         ({"g": torch.zeros(1, 7, 3, device="meta")}, "^g is on meta, must be on q's cpu"),
         ({"cu_seqlens": [0, 7]}, "^cu_seqlens is a list, must be a torch.Tensor"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.9, 7.0])}, "^cu_seqlens is torch.float32, must be integers"),
+        ({"cu_seqlens": torch.tensor([False, True])}, "^cu_seqlens is torch.bool, must be integers"),
         ({"initial_state": torch.zeros(1, 3, 4, 2)}, r"^initial_state has shape .* must be \(sequences, H, D, E\)"),
         ({"initial_state": torch.zeros(1, 3, 4, 2), "state_v_first": True}, r"must be \(sequences, H, E, D\)"),
     ):

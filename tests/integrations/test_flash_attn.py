@@ -181,6 +181,39 @@ def test_what_is_lacking_raises(options, sentence):
         flash_attn.flash_attn_func(q[None], q[None], q[None], **options)
 
 
+@pytest.mark.parametrize("lacks", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_offsets_are_given(lacks):
+    q, cu = make(5, 4, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    offsets = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} | {lacks: None}
+    given = (*offsets.values(), 3, 3)
+    says = rf"^{lacks} is None, must be int32 offsets \(sequences \+ 1,\)"
+    with pytest.raises(ValueError, match=says):
+        flash_attn.flash_attn_varlen_func(q, q, q, *given)
+    with pytest.raises(ValueError, match=says):
+        flash_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([q, q], 1), *given)
+    with pytest.raises(ValueError, match=r"^cu_seqlens is None"):
+        flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack([q, q, q], 1), None, 3)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q is None"):
+        flash_attn.flash_attn_varlen_func(q, q[None], q[None], None, None, 5, 5, seqused_k=cu[1:2])
+
+
+def test_lists_name_the_argument():
+    q, cu = make(5, 4, 8), torch.tensor([0, 5], dtype=torch.int32)
+    given = q.tolist()
+    for call, name in (
+        (lambda: flash_attn.flash_attn_func([given], q[None], q[None]), "q"),
+        (lambda: flash_attn.flash_attn_kvpacked_func(q[None], [given]), "kv"),
+        (lambda: flash_attn.flash_attn_varlen_func(given, q, q, cu, cu, 5, 5, deterministic=True), "q"),
+        (lambda: flash_attn.flash_attn_varlen_func(q, q, q, cu, cu.tolist(), 5, 5), "cu_seqlens_k"),
+        (lambda: flash_attn.flash_attn_varlen_func(q, q, q, cu, [0, 5], 5, 5, block_table=cu[None]), "cu_seqlens_k"),
+        (lambda: flash_attn.flash_attn_varlen_func(q, q, q, cu, None, 5, 5, seqused_k=[5]), "seqused_k"),
+        (lambda: flash_attn.flash_attn_with_kvcache(q[None], [given], q[None]), "k_cache"),
+        (lambda: flash_attn.flash_attn_with_kvcache(q[None], q[None], q[None], rotary_cos=given), "rotary_cos"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is a list, must be a torch.Tensor"):
+            call()
+
+
 def test_wrong_shapes_name_the_argument():
     q = make(5, 4, 8)
     with pytest.raises(ValueError, match=r"q has shape \(5, 4, 8\), must have 4 dimensions"):

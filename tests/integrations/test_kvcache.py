@@ -140,10 +140,11 @@ def test_as_defined(case, monkeypatch):
 
 
 def test_lengths_as_a_number_and_none():
-    call, same = Call([7, 7]), Call([7, 7])
-    for given in (7, np.int64(7)):
-        for got, want in zip(call.run(), same.run(cache_seqlens=given), strict=True):
-            assert torch.equal(got, want)
+    for n in (0, 7):
+        call, same = Call([n, n]), Call([n, n])
+        for given in (n, np.int64(n)):
+            for got, want in zip(call.run(), same.run(cache_seqlens=given), strict=True):
+                assert torch.equal(got, want)
     call = Call([48, 48], new=False)
     for got, want in zip(call.run(), call.run(cache_seqlens=None), strict=True):
         assert torch.equal(got, want)
@@ -206,6 +207,10 @@ def test_errors_of_a_block_table(change, words):
     before = call.k_cache.clone()
     with pytest.raises(ValueError, match=words):
         call.run(block_table=change(call.table))
+    missing = call.table.index_fill(1, torch.tensor([2]), -1)
+    for lengths in (None, np.int64(48)):
+        with pytest.raises(ValueError, match="for the 48 tokens of a row"):
+            call.run(block_table=missing, cache_seqlens=lengths, k=None, v=None)
     for one in (call.k_cache[:1].expand(12, -1, -1, -1), call.v_cache):
         with pytest.raises(ValueError, match=r"repeats memory|are one tensor"):
             call.run(k_cache=one)
@@ -296,6 +301,26 @@ def test_more_queries_than_new_tokens_need_more_positions(as_tensor):
     ):
         call.run(cache_seqlens=lengths)
     call.run(cache_seqlens=lengths, causal=False)  # all queries at position 46
+
+
+def test_leftpad_is_within_the_cache():
+    call = Call([5, 30], leftpad=[5, 0])
+    o, lse = call.run()
+    for got, want in zip((o, lse), Call([5, 30], leftpad=[5, 0]).expected(), strict=False):
+        torch.testing.assert_close(got, want)
+    before = call.k_cache.clone()
+    for lengths, shown, leftpad in (
+        (3, "[3, 3]", [4, 0]),
+        (np.int64(3), "[3, 3]", [3, -7]),
+        (torch.tensor([5, 30], dtype=torch.int32), "[5, 30]", [5, 31]),
+        (None, "[48, 48]", [49, 0]),
+    ):
+        changes = {"k": None, "v": None} if lengths is None else {}
+        with pytest.raises(
+            ValueError, match=re.escape(f"cache_leftpad must be from 0 to cache_seqlens, {shown}; got {leftpad}")
+        ):
+            call.run(cache_seqlens=lengths, cache_leftpad=torch.tensor(leftpad, dtype=torch.int32), **changes)
+    assert torch.equal(call.k_cache, before)
 
 
 def test_rows_of_the_cache():

@@ -383,6 +383,9 @@ def test_bad_input():
         mamba.selective_state_update(state, **given | {"dt_bias": torch.zeros(H)})
     with pytest.raises(ValueError, match="state_batch_indices"):
         mamba.selective_state_update(state[:2], **given)
+    for slots, says in ((torch.zeros(3).bool(), "is torch.bool, must be integers"), (torch.arange(4), "has shape")):
+        with pytest.raises(ValueError, match=f"^state_batch_indices {says}"):
+            mamba.selective_state_update(state, **given, state_batch_indices=slots)
     with pytest.raises(NotImplementedError, match="no gradient"):
         mamba.selective_state_update(state, **given | {"x": given["x"].clone().requires_grad_()})
 

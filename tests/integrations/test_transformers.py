@@ -4,6 +4,7 @@ windows, sinks, softcap, caches and gradients. Only positions that hold a token 
 from __future__ import annotations
 
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -398,8 +399,12 @@ def test_register_and_unregister():
     for name in ("sdpa", "eager", "fulmen_flash"):
         with pytest.raises(ValueError, match=f"name='{name}'"):
             ours.register(name)
-    with pytest.raises(ValueError, match="backend='nonsense': flash has"):
-        ours.register(backend="nonsense")
+    for name in (3, None, ["sdpa"]):
+        with pytest.raises(ValueError, match=rf"^name={re.escape(repr(name))}: must be a string"):
+            ours.register(name=name)
+    for backend in ("nonsense", ["eager"]):
+        with pytest.raises(ValueError, match=re.escape(f"backend={backend!r}: flash has")):
+            ours.register(backend=backend)
 
 
 def test_a_model_can_be_made_with_it():

@@ -19,7 +19,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.zamba2.modeling_zamba2 import Zamba2MambaMixer
 
-from fulmen.layers import LightningAttention, Mamba2, MambaCache, StateCache
+from fulmen.layers import LightningAttention, Mamba2, MambaCache, Sequences, StateCache
 from fulmen.testing import assert_close, expected, results_of
 
 close = torch.testing.assert_close
@@ -459,3 +459,8 @@ def test_a_mixer_inside_a_model():
     assert Mamba2.from_hf(model, config, prefix=prefix).norm.groups == 1
     with pytest.raises(ValueError, match="these weights are not those of Mamba2"):
         Mamba2.from_hf(model, config, prefix="layers.0.")
+
+
+def test_there_is_no_pool():
+    with pytest.raises(NotImplementedError, match=r"^Mamba2 has no pool of many sequences: .* a MambaCache\(\)"):
+        Mamba2(32).new_pool(Sequences(8, 2))

@@ -408,6 +408,19 @@ def test_layers_that_are_alike_may_have_any_number():
     assert GroupedQueryAttention.from_hf(state, config, prefix="model.layers.2.self_attn.").head_dim > 0
 
 
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_configurations_of_other_models(as_dict):
+    config = MODELS["llama"]
+    state, config = LlamaAttention(config, 0).state_dict(), config.to_dict() if as_dict else config
+    for layer, given, lacks in (
+        (LightningAttention, {"layer": 0}, "lightning_head_dim"),
+        (MultiHeadLatentAttention, {}, "qk_rope_head_dim"),
+    ):
+        says = f"^config has model_type='llama' and no '{lacks}': from_hf knows .*; accelerate"
+        with pytest.raises(NotImplementedError, match=says):
+            layer.from_hf(state, config, **given)
+
+
 def test_other_wrong_sources():
     config = MODELS["llama"]
     changed = functools.partial(dict, config.to_dict())
@@ -436,7 +449,6 @@ def test_other_wrong_sources():
         (lambda: GroupedQueryAttention.from_hf(state, changed(num_attention_heads=0)), "num_attention_heads=0"),
         (lambda: GroupedQueryAttention.from_hf(state, changed(rope_parameters="x")), "rope_parameters='x'"),
         (lambda: MultiHeadLatentAttention.from_hf(state, {"qk_rope_head_dim": None}), "qk_rope_head_dim=None"),
-        (lambda: LightningAttention.from_hf(state, config, layer=0), "config has no 'lightning_head_dim'"),
         (lambda: LightningAttention.from_hf(minimax, changed(hidden_size=None), layer=0), "hidden_size=None"),
         (lambda: LightningAttention.from_hf(minimax, changed(hidden_act="silu"), layer="x"), "layer='x'"),
         (lambda: MultiHeadSelfAttention.from_hf(state, config), "use GroupedQueryAttention"),

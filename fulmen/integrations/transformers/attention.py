@@ -32,13 +32,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen import dispatch
 from fulmen.boundary import needs_gradient
 from fulmen.flash.op import flash_attention
 from fulmen.flash.spec import MAX_HEAD_DIM
 from fulmen.integrations.transformers import packing
 from fulmen.integrations.transformers.forward import code_of
-from fulmen.layers.inputs import Counts, many_rows, one_row
+from fulmen.layers.inputs import Counts, check_backend, many_rows, one_row
 
 __all__ = ["register", "unregister"]
 
@@ -56,13 +55,13 @@ _registered: set[str] = set()
 def register(name: str = "fulmen", *, backend: str = "auto") -> None:
     """Makes `attn_implementation=name` known to transformers; `backend` is `flash_attention`'s."""
     attention, masks = _interfaces()
+    if not isinstance(name, str):
+        raise ValueError(f"name={name!r}: must be a string")
     if name not in _registered and (name in attention or name in masks or name == "eager"):
         raise ValueError(f"name={name!r} is an attention implementation already; choose another name")
     if "flash" in name or "|" in name:
         raise ValueError(f"name={name!r}: transformers gives names with 'flash' or '|' a meaning of their own")
-    if backend != "auto" and backend not in (known := sorted(dispatch.kernels("flash"))):
-        raise ValueError(f"backend={backend!r}: flash has {', '.join(known)}, or 'auto'")
-    attention.register(name, functools.partial(attend, backend=backend))
+    attention.register(name, functools.partial(attend, backend=check_backend("flash", backend)))
     masks.register(name, make_mask)
     _registered.add(name)
 

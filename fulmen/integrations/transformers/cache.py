@@ -109,6 +109,15 @@ class States:
             self.linear_cache = []
 
 
+def check_states(states: Tensor, rows: int, heads: int) -> None:
+    """Raises unless a cache's states (B, heads, ...) are of so many."""
+    if states.shape[:2] != (rows, heads):
+        raise ValueError(
+            f"the cache holds the states of {states.shape[0]} rows and {states.shape[1]} heads, and this call has "
+            f"{rows} rows and {heads} heads: start with a new cache"
+        )
+
+
 _types: dict[str, Any] = {}
 
 

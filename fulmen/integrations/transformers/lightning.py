@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fulmen import decay as slopes
 from fulmen.boundary import needs_gradient
 from fulmen.integrations.transformers import packing
-from fulmen.integrations.transformers.cache import cache_type
+from fulmen.integrations.transformers.cache import cache_type, check_states
 from fulmen.integrations.transformers.forward import set_forward
 from fulmen.layers.fused import fused_call, kernels_for
 from fulmen.layers.fused.projections import Facts, few_rows, has_no_hooks, project
@@ -237,9 +237,5 @@ def _state_of(cache: Any, index: int, q: Tensor) -> Tensor | None:
     state = states[index] if index < len(states) else None
     if not isinstance(state, Tensor):
         return None
-    if state.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"the cache holds the states of {state.shape[0]} rows and {state.shape[1]} heads, and this call has "
-            f"{q.shape[0]} rows and {q.shape[1]} heads: start with a new cache"
-        )
+    check_states(state, *q.shape[:2])
     return state.to(torch.promote_types(q.dtype, torch.float32))

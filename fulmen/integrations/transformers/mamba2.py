@@ -29,12 +29,13 @@ from torch import Tensor, nn
 
 from fulmen.integrations import mamba
 from fulmen.integrations.transformers import packing
+from fulmen.integrations.transformers.cache import check_states
 from fulmen.integrations.transformers.forward import code_of, replaced_reason, set_forward, with_names
 from fulmen.layers.scan import Norm, Steps, convolve, convolve_step, gated_norm, scan_step
 from fulmen.lightning.spec import MAX_HEAD_DIM
 
 CALLS = {"mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"}
-CHECKED = "fulmen_checked"  # on a cache
+CHECKED = "fulmen_checked"  # on a cache; an argument of layers whose model makes the cache itself
 PARTS = ("in_proj", "conv1d", "out_proj", "A_log", "D", "dt_bias", "ssm_state_size", "head_dim", "time_step_limit")
 
 
@@ -79,10 +80,17 @@ def keeping_states(forward: Any, names: tuple[str, ...]) -> Callable[..., Any]:
 
     def keeping(module: Any, *args: Any, **kwargs: Any) -> Any:
         tokens: Tensor | None = kwargs.pop(packing.TOKENS, None)
-        if tokens is None:
-            return forward(module, *args, **kwargs)
+        checked: Checked | None = kwargs.pop(CHECKED, None)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         cache = given.get("cache_params")
+        if cache is not None:
+            held = _states(cache, module.layer_idx)[1]
+            if held is not None:  # reset() leaves it
+                check_states(held, given[names[0]].shape[0], module.A_log.shape[0])
+            if checked is not None:
+                setattr(cache, CHECKED, checked)  # which its model made after `announce`
+        if tokens is None:
+            return forward(module, **given)
         if cache is None or not cache.has_previous_state(module.layer_idx):  # the first token: as of a prompt
             return forward(module, **{**given, "attention_mask": tokens})
         before = [state.clone() for state in _states(cache, module.layer_idx)]
@@ -94,8 +102,8 @@ def keeping_states(forward: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     return keeping
 
 
-def _states(cache: Any, layer: int) -> list[Tensor]:
-    """Of the convolution and the scan: a layer of a cache may hold several, by number."""
+def _states(cache: Any, layer: int) -> list[Any]:
+    """Of the convolution and the scan, None where there are none yet: a layer may hold several, by number."""
     held = cache.layers[layer].conv_states, cache.layers[layer].recurrent_states
     return [states[0] if isinstance(states, dict) else states for states in held]
 
@@ -113,7 +121,11 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     tokens = packing.tokens_of(given)
     if tokens is None:
         return args, kwargs
-    _refuse_gaps(tokens.shape[1], given)
+    checked, held = _refuse_gaps(tokens.shape[1], given), _cache_of(given)
+    if held is not None:
+        setattr(held, CHECKED, checked)
+    elif checked is not None and checked.padded:
+        kwargs = {**kwargs, CHECKED: checked}
     starts = None if given.get("seq_idx") is not None else packing.taken(tokens, given)
     if starts is None:
         return args, kwargs
@@ -126,32 +138,43 @@ def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, {**kwargs, "seq_idx": sequences}
 
 
-def _refuse_gaps(N: int, given: dict[str, Any]) -> None:
+def _cache_of(given: dict[str, Any]) -> Any:
+    return next((given[name] for name in ("past_key_values", "cache_params") if given.get(name) is not None), None)
+
+
+def _refuse_gaps(N: int, given: dict[str, Any]) -> Checked | None:
     """Raises if padding stands between tokens: the mixers' convolution and state would take it in.
 
     That of decoding steps is no matter, as states are kept. Synchronises if there is an `attention_mask` on a GPU; of
-    single tokens, at the first one in a cache alone.
+    single tokens, at the first one in a cache alone, or at all if a row of its prompt ended in padding.
+
+    Returns what is known of the mask, if there is one.
     """
-    mask = given.get("attention_mask")
-    held = next((given[name] for name in ("past_key_values", "cache_params") if given.get(name) is not None), None)
+    mask, held = given.get("attention_mask"), _cache_of(given)
+    checked: Checked | None = getattr(held, CHECKED, None)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] == N:  # it says nothing of the cache
+        if checked is not None and checked.padded and held.has_previous_state():
+            raise NotImplementedError(
+                "a row of the cache ends in padding, which the states of Mamba-2 layers took in, and no column of "
+                "attention_mask tells it from tokens: pad on the left"
+            )
+        checked = None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
-        if hasattr(held, CHECKED):
-            delattr(held, CHECKED)
-        return
-    checked = getattr(held, CHECKED, None)
-    if checked is None or mask.shape[1] == N:
-        checked = Checked()
+        return None
+    checked = checked or Checked()
     if N == 1 and given.get(packing.TOKENS) is not None and not torch.compiler.is_compiling():
         checked.kept.append(mask.shape[1] - 1)  # not in a graph: it would be compiled again at every step
     if N > 1 or not checked.steps:
-        if _has_gaps(mask, checked.kept):
+        if N > 1 and mask.shape[1] == N and held is not None and held.has_previous_state():
+            mask = torch.nn.functional.pad(mask, (1, 0), value=1)  # of the tokens in the cache
+        gaps, checked.padded = _gaps(mask, checked.kept)
+        if gaps:
             raise NotImplementedError(
                 "attention_mask has padding between tokens, which the states of Mamba-2 layers would take in: pad on "
                 "the left"
             )
-        checked.steps = N == 1
-    if held is not None:
-        setattr(held, CHECKED, checked)
+        checked.steps = N == 1 and not checked.padded
+    return checked
 
 
 class Checked:
@@ -159,15 +182,18 @@ class Checked:
 
     def __init__(self) -> None:
         self.steps = False  # whether the last call was a step, and the mask up to there has no gaps
+        self.padded = False  # whether states took in padding behind a row's tokens
         self.kept: list[int] = []  # columns of steps in which rows without a token kept their states
 
 
 @torch.compiler.disable
-def _has_gaps(mask: Tensor, kept: list[int]) -> bool:
+def _gaps(mask: Tensor, kept: list[int]) -> list[bool]:
+    """Whether padding that states took in stands between a row's tokens, and whether any stands behind its first."""
     mask = mask.bool()
     padding = ~mask & (mask.cumsum(1) > 0)
     padding[:, kept] = False
-    return bool((mask & (padding.cumsum(1) > 0)).any())
+    facts: list[bool] = torch.stack([(mask & (padding.cumsum(1) > 0)).any(), padding.any()]).tolist()
+    return facts
 
 
 # ------------------------------------------------------------------- what the mixers call, with their signatures
