@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fulmen
-from fulmen import layers
+from fulmen import layers, plans
 from fulmen.integrations import fla, mamba
 from fulmen.testing import flash, latent, lightning, step
 from tests import posing
@@ -163,6 +163,18 @@ def scan(D: bool = True, z: bool = False, groups: int = 1) -> Made:
     return both_ways(mamba.mamba_chunk_scan_combined, given, {"do": torch.randn_like(x)}, {"dt_softplus": True})
 
 
+def with_and_without(make: Callable[..., Made], **options: bool) -> Made:
+    """One call after the other, of the same shapes: what is prepared for one must not serve the other."""
+    plans.clear()  # of other cases
+    (whole, inputs), (less, fewer) = make(), make(**options)
+    kept = set(fewer())
+
+    def call(**tensors: Tensor) -> list[Tensor]:
+        return [*whole(**tensors), *less(**{name: t for name, t in tensors.items() if name in kept})]
+
+    return call, inputs
+
+
 def gated(backend: str = "auto") -> Made:
     """Of fla's."""
     q, k, v, do = torch.randn(4, 2, 192, 4, 64, **BF16).unbind()
@@ -220,6 +232,7 @@ def cases(arch: int) -> dict[str, Callable[[], Made]]:
             found[f"layer {name} pool"] = functools.partial(layer_step, of, cache, pool=True)
     for one in ({}, {"D": False}, {"z": True, "groups": 2}):
         found[f"scan {one}"] = functools.partial(scan, **one)
+    found["scan with and without D"] = functools.partial(with_and_without, scan, D=False)
     found["gated"] = gated
     return found
 

@@ -65,7 +65,7 @@ def scan(
         A = A.float().contiguous()
         needs_grad = needs_gradient((x, dt, A, B, C, D, z, dt_bias, initial_state))
         gate = None if needs_grad or norm is not None else z
-        plan = _inside(x, B, C, gate, initial_state, cu_seqlens, with_state, needs_grad, backend)
+        plan = _inside(x, B, C, D, gate, initial_state, cu_seqlens, with_state, needs_grad, backend)
         if plan is not None:
             between = (x, dt, A, B, C, dt_bias, D)
             return _scanned(kernels, plan, steps, between, seq, z, initial_state, cu_seqlens, norm)
@@ -97,8 +97,8 @@ def _rows(o: Tensor) -> Tensor:
 
 
 def _inside(
-    x: Tensor, B: Tensor, C: Tensor, gate: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
-    with_state: bool, needs_grad: bool, backend: str,
+    x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, gate: Tensor | None, initial: Tensor | None,
+    cu_seqlens: Tensor | None, with_state: bool, needs_grad: bool, backend: str,
 ) -> Plan | None:  # fmt: skip
     """The attention's plan with step sizes inside it, and the gate if it can be; None if no backend takes them."""
     others = [t for t in (B, C, initial, cu_seqlens) if t is not None]
@@ -109,7 +109,7 @@ def _inside(
     q, k, v = C.transpose(1, 2), B.transpose(1, 2), x.transpose(1, 2)
     z = None if gate is None or not aligned(gate.transpose(1, 2)) else gate
     which, given = plans.given((q, k, v, z, initial, cu_seqlens))
-    key = (which, "lightning scan", with_state, needs_grad, backend)
+    key = (which, "lightning scan", D is not None, with_state, needs_grad, backend)  # a prepared launch has D or not
     if (plan := plans.find(key, given)) is not None:
         return plan
     spec = spec_of(q, k, v, initial_state=initial, cu_seqlens=cu_seqlens, with_final_state=with_state)
