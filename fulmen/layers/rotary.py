@@ -112,6 +112,8 @@ class Rotary(nn.Module):
 
         A longer table does not replace it: replays of a captured graph read the one they were captured with.
         """
+        if not (type(start) is type(N) is int and start >= 0 and N >= 0):
+            start, N = whole("start", start, 0), whole("N", N, 0)
         device, end = torch.device(device) if isinstance(device, str) else device, start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
