@@ -25,6 +25,7 @@ from fulmen.layers import (
 )
 
 X = torch.randn(2, 6, 24)
+K = torch.zeros(2, 2, 3, 6)
 MASK = torch.ones(2, 6, dtype=torch.bool)
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8}
@@ -235,6 +236,39 @@ CALLS = {
     "cache of another dtype": (
         lambda: gqa(causal=True, dtype=torch.float64)(X.double(), cache=filled(KVCache())),
         ["the cache holds torch.float32", "given torch.float64"],
+    ),
+    "cache: append a list": (lambda: KVCache().append([0.0], K), ["k is a list", "torch.Tensor"]),
+    "cache: append rank 3": (lambda: KVCache().append(K[0], K[0]), ["k has shape (2, 3, 6)", "(B, H_KV, N, D)"]),
+    "cache: append another batch": (
+        lambda: KVCache().append(K[:1], K),
+        ["k has shape (1, 2, 3, 6) and v (2, 2, 3, 6)", "(B, H_KV, N, D) and (B, H_KV, N, E)"],
+    ),
+    "cache: append another N": (
+        lambda: KVCache().append(K, K[:, :, :2]),
+        ["k has shape (2, 2, 3, 6) and v (2, 2, 2, 6)"],
+    ),
+    "cache: append another dtype": (lambda: KVCache().append(K, K.double()), ["v is torch.float64", "as k"]),
+    "cache: append elsewhere": (lambda: KVCache().append(K, K.to("meta")), ["v is torch.float32 on meta", "on cpu"]),
+    "cache: append another latent": (
+        lambda: LatentCache().append(K[0], K[0, :, :2]),
+        ["latent has shape (2, 3, 6) and k_rope (2, 2, 6)", "(B, N, R) and (B, N, P)"],
+    ),
+    "cache: counts of a list": (lambda: KVCache().append(K, K, [2, 3]), ["counts is a list", "torch.Tensor"]),
+    "cache: counts of floats": (
+        lambda: KVCache().append(K, K, torch.tensor([2.0, 3.0])),
+        ["counts is torch.float32 (2,) on cpu", "torch.int64 (B,) = (2,)"],
+    ),
+    "cache: counts of other rows": (
+        lambda: KVCache().append(K, K, torch.tensor([3])),
+        ["torch.int64 (1,)", "(B,) = (2,)"],
+    ),
+    "cache: counts too large": (
+        lambda: KVCache().append(K, K, torch.tensor([2, 9])),
+        ["counts are 2 to 9", "0 to N=3", "k (2, 2, 3, 6)"],
+    ),
+    "cache: counts below 0": (
+        lambda: LatentCache().append(K[0], K[0], torch.tensor([0, -1])),
+        ["counts are -1 to 0", "latent (2, 3, 6)"],
     ),
     "cache: crop": (lambda: filled(KVCache()).crop(7), ["length=7", "6 tokens"]),
     "cache: crop of a string": (lambda: filled(KVCache()).crop("x"), ["length='x'", "int"]),
