@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulmen.boundary import is_capturing, is_plain_eager
+from fulmen.boundary import is_capturing, is_plain_eager, require_tensors
 from fulmen.layers.fused import kernels_for
 from fulmen.layers.inputs import choice, flag, number, whole
 
@@ -207,6 +207,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
     cos, sin  (N, dim / 2) or (B, N, dim / 2). The result is stored as (B, N, H, D), as a projection's output is.
     """
+    are_tensors = isinstance(x, Tensor) and isinstance(cos, Tensor) and isinstance(sin, Tensor)
+    if not are_tensors:
+        require_tensors({"x": x, "cos": cos, "sin": sin}, {})
+    if x.ndim != 4 or not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, must be a floating-point tensor (B, H, N, D)")
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
         raise ValueError(f"RoPE turns {dim} elements of a head, and x {tuple(x.shape)} has D={x.shape[-1]}")

@@ -302,6 +302,16 @@ CALLS = {
     "context_mask alone": (lambda: gqa()(X, context_mask=MASK), ["context_mask", "no context"]),
     "context_mask": (lambda: gqa()(X, context=X, context_mask=MASK[:, :2]), ["context_mask has shape (2, 2)"]),
     "packed context": (lambda: gqa()(X[:1], cu_seqlens=OFFSETS, context=X[:1]), ["needs cu_seqlens and context_cu"]),
+    "apply_rotary: integers": (
+        lambda: apply_rotary(torch.ones(1, 1, 6, 8, dtype=torch.int32), *Rotary(8)(torch.arange(6))),
+        ["x is torch.int32 (1, 1, 6, 8)", "floating-point"],
+    ),
+    "apply_rotary: rank 3": (
+        lambda: apply_rotary(torch.zeros(1, 6, 8), *Rotary(8)(torch.arange(6))),
+        ["x is torch.float32 (1, 6, 8)", "(B, H, N, D)"],
+    ),
+    "apply_rotary: x of a list": (lambda: apply_rotary([0.0], K, K), ["x is a list", "torch.Tensor"]),
+    "apply_rotary: cos of a list": (lambda: apply_rotary(K, [0.0], K), ["cos is a list", "torch.Tensor"]),
     "apply_rotary": (lambda: apply_rotary(torch.zeros(1, 1, 6, 4), *Rotary(8)(torch.arange(6))), ["8", "D=4"]),
 }
 
