@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -200,7 +201,13 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     backend = kwargs.pop("backend", "auto")
     if not isinstance(backend, str):
         raise unknown(op, backend)
-    spec = importlib.import_module(f"fulmen.{op}.spec").checked_spec(*args, **kwargs)
+    checked_spec = importlib.import_module(f"fulmen.{op}.spec").checked_spec
+    arguments = inspect.signature(checked_spec)
+    try:
+        arguments.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain({op!r}, ...) {error}; it takes {', '.join(arguments.parameters)}, backend") from None
+    spec = checked_spec(*args, **kwargs)
     try:
         chosen = pick(op, spec, backend).name
     except NotImplementedError:
