@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulmen.boundary import is_capturing, is_plain_eager, require_tensors
+from fulmen.boundary import as_int, is_capturing, is_plain_eager, require_tensors
 from fulmen.layers.fused import kernels_for
 from fulmen.layers.inputs import choice, flag, number, whole
 
@@ -65,15 +65,17 @@ class Rotary(nn.Module):
         max_positions: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(dim, int) or dim < 2 or dim % 2:
+        self.dim = as_int(dim)
+        if self.dim < 2 or self.dim % 2:
             raise ValueError(f"dim={dim!r}: RoPE turns pairs, so dim must be an even number of at least 2")
-        self.dim, self.base, self.interleaved = dim, number("base", base), flag("interleaved", interleaved)
+        self.base, self.interleaved = number("base", base), flag("interleaved", interleaved)
         self.max_positions = None if max_positions is None else whole("max_positions", max_positions)
         self.scaling = _checked_scaling(scaling, self.max_positions)
         self.table_factor, self.softmax_factor = _factors(self.scaling)
         cpu = torch.device("cpu")
         self._frequencies = {
-            (cpu, dtype): _frequencies(dim, self.base, self.scaling, dtype) for dtype in (torch.float32, torch.float64)
+            (cpu, dtype): _frequencies(self.dim, self.base, self.scaling, dtype)
+            for dtype in (torch.float32, torch.float64)
         }
         self._tables: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
 
@@ -185,7 +187,14 @@ def rotary_of(rope: Rotary | Mapping[str, Any] | None, head_dim: int, **usual: A
         keys = list(inspect.signature(Rotary).parameters)
         if strange := [key for key in rope if key not in keys]:
             raise ValueError(f"rope has {', '.join(map(repr, strange))}: a Rotary is made of {', '.join(keys)}")
-        rope = Rotary(**{"dim": head_dim, **usual, **rope})
+        given = {"dim": head_dim, **usual, **rope}
+        if "dim" not in rope and (given["dim"] < 2 or given["dim"] % 2):
+            even = dict(rope) | {"dim": max(given["dim"] // 2 * 2, 2)}
+            raise ValueError(
+                f"head_dim={head_dim} (embed_dim / num_heads unless given): RoPE turns pairs, and would turn "
+                f"{given['dim']} of its elements; pass another head_dim, or an even dim, as rope={even}"
+            )
+        rope = Rotary(**given)
     if rope is not None and not isinstance(rope, Rotary):
         raise ValueError(f"rope is a {type(rope).__name__}, must be None, a Rotary or a dict of its arguments")
     if rope is not None and rope.dim > head_dim:

@@ -70,7 +70,12 @@ CONSTRUCTION = {
     "head_dim too large": (lambda: gqa(head_dim=257), ["head_dim=257", "1 to 256"]),
     "head_dim zero": (lambda: gqa(head_dim=0), ["head_dim=0", "1 to 256"]),
     "qk_norm": (lambda: gqa(qk_norm=True), ["qk_norm=True", "'before', 'after' or 'all'"]),
-    "odd RoPE": (lambda: gqa(head_dim=7, rope={}), ["dim=7", "pairs", "even"]),
+    "odd RoPE": (lambda: gqa(head_dim=7, rope={}), ["head_dim=7", "turn 7", "rope={'dim': 6}"]),
+    "odd RoPE of a given dim": (lambda: gqa(rope={"dim": 3}), ["dim=3: RoPE turns pairs", "even"]),
+    "odd RoPE of half a head": (
+        lambda: LightningAttention(48, 8, preset="ring"),
+        ["head_dim=6 (embed_dim / num_heads unless", "turn 3", "rope={'base': 600000.0, 'dim': 2}"],
+    ),
     "RoPE too wide": (lambda: gqa(rope=Rotary(8)), ["dim=8", "head_dim=6"]),
     "rope of another kind": (lambda: gqa(rope=True), ["rope is a bool", "Rotary"]),
     "rope of another word": (lambda: gqa(rope={"theta": 1e4}), ["rope has 'theta'", "base"]),
@@ -437,7 +442,13 @@ def test_nested_tensors_are_refused(layer, layout):
         LAYERS[layer]()(x)
 
 
+def test_what_odd_rope_is_told_works():
+    assert gqa(head_dim=7, rope={"dim": 6}).rope.dim == 6
+    assert LightningAttention(48, 8, preset="ring", rope={"base": 600000.0, "dim": 2}).rope.dim == 2
+
+
 def test_numbers_of_numpy_are_numbers():
+    assert type(Rotary(np.int64(8)).dim) is int
     layer = GroupedQueryAttention(np.int64(24), np.int32(4), np.int64(2), norm_eps=np.float32(1e-6), qk_norm="before")
     assert [type(n) for n in (layer.embed_dim, layer.num_heads, layer.q_norm.eps)] == [int, int, float]
 
