@@ -21,6 +21,7 @@ from fulmen import hardware
 
 OPS = ("lightning", "step", "flash", "latent")
 NATIVE = ("reference",)  # backends of plain PyTorch, which autograd goes through by itself
+ONLY_BY_NAME = 'only by name, never by "auto"'  # what a table says of them
 
 
 class Choice(NamedTuple):
@@ -184,8 +185,10 @@ def table(op: str, spec: Any, why: dict[str, str | None]) -> str:
     width = max(map(len, why))
     lines = []
     for name, reason in why.items():
-        words = str(choose(op, spec, name)) if reason is None else ""
-        lines.append(f"  {name:<{width}}  {reason or (f'ok ({words})' if words else 'ok')}")
+        if reason is None:
+            words = ONLY_BY_NAME if differentiable_as_it_is(op, name) else str(choose(op, spec, name))
+            reason = f"ok ({words})" if words else "ok"
+        lines.append(f"  {name:<{width}}  {reason}")
     return "\n".join(lines)
 
 

@@ -163,6 +163,7 @@ def test_explain_says_which_and_why():
     text = fulmen.explain("lightning", q, q, q, torch.ones(2))
     assert "has_decay=True" in text
     assert "computes in fp32 at most, and q is float64" in text
+    assert 'reference     ok (only by name, never by "auto")\nauto: eager' in text
     assert text.endswith("auto: eager")
     with pytest.raises(ValueError, match="op='flesh': fulmen has lightning"):
         fulmen.explain("flesh", q, q, q)
@@ -253,6 +254,7 @@ def test_a_policy_always_answers_the_same(op, hw):
         names = policy.order(asked, hw)
         assert names == policy.order(asked, hw)
         assert set(dispatch.kernels(op)) <= set(names)
+        assert names[-1] == "reference"  # which "auto" does not take
         assert policy.choose(asked, hw) == policy.choose(asked, hw, names[0])
         for name in (*names, "a new one"):
             choice = policy.choose(asked, hw, name)
