@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from fulmen import hardware
 
 OPS = ("lightning", "step", "flash", "latent")
 NATIVE = ("reference",)  # backends of plain PyTorch, which autograd goes through by itself
+ONLY_BY_NAME = 'only by name, never by "auto"'  # what a table says of them
 
 
 class Choice(NamedTuple):
@@ -183,8 +185,10 @@ def table(op: str, spec: Any, why: dict[str, str | None]) -> str:
     width = max(map(len, why))
     lines = []
     for name, reason in why.items():
-        words = str(choose(op, spec, name)) if reason is None else ""
-        lines.append(f"  {name:<{width}}  {reason or (f'ok ({words})' if words else 'ok')}")
+        if reason is None:
+            words = ONLY_BY_NAME if differentiable_as_it_is(op, name) else str(choose(op, spec, name))
+            reason = f"ok ({words})" if words else "ok"
+        lines.append(f"  {name:<{width}}  {reason}")
     return "\n".join(lines)
 
 
@@ -200,7 +204,13 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     backend = kwargs.pop("backend", "auto")
     if not isinstance(backend, str):
         raise unknown(op, backend)
-    spec = importlib.import_module(f"fulmen.{op}.spec").checked_spec(*args, **kwargs)
+    checked_spec = importlib.import_module(f"fulmen.{op}.spec").checked_spec
+    arguments = inspect.signature(checked_spec)
+    try:
+        arguments.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain({op!r}, ...) {error}; it takes {', '.join(arguments.parameters)}, backend") from None
+    spec = checked_spec(*args, **kwargs)
     try:
         chosen = pick(op, spec, backend).name
     except NotImplementedError:

@@ -19,12 +19,16 @@ def examine() -> None:
     show("devices", [("device", "name", "arch", "SMs or threads", "shared memory", "L2"), *map(facts, devices)])
     for device in devices:
         rows = [
-            (op, name, "yes" if reason is None else "no", reason or "")
+            (op, name, "yes" if reason is None else "no", reason or note(op, name))
             for op in dispatch.OPS
             for name, reason in dispatch.report(op, device)
         ]
         heading = f'backends on {device}, in the order backend="auto" tries them'
         show(heading, [("operation", "backend", "available", "why not"), *rows])
+
+
+def note(op: str, name: str) -> str:
+    return dispatch.ONLY_BY_NAME if dispatch.differentiable_as_it_is(op, name) else ""
 
 
 def show(title: str, rows: Sequence[tuple[str, ...]]) -> None:

@@ -20,6 +20,9 @@ def test_doctor_lists_versions_devices_and_every_backend() -> None:
     for op in dispatch.OPS:
         for name in dispatch.kernels(op):
             assert name in result.output
+    assert [
+        line.split()[:2] for line in result.output.splitlines() if line.endswith('only by name, never by "auto"')
+    ] == [[op, name] for op in dispatch.OPS for name, kernel in dispatch.kernels(op).items() if kernel.backward is None]
 
 
 def test_doctor_prints_the_reason_word_for_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,9 +163,46 @@ def test_explain_says_which_and_why():
     text = fulmen.explain("lightning", q, q, q, torch.ones(2))
     assert "has_decay=True" in text
     assert "computes in fp32 at most, and q is float64" in text
+    assert 'reference     ok (only by name, never by "auto")\nauto: eager' in text
     assert text.endswith("auto: eager")
     with pytest.raises(ValueError, match="op='flesh': fulmen has lightning"):
         fulmen.explain("flesh", q, q, q)
+
+
+Q = torch.ones(1, 2, 8, 16)
+OFFSETS = torch.tensor([0, 5, 9], dtype=torch.int32)
+STEP = (Q[:, :, :1], Q[:, :, :1], Q[:, :, :1], torch.ones(2), torch.zeros(3, 2, 16, 16))
+WRONG_VALUES = {
+    "decay": ("lightning", (Q, Q, Q, torch.tensor([1.0, -1.0])), {}),
+    "offsets of lightning": ("lightning", (Q, Q, Q), {"cu_seqlens": OFFSETS}),
+    "offsets of flash": ("flash", (Q, Q, Q), {"cu_seqlens_q": OFFSETS}),
+    "offsets over a cache": (
+        "flash", (Q, Q.expand(2, 2, 8, 16), Q.expand(2, 2, 8, 16)),
+        {"cu_seqlens_q": OFFSETS, "kv_lengths": torch.tensor([8, 8], dtype=torch.int32)},
+    ),
+    "decay of a step": ("step", (*STEP[:3], -STEP[3], STEP[4]), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_VALUES)
+@torch.no_grad()
+def test_explain_refuses_the_values_that_the_call_refuses(wrong):
+    op, args, options = WRONG_VALUES[wrong]
+    call = {"lightning": fulmen.lightning_attention, "flash": fulmen.flash_attention, "step": fulmen.lightning_step}[op]
+    with pytest.raises(ValueError, match=r".") as error:
+        call(*args, **options)
+    with pytest.raises(ValueError, match=re.escape(str(error.value))):
+        fulmen.explain(op, *args, **options)
+
+
+def test_explain_names_arguments_that_the_operation_does_not_take():
+    says = "explain('lightning', ...) got an unexpected keyword argument 'decays'; it takes q, k, v, decay, scale, "
+    with pytest.raises(TypeError, match=re.escape(says)):
+        fulmen.explain("lightning", Q, Q, Q, decays=None)
+    with pytest.raises(
+        TypeError, match=re.escape("explain('step', ...) missing a required argument: 'k'; it takes q,")
+    ):
+        fulmen.explain("step", Q)
 
 
 @pytest.mark.parametrize("backend", [["eager"], {"eager": 1}, None, 3])
@@ -217,6 +254,7 @@ def test_a_policy_always_answers_the_same(op, hw):
         names = policy.order(asked, hw)
         assert names == policy.order(asked, hw)
         assert set(dispatch.kernels(op)) <= set(names)
+        assert names[-1] == "reference"  # which "auto" does not take
         assert policy.choose(asked, hw) == policy.choose(asked, hw, names[0])
         for name in (*names, "a new one"):
             choice = policy.choose(asked, hw, name)

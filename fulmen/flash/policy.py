@@ -128,8 +128,8 @@ SMALL_MAX_TOKENS = 512
 
 # -------------------------------------------------------------------------------------------- what "auto" takes
 
-ORDER = ("sdpa", "triton", "flash_attn", "eager", "reference", "cuda")  # on a GPU, after the fastest
-CPU_ORDER = ("sdpa", "eager", "reference", "triton", "flash_attn", "cuda")  # triton is interpreted there
+ORDER = ("sdpa", "triton", "flash_attn", "eager", "cuda", "reference")  # on a GPU, after the fastest
+CPU_ORDER = ("sdpa", "eager", "triton", "flash_attn", "cuda", "reference")  # triton is interpreted there
 
 SMALL_FLOPS = 8e9  # forward; below, CPU overhead decides: 15 us a call with triton, 39 with sdpa
 FULL_QUERIES, FULL = 1024, 32_768  # of a head, of all heads; with fewer, tiles of `sm90` do not fill the GPU

@@ -25,6 +25,7 @@ from fulmen.boundary import (
     check_scale,
     empty_rows,
     is_number,
+    is_plain_eager,
     needs_gradient,
     plain_memory,
     require_tensors,
@@ -294,6 +295,8 @@ def checked_spec(
         x = check_cache(mask[2], q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
     else:
         x = check_inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+    if is_plain_eager(*x):
+        check_values(x)
     most = check_max_kv_length(max_kv_length)
     scale = x.q.shape[3] ** -0.5 if scale is None else check_scale(scale)
     return spec_of(x, scale, *mask, softcap, with_lse, not cached and needs_gradient(x[:4]), most)

@@ -14,9 +14,9 @@ from fulmen.dispatch import Choice
 from fulmen.hardware import Hardware
 from fulmen.latent.spec import LatentSpec
 
-ORDER = ("triton", "eager", "reference", "cuda")
+ORDER = ("triton", "eager", "cuda", "reference")
 HOPPER_ORDER = ("cuda", "triton", "eager", "reference")
-CPU_ORDER = ("eager", "reference", "triton", "cuda")  # triton is interpreted there
+CPU_ORDER = ("eager", "triton", "cuda", "reference")  # triton is interpreted there
 
 MAX_SPLITS = 128
 CUDA_ROWS, CUDA_KEYS = 64, 64  # queries of a block of the kernel of `cuda`; pages divide the keys or are a multiple

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulmen.boundary import is_capturing, is_plain_eager
+from fulmen.boundary import is_capturing, is_plain_eager, require_tensors
 from fulmen.layers.inputs import whole
 
 if TYPE_CHECKING:
@@ -293,6 +293,7 @@ class KVCache(TokenCache):
         counts  int64 (B,): only the first counts[b] of row b's N tokens are tokens. From then on rows differ in length,
                 `lengths` tells how many tokens of what is returned count, and all the cache's memory is returned.
         """
+        _check_new("k", "v", "(B, H_KV, N, D) and (B, H_KV, N, E)", 4, k, v, counts)
         self.sync()
         k, v, end = self.offer(k, v, counts)
         self.advance(end)
@@ -309,6 +310,7 @@ class LatentCache(TokenCache):
 
     def append(self, latent: Tensor, k_rope: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """latent (B, N, R), k_rope (B, N, P): the next tokens. Returns all of both; `counts` as in `KVCache`."""
+        _check_new("latent", "k_rope", "(B, N, R) and (B, N, P)", 3, latent, k_rope, counts)
         self.sync()
         kv, end = self.offer(torch.cat([latent, k_rope], 2), counts)
         self.advance(end)
@@ -413,6 +415,34 @@ class MambaCache(RecurrentCache):
         conv = None if self.conv is None else self.conv.index_select(0, _checked_indices(indices, self.conv))
         super().reorder(indices)
         self.conv = conv
+
+
+def _check_new(name: str, other: str, shapes: str, ndim: int, x: Tensor, y: Tensor, counts: Tensor | None) -> None:
+    """The two tensors that `append` is given, of such names and shapes, and counts."""
+    are_tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+    if not are_tensors:
+        require_tensors({name: x, other: y}, {})
+    if not x.ndim == y.ndim == ndim or x.shape[:-1] != y.shape[:-1]:
+        raise ValueError(f"{name} has shape {tuple(x.shape)} and {other} {tuple(y.shape)}, must be {shapes}")
+    if y.dtype != x.dtype or y.device != x.device:
+        raise ValueError(f"{other} is {y.dtype} on {y.device}, must be {x.dtype} on {x.device}, as {name}")
+    if counts is not None:
+        _check_counts(counts, name, x)
+
+
+def _check_counts(counts: Tensor, name: str, x: Tensor) -> None:
+    """How many tokens of x (B, ..., N, .) count; the values on the CPU only."""
+    require_tensors({"counts": counts}, {})
+    B, N = x.shape[0], x.shape[-2]
+    if counts.dtype != torch.int64 or tuple(counts.shape) != (B,) or counts.device != x.device:
+        raise ValueError(
+            f"counts is {counts.dtype} {tuple(counts.shape)} on {counts.device}, must be torch.int64 (B,) = ({B},) on "
+            f"{x.device}"
+        )
+    if counts.device.type == "cpu" and is_plain_eager(counts) and B:
+        low, high = (int(n) for n in torch.aminmax(counts))
+        if low < 0 or high > N:
+            raise ValueError(f"counts are {low} to {high}: must be 0 to N={N}, the tokens of {name} {tuple(x.shape)}")
 
 
 def _counted_on(length: int, lengths: Tensor | None, N: int, counts: Tensor | None) -> Tensor:

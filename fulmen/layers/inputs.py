@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fulmen import dispatch
-from fulmen.boundary import check_offset_values, check_offsets, is_plain_eager, require_tensors
+from fulmen.boundary import autocasts, check_offset_values, check_offsets, is_plain_eager, require_tensors
 
 if TYPE_CHECKING:
     from fulmen.layers.cache import RecurrentCache, TokenCache
@@ -132,12 +132,19 @@ def check_kind(name: str, x: Tensor, projection: nn.Module) -> None:
     """x must be on the layer's device and of its dtype, as far as a plain Linear tells; autocast sees to dtypes."""
     if type(projection) is not nn.Linear or torch.compiler.is_compiling():
         return
-    weight = projection.weight
+    check_device(name, x, projection.weight)
+    check_dtype(name, x, projection.weight)
+
+
+def check_device(name: str, x: Tensor, weight: Tensor, of: str = "the layer") -> None:
     if x.device != weight.device:
         hint = ": call to_empty(device=...) and reset_parameters()" if weight.device.type == "meta" else ""
-        raise ValueError(f"{name} is on {x.device}, and the layer on {weight.device}{hint}")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"{name} is {x.dtype}, and the layer {weight.dtype}: cast one of them, or use autocast")
+        raise ValueError(f"{name} is on {x.device}, and {of} on {weight.device}{hint}")
+
+
+def check_dtype(name: str, x: Tensor, weight: Tensor, of: str = "the layer") -> None:
+    if x.dtype != weight.dtype and not autocasts(x):
+        raise ValueError(f"{name} is {x.dtype}, and {of} {weight.dtype}: cast one of them, or use autocast")
 
 
 def check_mask(mask: Tensor, x: Tensor, name: str = "mask") -> None:

@@ -128,6 +128,8 @@ class MultiHeadLatentAttention(weights.AttentionLayer):
         embed_dim, num_heads, _ = check_heads(embed_dim, num_heads, num_heads)
         q_rank, kv_rank = None if q_rank is None else whole("q_rank", q_rank), whole("kv_rank", kv_rank)
         nope_dim, rope_dim = whole("nope_dim", nope_dim), whole("rope_dim", rope_dim)
+        if rope_dim % 2:
+            raise ValueError(f"rope_dim={rope_dim}: RoPE turns pairs, so rope_dim must be an even number")
         whole("nope_dim + rope_dim", nope_dim + rope_dim, 1, MAX_HEAD_DIM)
         value_dim = whole("value_dim", value_dim, 1, MAX_HEAD_DIM)
         if choice("absorb", absorb, True, False, "auto") is True and dropout:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulmen.boundary import is_capturing, is_plain_eager
+from fulmen.boundary import as_int, is_capturing, is_plain_eager, require_tensors
 from fulmen.layers.fused import kernels_for
 from fulmen.layers.inputs import choice, flag, number, whole
 
@@ -65,15 +65,17 @@ class Rotary(nn.Module):
         max_positions: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(dim, int) or dim < 2 or dim % 2:
+        self.dim = as_int(dim)
+        if self.dim < 2 or self.dim % 2:
             raise ValueError(f"dim={dim!r}: RoPE turns pairs, so dim must be an even number of at least 2")
-        self.dim, self.base, self.interleaved = dim, number("base", base), flag("interleaved", interleaved)
+        self.base, self.interleaved = number("base", base), flag("interleaved", interleaved)
         self.max_positions = None if max_positions is None else whole("max_positions", max_positions)
         self.scaling = _checked_scaling(scaling, self.max_positions)
         self.table_factor, self.softmax_factor = _factors(self.scaling)
         cpu = torch.device("cpu")
         self._frequencies = {
-            (cpu, dtype): _frequencies(dim, self.base, self.scaling, dtype) for dtype in (torch.float32, torch.float64)
+            (cpu, dtype): _frequencies(self.dim, self.base, self.scaling, dtype)
+            for dtype in (torch.float32, torch.float64)
         }
         self._tables: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
 
@@ -112,6 +114,8 @@ class Rotary(nn.Module):
 
         A longer table does not replace it: replays of a captured graph read the one they were captured with.
         """
+        if not (type(start) is type(N) is int and start >= 0 and N >= 0):
+            start, N = whole("start", start, 0), whole("N", N, 0)
         device, end = torch.device(device) if isinstance(device, str) else device, start + N
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"positions {start} to {end - 1} are out of range: max_positions={self.max_positions}")
@@ -183,7 +187,14 @@ def rotary_of(rope: Rotary | Mapping[str, Any] | None, head_dim: int, **usual: A
         keys = list(inspect.signature(Rotary).parameters)
         if strange := [key for key in rope if key not in keys]:
             raise ValueError(f"rope has {', '.join(map(repr, strange))}: a Rotary is made of {', '.join(keys)}")
-        rope = Rotary(**{"dim": head_dim, **usual, **rope})
+        given = {"dim": head_dim, **usual, **rope}
+        if "dim" not in rope and (given["dim"] < 2 or given["dim"] % 2):
+            even = dict(rope) | {"dim": max(given["dim"] // 2 * 2, 2)}
+            raise ValueError(
+                f"head_dim={head_dim} (embed_dim / num_heads unless given): RoPE turns pairs, and would turn "
+                f"{given['dim']} of its elements; pass another head_dim, or an even dim, as rope={even}"
+            )
+        rope = Rotary(**given)
     if rope is not None and not isinstance(rope, Rotary):
         raise ValueError(f"rope is a {type(rope).__name__}, must be None, a Rotary or a dict of its arguments")
     if rope is not None and rope.dim > head_dim:
@@ -205,6 +216,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
     cos, sin  (N, dim / 2) or (B, N, dim / 2). The result is stored as (B, N, H, D), as a projection's output is.
     """
+    are_tensors = isinstance(x, Tensor) and isinstance(cos, Tensor) and isinstance(sin, Tensor)
+    if not are_tensors:
+        require_tensors({"x": x, "cos": cos, "sin": sin}, {})
+    if x.ndim != 4 or not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, must be a floating-point tensor (B, H, N, D)")
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
         raise ValueError(f"RoPE turns {dim} elements of a head, and x {tuple(x.shape)} has D={x.shape[-1]}")

@@ -20,6 +20,7 @@ from fulmen.boundary import (
     check_qkv,
     check_scale,
     empty_rows,
+    is_plain_eager,
     plain_memory,
     require_tensors,
 )
@@ -231,7 +232,10 @@ def checked_spec(
     cu_seqlens: Tensor | None = None,
 ) -> LightningSpec:
     """The spec `lightning_attention` would make of these arguments, with its checks: for `fulmen.explain`."""
-    return spec_of_residuals(check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens, True), float(scale), False)
+    x = check_inputs(q, k, v, decay, scale, initial_state, cu_seqlens, True)
+    if is_plain_eager(*x):
+        check_values(x.decay, x.cu_seqlens, x.q.shape[2])
+    return spec_of_residuals(x, float(scale), False)
 
 
 def plain_spec(device: torch.device) -> LightningSpec:

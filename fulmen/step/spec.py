@@ -18,6 +18,7 @@ from fulmen.boundary import (
     check_qkv,
     check_scale,
     empty_rows,
+    is_plain_eager,
     plain_memory,
     require_tensors,
 )
@@ -271,7 +272,10 @@ def checked_spec(
     scale: float = 1.0,
 ) -> StepSpec:
     """The spec `lightning_step` would make of these arguments, with its checks: for `fulmen.explain`."""
-    return spec_of(check_inputs(q, k, v, decay, state, slots, draft, accepted, scale), float(scale))
+    x = check_inputs(q, k, v, decay, state, slots, draft, accepted, scale)
+    if is_plain_eager(*x):
+        check_values(x.decay, x.slots, x.state.shape[0])
+    return spec_of(x, float(scale))
 
 
 def plain_spec(device: torch.device) -> StepSpec:

@@ -25,6 +25,7 @@ from fulmen.layers import (
 )
 
 X = torch.randn(2, 6, 24)
+K = torch.zeros(2, 2, 3, 6)
 MASK = torch.ones(2, 6, dtype=torch.bool)
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8}
@@ -69,11 +70,20 @@ CONSTRUCTION = {
     "head_dim too large": (lambda: gqa(head_dim=257), ["head_dim=257", "1 to 256"]),
     "head_dim zero": (lambda: gqa(head_dim=0), ["head_dim=0", "1 to 256"]),
     "qk_norm": (lambda: gqa(qk_norm=True), ["qk_norm=True", "'before', 'after' or 'all'"]),
-    "odd RoPE": (lambda: gqa(head_dim=7, rope={}), ["dim=7", "pairs", "even"]),
+    "odd RoPE": (lambda: gqa(head_dim=7, rope={}), ["head_dim=7", "turn 7", "rope={'dim': 6}"]),
+    "odd RoPE of a given dim": (lambda: gqa(rope={"dim": 3}), ["dim=3: RoPE turns pairs", "even"]),
+    "odd RoPE of half a head": (
+        lambda: LightningAttention(48, 8, preset="ring"),
+        ["head_dim=6 (embed_dim / num_heads unless", "turn 3", "rope={'base': 600000.0, 'dim': 2}"],
+    ),
     "RoPE too wide": (lambda: gqa(rope=Rotary(8)), ["dim=8", "head_dim=6"]),
     "rope of another kind": (lambda: gqa(rope=True), ["rope is a bool", "Rotary"]),
     "rope of another word": (lambda: gqa(rope={"theta": 1e4}), ["rope has 'theta'", "base"]),
     "Rotary: positions of a list": (lambda: Rotary(16)([0, 1]), ["positions is a list", "int64 tensor"]),
+    "Rotary: span from before the first": (lambda: Rotary(16).span(-4, 2, "cpu"), ["start=-4", "int of at least 0"]),
+    "Rotary: span across the first": (lambda: Rotary(16).span(-2, 4, "cpu"), ["start=-2", "int of at least 0"]),
+    "Rotary: span of less than none": (lambda: Rotary(16).span(5, -2, "cpu"), ["N=-2", "int of at least 0"]),
+    "Rotary: span of a float": (lambda: Rotary(16).span(0, 2.5, "cpu"), ["N=2.5", "int of at least 0"]),
     "Mamba2: head_dim": (lambda: Mamba2(33), ["embed_dim=33", "head_dim=64 must divide", "num_heads"]),
     "AddNorm: shapes": (lambda: AddNorm(24)(X, X[:1]), ["y has shape (1, 6, 24)", "(2, 6, 24)"]),
     "a pool of a layer that sees both ways": (lambda: gqa().new_pool(Sequences(8, 2)), ["a pool", "causal=False"]),
@@ -232,6 +242,39 @@ CALLS = {
         lambda: gqa(causal=True, dtype=torch.float64)(X.double(), cache=filled(KVCache())),
         ["the cache holds torch.float32", "given torch.float64"],
     ),
+    "cache: append a list": (lambda: KVCache().append([0.0], K), ["k is a list", "torch.Tensor"]),
+    "cache: append rank 3": (lambda: KVCache().append(K[0], K[0]), ["k has shape (2, 3, 6)", "(B, H_KV, N, D)"]),
+    "cache: append another batch": (
+        lambda: KVCache().append(K[:1], K),
+        ["k has shape (1, 2, 3, 6) and v (2, 2, 3, 6)", "(B, H_KV, N, D) and (B, H_KV, N, E)"],
+    ),
+    "cache: append another N": (
+        lambda: KVCache().append(K, K[:, :, :2]),
+        ["k has shape (2, 2, 3, 6) and v (2, 2, 2, 6)"],
+    ),
+    "cache: append another dtype": (lambda: KVCache().append(K, K.double()), ["v is torch.float64", "as k"]),
+    "cache: append elsewhere": (lambda: KVCache().append(K, K.to("meta")), ["v is torch.float32 on meta", "on cpu"]),
+    "cache: append another latent": (
+        lambda: LatentCache().append(K[0], K[0, :, :2]),
+        ["latent has shape (2, 3, 6) and k_rope (2, 2, 6)", "(B, N, R) and (B, N, P)"],
+    ),
+    "cache: counts of a list": (lambda: KVCache().append(K, K, [2, 3]), ["counts is a list", "torch.Tensor"]),
+    "cache: counts of floats": (
+        lambda: KVCache().append(K, K, torch.tensor([2.0, 3.0])),
+        ["counts is torch.float32 (2,) on cpu", "torch.int64 (B,) = (2,)"],
+    ),
+    "cache: counts of other rows": (
+        lambda: KVCache().append(K, K, torch.tensor([3])),
+        ["torch.int64 (1,)", "(B,) = (2,)"],
+    ),
+    "cache: counts too large": (
+        lambda: KVCache().append(K, K, torch.tensor([2, 9])),
+        ["counts are 2 to 9", "0 to N=3", "k (2, 2, 3, 6)"],
+    ),
+    "cache: counts below 0": (
+        lambda: LatentCache().append(K[0], K[0], torch.tensor([0, -1])),
+        ["counts are -1 to 0", "latent (2, 3, 6)"],
+    ),
     "cache: crop": (lambda: filled(KVCache()).crop(7), ["length=7", "6 tokens"]),
     "cache: crop of a string": (lambda: filled(KVCache()).crop("x"), ["length='x'", "int"]),
     "cache: crop of None": (lambda: filled(KVCache(9)).crop(None), ["length=None", "int"]),
@@ -264,6 +307,16 @@ CALLS = {
     "context_mask alone": (lambda: gqa()(X, context_mask=MASK), ["context_mask", "no context"]),
     "context_mask": (lambda: gqa()(X, context=X, context_mask=MASK[:, :2]), ["context_mask has shape (2, 2)"]),
     "packed context": (lambda: gqa()(X[:1], cu_seqlens=OFFSETS, context=X[:1]), ["needs cu_seqlens and context_cu"]),
+    "apply_rotary: integers": (
+        lambda: apply_rotary(torch.ones(1, 1, 6, 8, dtype=torch.int32), *Rotary(8)(torch.arange(6))),
+        ["x is torch.int32 (1, 1, 6, 8)", "floating-point"],
+    ),
+    "apply_rotary: rank 3": (
+        lambda: apply_rotary(torch.zeros(1, 6, 8), *Rotary(8)(torch.arange(6))),
+        ["x is torch.float32 (1, 6, 8)", "(B, H, N, D)"],
+    ),
+    "apply_rotary: x of a list": (lambda: apply_rotary([0.0], K, K), ["x is a list", "torch.Tensor"]),
+    "apply_rotary: cos of a list": (lambda: apply_rotary(K, [0.0], K), ["cos is a list", "torch.Tensor"]),
     "apply_rotary": (lambda: apply_rotary(torch.zeros(1, 1, 6, 4), *Rotary(8)(torch.arange(6))), ["8", "D=4"]),
 }
 
@@ -389,7 +442,13 @@ def test_nested_tensors_are_refused(layer, layout):
         LAYERS[layer]()(x)
 
 
+def test_what_odd_rope_is_told_works():
+    assert gqa(head_dim=7, rope={"dim": 6}).rope.dim == 6
+    assert LightningAttention(48, 8, preset="ring", rope={"base": 600000.0, "dim": 2}).rope.dim == 2
+
+
 def test_numbers_of_numpy_are_numbers():
+    assert type(Rotary(np.int64(8)).dim) is int
     layer = GroupedQueryAttention(np.int64(24), np.int32(4), np.int64(2), norm_eps=np.float32(1e-6), qk_norm="before")
     assert [type(n) for n in (layer.embed_dim, layer.num_heads, layer.q_norm.eps)] == [int, int, float]
 

@@ -160,12 +160,73 @@ def test_bad_arguments() -> None:
         ({"weight": torch.zeros(5, 3)}, r"weight \(5, 3\), must be"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets is torch.int64 \(2,\) on cpu, must be .*\(3,\)"),
         ({"targets": torch.zeros(3)}, "targets is torch.float32"),
+        ({"targets": [0, 1, 2]}, "targets is a list, must be a torch.Tensor"),
+        ({"x": [0.0]}, "x is a list, must be a torch.Tensor"),
+        ({"x": torch.zeros(3, 4).bfloat16()}, "x is torch.bfloat16, and weight torch.float32: cast one of them"),
+        ({"weight": torch.zeros(5, 4, device="meta")}, "x is on cpu, and weight on meta"),
+        ({"targets": torch.tensor([0, 178, -1])}, r"targets must be 0 to V - 1 = 4, or -100 .*; 2 of 3 .*\[178, -1\]"),
     ],
 )
 def test_bad_tensors_of_a_loss(changes, says) -> None:
     given = {"x": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "targets": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(ValueError, match=says):
         linear_cross_entropy(**given | changes)
+
+
+def test_tokens_without_a_loss_are_no_bad_targets() -> None:
+    targets = torch.tensor([-100, 4, 0])
+    assert linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), targets)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda: GatedMLP(8, 16)(torch.zeros(2, 3, 4)),
+            r"x has shape \(2, 3, 4\), .* \(..., embed_dim\) with embed_dim=8",
+        ),
+        (lambda: GatedMLP(8, 16)([0.0]), r"x is a list, must be a tensor \(..., embed_dim\)"),
+        (lambda: GatedMLP(8, 16)(torch.zeros(())), r"x has shape \(\), must be a tensor \(..., embed_dim\)"),
+        (
+            lambda: GatedMLP(8, 16)(torch.zeros(2, 8).bfloat16()),
+            "x is torch.bfloat16, and the layer torch.float32: cast",
+        ),
+        (
+            lambda: GatedMLP(8, 16, device="meta")(torch.zeros(2, 8)),
+            "x is on cpu, and the layer on meta: call to_empty",
+        ),
+        (lambda: AddNorm(8, 1e-6)(torch.zeros(2, 4)), r"x has shape \(2, 4\), .* with normalized_shape=\(8,\)"),
+        (lambda: AddNorm(8, 1e-6)(*[torch.zeros(2, 4)] * 2), r"x has shape \(2, 4\), .* with normalized_shape=\(8,\)"),
+        (lambda: AddNorm(8, 1e-6)([0.0]), r"x is a list, must be a tensor \(..., normalized_shape\)"),
+        (lambda: AddNorm(8, 1e-6)(torch.zeros(2, 8), [0.0]), r"y is a list, must have that of x, \(2, 8\)"),
+        (lambda: AddNorm(8, 1e-6)(torch.zeros(2, 8).long()), "x is torch.int64, must be a floating-point tensor"),
+        (lambda: AddNorm(8, 1e-6)(torch.zeros(2, 8, device="meta")), "x is on meta, and the layer on cpu"),
+        (lambda: AddNorm(8)(torch.zeros(2, 8), torch.zeros(2, 8, device="meta")), "y is on meta, and x on cpu"),
+    ],
+)
+def test_bad_tensors_of_modules(call, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_modules_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        mlp, norm, x, targets = GatedMLP(8, 16), AddNorm(8, 1e-6), torch.zeros(3, 8), torch.zeros(3).long()
+        _, y = norm(x, mlp(x))
+        assert linear_cross_entropy(y, mlp.gate.weight, targets).shape == (3,)
+    mlp.to_empty(device="cpu").reset_parameters()
+    assert all(parameter.abs().max() <= 8**-0.5 for parameter in mlp.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_autocast_and_mixed_dtypes_are_no_bad_tensors() -> None:
+    """A norm in fp32 takes bf16, as nn.RMSNorm does."""
+    x, targets = torch.randn(3, 8).bfloat16(), torch.tensor([0, 1, -100])
+    assert AddNorm(8, 1e-6)(x, x)[1].dtype == torch.bfloat16
+    mlp = GatedMLP(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = linear_cross_entropy(mlp(x), mlp.gate.weight, targets)
+    assert losses.dtype == torch.float32
 
 
 def test_a_target_beyond_the_logits_is_nan(launched) -> None:

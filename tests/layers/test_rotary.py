@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -128,6 +129,7 @@ def test_a_span_is_a_slice_of_a_table_that_is_kept():
             assert torch.equal(got, want)
     a, b = rope.span(0, 7, cpu), rope.span(0, 7, cpu)
     assert a[0].data_ptr() == b[0].data_ptr()
+    assert torch.equal(rope.span(np.int64(0), np.int32(7), cpu)[0], a[0])
 
 
 def test_a_table_outlives_longer_ones():
