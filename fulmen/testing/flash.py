@@ -64,9 +64,17 @@ class Inputs(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
     def spec(self, with_lse: bool = False, needs_grad: bool = False) -> FlashSpec:
-        """What dispatch sees of the call."""
-        spec = checked_spec(self.q, self.k, self.v, **self.options(), with_lse=with_lse)
-        return spec._replace(needs_grad=needs_grad)
+        """What dispatch sees of the call, whatever its offsets are."""
+
+        def valid(ends: Tensor | None, total: int) -> Tensor | None:
+            return None if ends is None else ends.new_tensor([0] * (len(ends) - 1) + [total])
+
+        ends = {
+            "cu_seqlens_q": (self.cu_seqlens_q, self.q.shape[2]),
+            "cu_seqlens_k": (self.cu_seqlens_k, self.k.shape[2]),
+        }
+        options = self.options() | {name: valid(*given) for name, given in ends.items()}
+        return checked_spec(self.q, self.k, self.v, **options, with_lse=with_lse)._replace(needs_grad=needs_grad)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """Every floating tensor in another dtype; strides stay."""
