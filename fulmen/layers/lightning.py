@@ -307,9 +307,10 @@ class LightningAttention(weights.AttentionLayer):
         if kernels is not None:
             facts = self._facts(qkv, kernels)
             silu = self._only_activated() and self.activation == "silu"
-            place = kernels.ProjectionGradient(facts, qkv, silu) if silu or self.activation is None else None
-            q, k, v = kernels.Prepared.apply(facts, qkv, *self._norm_weights(qkv), *tables, place)
-            into = None if place is None else Into(place, qkv)
+            shared = silu or self.activation is None
+            projection = kernels.ProjectionGradient(facts[:4], qkv, silu) if shared else None
+            q, k, v = kernels.Prepared.apply(facts, qkv, *self._norm_weights(qkv), *tables, projection)
+            into = None if projection is None else Into(projection, qkv)
             return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), into
         if self.activation is not None:
             qkv = ACTIVATIONS[self.activation](qkv)

@@ -257,15 +257,15 @@ def describe_backward(
 ) -> Described:
     """of_steps: with step sizes, x . d(dt x) and x . do are written there; the gradient of v is then that of x.
 
-    others: the places of dq, dk and dv, or None, and then, if q, k and v are silu(x), what they are silu of.
+    others: buffers for dq, dk and dv, or None, and then, if q, k and v are silu(x), what they are silu of.
     """
-    places: fused.Places = others[:3] or fused.NO_PLACES
+    buffers: fused.Buffers = others[:3] or fused.NO_BUFFERS
     silu_of = dict(zip((OF_Q, OF_K, OF_V), map(readable, others[3:]), strict=False))
     assert not spec.steps or not (ddecay is None or of_steps is None or x.saved is None), "all of the scan's gradients"
     if ddecay is not None and x.saved is None:  # at which the sum that is the decay's gradient begins anew
-        return triton_backward(spec, x, do, dstate, ddecay, None, *places)
+        return triton_backward(spec, x, do, dstate, ddecay, None, *buffers)
     grads = fused.Gradients.empty(
-        spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False, places=places
+        spec, x, None if ddecay is None else (CHUNK, 64), spec.dtype, spans=False, buffers=buffers
     )
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     tensors = {Q: x.q, K: x.k, V: x.v, DO: readable(do), OUT: grads.dq, DK: grads.dk, DV: grads.dv, **silu_of}
@@ -303,7 +303,7 @@ def describe_backward(
         todo.append(launch(spec, tile, names, x, tensors, states, cut, not_cut, tokens=tokens))
     if ddecay is not None:
         todo.append(fused.token_gradient(spec, x, grads, ddecay, dstate is not None))
-    results, sums = grads.of_stored_heads(spec, x, places)
+    results, sums = grads.of_stored_heads(spec, x, buffers)
     return (*results, dinitial), Chain((*work, *grads.work(results)), (*todo, *sums))
 
 

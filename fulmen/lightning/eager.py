@@ -202,12 +202,12 @@ def forward(spec: LightningSpec, x: Residuals) -> tuple[Tensor, Tensor | None]:
 
 def backward(
     spec: LightningSpec, x: Residuals, do: Tensor, dstate: Tensor | None, ddecay: Tensor | None = None,
-    of_steps: None = None, *places: Tensor | None,
+    of_steps: None = None, *buffers: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """ddecay: where to write the gradient of a decay for each token, (B, H, N); places: of dq, dk and dv, or None."""
+    """ddecay: where to write the gradient of a decay for each token, (B, H, N); buffers: for dq, dk, dv, or None."""
     dq, dk, dv = (
-        empty_rows(t, *t.shape[1::2]) if place is None else place
-        for t, place in zip((x.q, x.k, x.v), places or (None,) * 3, strict=True)
+        empty_rows(t, *t.shape[1::2]) if buffer is None else buffer
+        for t, buffer in zip((x.q, x.k, x.v), buffers or (None,) * 3, strict=True)
     )
     states = initial_states(spec, x)
     dstates = torch.zeros_like(states) if dstate is None else dstate.clone()

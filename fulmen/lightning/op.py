@@ -46,12 +46,12 @@ class Projection(Protocol):
 
     silu: bool  # q, k and v are silu of it, and nothing else
 
-    def places(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def buffers(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """The tensors to write dq, dk and dv to, each or None; given x, also its parts that q, k and v are silu of.
         (): the backward allocates its own."""
 
     def forget(self) -> None:
-        """This backward does not write to the places."""
+        """This backward does not write to the buffers."""
 
 
 class Into(NamedTuple):
@@ -114,7 +114,7 @@ def lightning_attention_into(
     into: Into, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, scale: float, cu_seqlens: Tensor | None,
     backend: str,
 ) -> Tensor:  # fmt: skip
-    """As `lightning_attention`; a plain eager backward writes gradients to their places in the projection's."""
+    """As `lightning_attention`; a plain eager backward writes gradients into the projection's."""
     return _attend((q, k, v, decay, None, cu_seqlens), scale, False, backend, into)[0]
 
 
@@ -320,8 +320,8 @@ class LightningFunction(torch.autograd.Function):
             do = _zero_output(tensors[0], tensors[2])
         decay_gradient = ctx.needs_input_grad[5]
         ddecay = _token_gradient(plan.spec, tensors[3], decay_gradient)
-        places = () if projection is None else projection.places(*tensors[:3], *x)
-        into = (ddecay, None, *places) if places or ddecay is not None else ()
+        buffers = () if projection is None else projection.buffers(*tensors[:3], *x)
+        into = (ddecay, None, *buffers) if buffers or ddecay is not None else ()
         run = plan.backward_of((*tensors, do, dstate, *into))
         if run is None:
             if projection is not None:

@@ -36,8 +36,8 @@ def plan_for(
     """Both directions of `kernel`, and their prepared launches if it has any.
 
     The backward takes residuals, do, dstate and the tensors to write to, or None: ddecay, if the gradient of a decay
-    for each token is wanted; with step sizes (2, B, H, N), x . d(dt x) and x . do; then dq, dk and dv, if they have
-    places already. A kernel that `takes_silu` may also be given, behind them, what q, k and v are silu of.
+    for each token is wanted; with step sizes (2, B, H, N), x . d(dt x) and x . do; then buffers for dq, dk
+    and dv. A kernel that `takes_silu` may also be given, behind them, what q, k and v are silu of.
 
     saved   the shape of what the forward saves for the backward
     copies  whether q, k and v are copied, so that their rows begin at multiples of 16 bytes

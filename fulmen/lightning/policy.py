@@ -154,7 +154,8 @@ GRADIENT_TILES: dict[tuple[int, int], tuple[SweepTile, ...]] = {
     (128, 64): (SweepTile(3, 2, pair=True), SweepTile(5, 2)),
 }
 
-# The backward where q, k and v are silu(x), whose rows are a part of each stage: (D, E).
+# The backward where q, k and v are silu(x), whose rows are a part of each stage: (D, E). Not timed. It moves 15 tiles a
+# chunk at D64 and 30 at D128, instead of 12 and 24; silu's own backward, D128, B4 H16 N8192, takes 290 us.
 SILU_TILES = {(64, 64): SweepTile(5, 2, save=2, silu=True), (128, 128): SweepTile(4, 1, share=True, silu=True)}
 
 

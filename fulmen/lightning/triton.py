@@ -138,8 +138,8 @@ def sum_heads(each: Tensor, stored: Tensor) -> Launch:
     return Launch(lightning_sum_heads_kernel, B * heads * triton.cdiv(N, SUM_ROWS), (), args, {"num_warps": 4})
 
 
-Places = tuple[Tensor | None, Tensor | None, Tensor | None]
-NO_PLACES: Places = (None, None, None)
+Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_BUFFERS: Buffers = (None, None, None)
 
 
 class Gradients(NamedTuple):
@@ -165,14 +165,14 @@ class Gradients(NamedTuple):
         tile: tuple[int, int] | None,
         shared: torch.dtype = torch.float32,
         spans: bool = True,
-        places: Places = NO_PLACES,
+        buffers: Buffers = NO_BUFFERS,
     ) -> Gradients:
-        """tile: rows of a chunk, columns of D, if products are wanted; shared: dtype of heads that are summed; places:
-        of dq, dk and dv, where they have one already."""
+        """tile: rows of a chunk, columns of D, if products are wanted; shared: dtype of heads that are summed;
+        buffers: for dq, dk and dv, where there is one."""
 
-        def rows(t: Tensor, place: Tensor | None) -> Tensor:
-            if place is not None and place.shape[1] == spec.H:
-                return place
+        def rows(t: Tensor, buffer: Tensor | None) -> Tensor:
+            if buffer is not None and buffer.shape[1] == spec.H:
+                return buffer
             return empty_rows(t, spec.H, t.shape[3], spec.dtype if t.shape[1] == spec.H else shared)
 
         more = []
@@ -184,14 +184,14 @@ class Gradients(NamedTuple):
                 shapes += [(heads, slots, tiles * width, padded(spec.E)), (heads, slots, tiles)]
                 shapes += [(heads, slots * TOKEN_ROWS // tile[0], tiles)]
             more = [x.q.new_empty(shape, dtype=torch.float32) for shape in shapes]
-        return cls(*map(rows, (x.q, x.k, x.v), places), *more)
+        return cls(*map(rows, (x.q, x.k, x.v), buffers), *more)
 
     def of_stored_heads(
-        self, spec: LightningSpec, x: Residuals, places: Places = NO_PLACES
+        self, spec: LightningSpec, x: Residuals, buffers: Buffers = NO_BUFFERS
     ) -> tuple[list[Tensor], list[Launch]]:
         """dq, dk and dv with as many heads as q, k and v, and the launches that make those from these."""
         found, sums = [], []
-        for t, each, given in zip((x.q, x.k, x.v), self[:3], places, strict=True):
+        for t, each, given in zip((x.q, x.k, x.v), self[:3], buffers, strict=True):
             stored = each if t.shape[1] == spec.H else empty_rows(t, t.shape[1], t.shape[3]) if given is None else given
             sums += [] if stored is each else [sum_heads(each, stored)]
             found.append(stored)
@@ -311,14 +311,14 @@ def describe_backward(
     dstate: Tensor | None,
     ddecay: Tensor | None = None,
     of_steps: None = None,
-    *places: Any,
+    *buffers: Any,
 ) -> Described:
     tile = dispatch.choose("lightning", spec, backend).tile
     one = getattr(tile, "sweep", tile)
-    places = places or NO_PLACES
-    grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v), places=places)
+    buffers = buffers or NO_BUFFERS
+    grads = Gradients.empty(spec, x, None if ddecay is None else (one.chunk, one.block_v), buffers=buffers)
     dinitial = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    found, sums = grads.of_stored_heads(spec, x, places)
+    found, sums = grads.of_stored_heads(spec, x, buffers)
     work, todo = launches(spec, tile, x, do, dstate, grads, dinitial)
     gradient = [] if ddecay is None else [token_gradient(spec, x, grads, ddecay, dstate is not None)]
     return (*found, dinitial), Chain((*work, *grads.work(found)), (*todo, *gradient, *sums))

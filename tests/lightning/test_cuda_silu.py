@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -44,6 +45,11 @@ SPLIT = {
 }
 
 
+def parts_of(x, facts):
+    """q, k and v, (B, N, heads, size), of a projection's output."""
+    return x.unflatten(2, (facts.H, -1)).split([facts.D, facts.D, facts.E], 3)
+
+
 class Around:
     """In place of the kernels around the attention: Triton's interpreter cuts bf16 off."""
 
@@ -52,7 +58,7 @@ class Around:
 
     def __call__(self, make, tensors, *options):
         self.launched.append(make.__name__)
-        parts = kernels.ProjectionGradient(options[0], tensors[0]).parts
+        parts = functools.partial(parts_of, facts=options[0])
         if make is kernels.heads_launch:
             for of, part in zip(parts(tensors[0]), tensors[1:4], strict=True):
                 part.copy_(F.silu(of.float()))
@@ -75,12 +81,12 @@ class Call:
         self.x = self.x.bfloat16().to(device).requires_grad_()
 
     def fused(self, x):
-        place = kernels.ProjectionGradient(self.facts, x, silu=True)
+        place = kernels.ProjectionGradient(self.facts[:4], x, silu=True)
         q, k, v = (t.transpose(1, 2) for t in kernels.Prepared.apply(self.facts, x, None, None, None, None, place))
         return [lightning_attention_into(Into(place, x), q, k, v, self.decay, 1.0, self.cu, "cuda")]
 
     def plain(self, x):
-        parts = kernels.ProjectionGradient(self.facts, x).parts(x)
+        parts = parts_of(x, self.facts)
         q, k, v = (F.silu(t).transpose(1, 2) for t in parts)
         none = x.new_empty(1, q.shape[1], 0, 0)
         return [testing._plain(testing.Inputs(q, k, v, self.decay, 1.0, None, self.cu, none, none))[0]]
@@ -182,7 +188,7 @@ def test_every_way_to_the_gradient(around):
 
 
 @emulated
-def test_gradients_without_places(around, monkeypatch):
+def test_gradients_without_buffers(around, monkeypatch):
     """Of a backward that is not plain and eager, or cannot take x: the activation has a backward of its own."""
     call, own = Call(**CASES["D=64 decay"]), ["heads_launch", "heads_backward_launch"]
     with emulator.serve("lightning", ANY):
@@ -204,7 +210,7 @@ def test_a_gradient_that_a_hook_changes_raises(in_place, around):
 
     call = Call(**CASES["D=64 decay"])
     with emulator.serve("lightning", ANY):
-        place = kernels.ProjectionGradient(call.facts, call.x, silu=True)
+        place = kernels.ProjectionGradient(call.facts[:4], call.x, silu=True)
         parts = kernels.Prepared.apply(call.facts, call.x, None, None, None, None, place)
         q, k, v = (t.transpose(1, 2) for t in parts)
         k.register_hook(change)

@@ -8,8 +8,8 @@ A program takes HEADS heads of a token, of q, of k or of v. Without an activatio
 other element of each pair, which is loaded a second time, from the cache: so every tile has one layout, and nothing is
 exchanged between threads but the sums of norms. In the backward a program writes its gradients into the gradient of the
 projection, so that nothing is joined or copied after it. If v stays where it is, the attention's backward writes dv
-there itself (`ProjectionGradient`). On Hopper, with silu alone, it writes all of that gradient: the activation has no
-backward kernel.
+there itself (`projection_gradient.py`). On Hopper, with silu alone, it writes all of that gradient: the activation has
+no backward kernel.
 
 After. The norm of each group of a token's features, times a gate:
 
@@ -38,6 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fulmen.boundary import once_differentiable
 from fulmen.launch import Launch, sm_count, starting, starts_early
 from fulmen.layers.fused import saved
+from fulmen.layers.fused.projection_gradient import ProjectionGradient
 from fulmen.layers.fused.rotary import next_power_of_2, per_row, run
 from fulmen.layers.fused.sums import pipeline, programs_for, sum_launch
 
@@ -351,69 +352,17 @@ def heads_backward_launch(
     return Launch(heads_backward_kernel, parts * programs, tensors, rest, heads_warps(facts))
 
 
-class ProjectionGradient:
-    """The gradient of a projection's output. The attention's backward writes v's part, where v is one; where q, k and v
-    are silu of theirs, it writes all three, already multiplied by silu's slope. `Prepared` writes what is left."""
-
-    def __init__(self, facts: Heads, x: Tensor, silu: bool = False) -> None:
-        self.facts, self.shape, self.dtype, self.device, self.silu = facts, x.shape, x.dtype, x.device, silu
-        # of each backward under way, of which one graph may have several: the buffer's address and version, all three?
-        self.given: dict[int, tuple[int, int, bool]] = {}
-
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v of x, (B, N, H_KV, size); with all of its queries for each head of k."""
-        H, H_KV, D, E = self.facts[:4]
-        return x.view(*x.shape[:2], H_KV, -1).split([H // H_KV * D, D, E], dim=3)
-
-    def places(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """See `fulmen.lightning.op.Projection`. () if autocast made v another dtype, or silu has its own backward."""
-        if v.dtype != self.dtype or (x is None and self.silu):
-            return ()
-        dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.given[torch._C._current_graph_task_id()] = dx.data_ptr(), dx._version, x is not None
-        parts = [t.transpose(1, 2) for t in self.parts(dx)]
-        if x is None:
-            return None, None, parts[-1]
-        return *parts, *(t.transpose(1, 2) for t in self.parts(x.resolve_neg().contiguous()))
-
-    def forget(self) -> None:
-        self.given.pop(torch._C._current_graph_task_id(), None)
-
-    def take(self, *grads: Tensor | None) -> Tensor | None:
-        """The buffer in which these gradients of q, k and v, (B, N, heads, size), lie, or that of v alone.
-        None if they lie elsewhere, as where one is a sum; an error if they were multiplied by silu's slope already."""
-        given, last = self.given.pop(torch._C._current_graph_task_id(), None), grads[-1]
-        if given is None:
-            return None
-        address, version, complete = given
-        if last is not None and last.dtype == self.dtype and last.untyped_storage().data_ptr() == address:
-            N, width = self.shape[1:]
-            dx, count = last.as_strided(self.shape, (N * width, width, 1), 0), 3 if complete else 1
-            unchanged = not complete or last._version == version
-            if unchanged and all(map(_is_same, grads[-count:], self.parts(dx)[-count:])):
-                return dx
-        if complete:
-            raise RuntimeError("a hook changed the gradient of q, k or v after it was multiplied by silu's slope")
-        return None
-
-
-def _is_same(grad: Tensor | None, part: Tensor) -> bool:
-    if grad is None or grad.dtype != part.dtype or grad.is_neg():
-        return False
-    return (grad.data_ptr(), grad.shape, grad.stride()) == (part.data_ptr(), part.shape, part.stride())
-
-
 class Prepared(torch.autograd.Function):
     """facts, x (B, N, width), q_weight, k_weight (D,) or None, cos, sin or None -> q, k, v (B, N, heads, size).
 
-    Saves x and what it shares with others. Without an activation v is a view of x, and its gradient may lie in `place`;
-    with silu alone all gradients may.
+    Saves x and what it shares with others. Without an activation v is a view of x, and its gradient may already lie in
+    the projection's; with silu alone all three may.
     """
 
     @staticmethod
     def forward(
         ctx: Any, facts: Heads, x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
-        sin: Tensor | None, place: ProjectionGradient | None = None,
+        sin: Tensor | None, projection: ProjectionGradient | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         (B, N, _), (H, H_KV, D, E) = x.shape, facts[:4]
         q = torch.empty(B, N, H, D, dtype=x.dtype, device=x.device)
@@ -423,7 +372,7 @@ class Prepared(torch.autograd.Function):
         else:
             v = torch.empty(B, N, H_KV, E, dtype=x.dtype, device=x.device)
         run(heads_launch, (x, q, k, v, *_stand_ins(x, q_weight, k_weight, cos, sin)), facts)
-        ctx.facts, ctx.place = facts, place
+        ctx.facts, ctx.projection = facts, projection
         ctx.save_for_backward(x, q_weight, k_weight, cos, sin)
         ctx.set_materialize_grads(False)
         return q, k, v
@@ -431,7 +380,7 @@ class Prepared(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        facts, dx = ctx.facts, None if ctx.place is None else ctx.place.take(*grads)
+        facts, dx = ctx.facts, None if ctx.projection is None else ctx.projection.take(*grads)
         if dx is not None and facts.activation is not None:
             return None, dx, None, None, None, None, None
         x, q_weight, k_weight, cos, sin = saved(ctx)
