@@ -15,8 +15,8 @@ written B2 H32/8 N4096; 1 x 8192 is one query of 8192 keys. `fulmen tune` propos
 
 from __future__ import annotations
 
-import itertools
 import math
+import operator
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class Sm90Tile(NamedTuple):
     stages: int  # blocks of keys in flight
     take_turns: bool = False  # the warpgroups issue their products one after the other
     blocks_per_sm: int = 1
-    swizzle: bool = False  # L2 swizzle: few heads at a time (`swizzle_heads`); else all heads, LPT first
+    section: int = 0  # heads worked on at a time (`section`); 0: all
     pack_gqa: bool = False  # a tile holds all query heads of a group
 
     @property
@@ -273,7 +273,7 @@ def sm90_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
     if spec.page is not None and tile.block_n == 80:  # a page, or its halves or quarters, must make up a block of keys
         tile = tile._replace(block_n=64, stages=tile.stages + (tile.consumers == 1))
     tile = tile._replace(pack_gqa=spec.group in PACKABLE_GROUPS and should_pack_gqa(spec, tile, hw))
-    return tile._replace(swizzle=should_swizzle(spec, tile, hw))
+    return tile._replace(section=section(spec, tile, hw))
 
 
 # By D: up to how many keys, and the tile. Beside a row us, L2 cold, of it and of the next best kernel of ours.
@@ -393,7 +393,8 @@ def heads_summed(spec: FlashSpec, tile: TritonTile, hw: Hardware) -> int:
 
 # ------------------------------------------------------------------------------------ arithmetic of tile schedulers
 
-MANY_TILES = 512  # of a head: their schedule is not worked out
+MANY_TILES, MANY_SECTIONS = 4096, 8  # whose schedule is not worked out; sizes of which no more are tried
+EVEN, FAR_FROM_EVEN = 1.02, 1.05  # what the busiest block does, over the mean: near it, and times as much
 MAX_SPLITS = 264  # that the combine kernel has room for
 
 
@@ -433,68 +434,55 @@ def should_pack_gqa(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
     return 1.1 * cost[1] < cost[0] or 2 * count[1] <= count[0]
 
 
-def should_swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
-    """Whether heads are taken in groups that fit the L2 cache, where that was measured (D = 64 and 128).
+def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
+    """Heads worked on at a time, so that their k and v stay in the L2 cache; 0: all. Measured for D = 64 and 128.
 
-    Without a mask always. Causal, all heads at once, longest tiles first, balance the blocks best. But
-    of many heads few tiles each run side by side, and k and v beyond the L2 cache are read again and again: B32 H8
-    N2048 D128 has 453 TFLOP/s so, and 563 in groups. So groups, if they are about as balanced. At D = 64, where k and v
-    are half as large, there is less to gain. B1 H40 N8192 in groups of 7 heads: estimated 1.09 times, measured 1.02.
+    Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, with 30 616. Causal, all heads at once read k and v beyond
+    the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 in sections of 16, 789 of 8, 785 of 4. So as few
+    heads as keep every block busy with about equally much to do, of which half of the L2 cache holds k and v.
     """
     if spec.D not in (64, 128) or spec.has_options:
-        return False
+        return 0
     if spec.right is None:
-        return True
-    fits = 2 * hw.l2_bytes >= 3 * spec.B * spec.H * spec.N_KV * (spec.D + spec.E) * 2
-    if spec.group > 1 or hw.sm_count >= 3 * spec.B * spec.H or fits:
-        return False
-    if tiles_per_head(spec, tile) > MANY_TILES:  # balanced either way
-        return spec.D != 64
-    groups = lpt_makespan(spec, tile, hw, swizzle_heads(spec, tile._replace(swizzle=True), hw))
-    return groups <= (1.05 if spec.D == 128 else 1.02) * lpt_makespan(spec, tile, hw, heads(spec, tile))
-
-
-def swizzle_heads(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
-    """Heads worked on at a time: all, or an L2 swizzle group.
-
-    Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, in groups of 30 616. Causal, as many as half of the L2
-    cache holds k and v of, a multiple of the GQA group, down to half as many if that balances the blocks better.
-    """
-    every, unit = max(1, heads(spec, tile)), 1 if tile.pack_gqa else max(spec.group, 1)
-    if tile.swizzle and spec.right is None:
         return 1
-    stored = max(1, hw.l2_bytes // 2 // max(1, spec.N_KV * (spec.D + spec.E) * 2))
-    if not tile.swizzle or stored * unit >= every:
-        return every
-    many = every > 32 * stored * unit or tiles_per_head(spec, tile) > MANY_TILES  # of which the last weighs little
-    if spec.has_options or many:
-        return stored * unit
-    return unit * min(range(stored, stored // 2, -1), key=lambda n: lpt_makespan(spec, tile, hw, n * unit))
+    every, of_head, blocks = heads(spec, tile), tiles_per_head(spec, tile), tile.blocks_per_sm * hw.sm_count
+    stored = spec.N_KV * (spec.D + spec.E) * 2
+    if spec.group > 1 or 2 * hw.l2_bytes >= 3 * every * stored or every * of_head < 4 * blocks:
+        return 0
+    number = max(2, round(2 * blocks / of_head))  # two tiles a block: what it gets of a rise and a fall
+    if every * of_head > MANY_TILES or unevenness(spec, tile, blocks, number) <= EVEN:
+        return number
+    even = max(EVEN, unevenness(spec, tile, blocks, every))
+    least = math.ceil(blocks / of_head)  # else some blocks have nothing to do
+    most = max(least, hw.l2_bytes // 2 // stored)
+    found = {}
+    for number in range(least, most + 1, 1 + (most - least) // MANY_SECTIONS):
+        found[number] = unevenness(spec, tile, blocks, number)
+        if found[number] <= even:
+            return number
+    best = min(found, key=lambda number: found[number])
+    return best if found[best] <= FAR_FROM_EVEN * even else 0
 
 
-def lpt_makespan(spec: FlashSpec, tile: Sm90Tile, hw: Hardware, group: int) -> float:
-    """Work of the busiest block in a causal call, `group` heads at a time, longest tiles first; in blocks of keys.
+def unevenness(spec: FlashSpec, tile: Sm90Tile, blocks: int, section: int) -> float:
+    """What the busiest of the blocks has to do in a causal call, over the mean.
 
-    Tiles go to blocks as in the kernel's tile scheduler, back and forth. Beside its keys a tile costs as much as 1.2
-    blocks of them.
+    Tiles go to blocks as in the kernel's tile scheduler: sections forth and back, the last with its longest tiles first,
+    and blocks forth and back. Beside its blocks of keys a tile costs as much as 1.2 of them.
     """
-    positions, shift = tile.positions(spec), 0 if spec.top_left else spec.N_KV - spec.N_Q
-    per_head, every = tiles_per_head(spec, tile), heads(spec, tile)
-    ends = [min(spec.N_KV, max(0, min((i + 1) * positions, spec.N_Q) + shift)) for i in range(per_head)]
-    work = [math.ceil(end / tile.block_n) + 1.2 for end in reversed(ends)]
-    grid = max(1, min(tile.blocks_per_sm * hw.sm_count, every * len(work)))
-    more, at = [0.0] * (grid + 1), 0  # how much more a block has to do than the one before it
-    for first in range(0, every, group):
-        for each in work:
-            left = min(group, every - first)
-            while left:
-                turn, block = divmod(at, grid)
-                count = min(left, grid - block)
-                low = grid - block - count if turn % 2 else block
-                more[low] += each
-                more[low + count] -= each
-                at, left = at + count, left - count
-    return max(itertools.accumulate(more))
+    positions, shift, every = tile.positions(spec), 0 if spec.top_left else spec.N_KV - spec.N_Q, heads(spec, tile)
+    ends = (min(spec.N_KV, max(0, min(i + positions, spec.N_Q) + shift)) for i in range(0, spec.N_Q, positions))
+    work = [math.ceil(end / tile.block_n) + 1.2 for end in ends]  # of the tiles of a head
+    falls = (every - 1) // section % 2 == 0  # whether the first section begins with its longest tiles
+    tiles: list[float] = []
+    for first in range(0, every, section):
+        number = min(section, every - first)
+        tiles += [each for each in (reversed(work) if falls else work) for _ in range(number)]
+        falls = not falls
+    mean = sum(tiles) / blocks
+    tiles += [0.0] * (-len(tiles) % (2 * blocks))
+    of_places = [sum(turns) for turns in zip(*(tiles[i : i + 2 * blocks] for i in range(0, len(tiles), 2 * blocks)))]
+    return max(map(operator.add, of_places[:blocks], reversed(of_places[blocks:]))) / mean
 
 
 def splits(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:

@@ -104,9 +104,10 @@ __device__ __forceinline__ int head_of_lane(const Args &a, int r) {
     return head_of_row(a, threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r);
 }
 
-// The tile scheduler: the i-th tile of this block, and the keys it sees. Blocks take turns back and forth, so that none
-// gets the longest tile every time. L2 swizzle: all tiles of `swizzle` heads come before those of the next heads, so that
-// their k and v stay in L2. Of these heads the longest tiles come first (LPT).
+// The tile scheduler: the i-th tile of this block, and the keys it sees. All tiles of a section of heads come before those
+// of the next, so that their k and v stay in L2. Under a causal mask the last section begins with its longest tiles (LPT),
+// the one before with its shortest, and so on: lengths rise and fall without a jump. Blocks take turns forth and back, so
+// what a block gets of a rise or a fall is about the same for all, and the shortest tiles come last.
 struct Tile {
     int head, m0;                       // m0: its first position
     int row;                            // of k and v
@@ -121,10 +122,10 @@ struct Tile {
         if (t >= a.heads * a.tiles * (SPLIT ? a.splits : 1)) return false;
         split = SPLIT ? t % a.splits : 0;
         if (SPLIT) t /= a.splits;
-        int from = t / (a.swizzle * a.tiles) * a.swizzle, size = min(a.swizzle, a.heads - from);
+        const int section = t / (a.section * a.tiles), from = section * a.section, size = min(a.section, a.heads - from);
         t -= from * a.tiles;
         head = from + t % size;
-        const int slot = RIGHT ? a.tiles - 1 - t / size : t / size;
+        const int slot = RIGHT && (a.sections - section) % 2 ? a.tiles - 1 - t / size : t / size;
         begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv, row = head / a.h, m0 = slot * length;
         if (PACKED) {
             const int low = sequence_of_tile(a.cu_q, a.sequences, a.n_q, length, slot);

@@ -11,7 +11,7 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.dispatch import Choice
 from fulmen.flash.kernels import combine
-from fulmen.flash.policy import SM90_HEAD_DIMS, Sm90Tile, heads, sm90_tile, swizzle_heads, tiles_per_head
+from fulmen.flash.policy import SM90_HEAD_DIMS, Sm90Tile, heads, sm90_tile, tiles_per_head
 from fulmen.flash.spec import PACKABLE_GROUPS, FlashSpec, Residuals
 
 MAX_TOKENS = 1 << 28  # positions and distances fit 32 bits
@@ -29,7 +29,7 @@ REST = (
     ("o_strides", cuda.STRIDES),
     ("heads", "int"), ("h", "int"), ("group", "int"),  # B * H, H, H / H_KV; PACK_GQA: B * H_KV, H_KV, H / H_KV
     ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
-    ("tiles", "int"), ("swizzle", "int"),  # tiles of a head; heads of one L2 swizzle group
+    ("tiles", "int"), ("section", "int"), ("sections", "int"),  # tiles of a head; heads of a section; sections
     ("factor", "float"), ("inner", "float"),  # scale * log2(e); softcap * log2(e) and scale / softcap
     ("log_group", "int"), ("splits", "int"),  # log_group: base 2
 )  # fmt: skip
@@ -113,11 +113,13 @@ def launch_of(
     factor, inner = spec.scale * log2e, 0.0
     if spec.softcap is not None:
         factor, inner = spec.softcap * log2e, spec.scale / spec.softcap
+    every = heads(spec, tile)
+    section = tile.section or max(every, 1)
     constants = {
-        "o_strides": o_strides, "heads": heads(spec, tile), "h": spec.H_KV if tile.pack_gqa else spec.H, "group": group,
+        "o_strides": o_strides, "heads": every, "h": spec.H_KV if tile.pack_gqa else spec.H, "group": group,
         "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0, "right": spec.right or 0,
         "top_left": int(spec.top_left), "sequences": spec.sequences or 0, "tiles": tiles_per_head(spec, tile),
-        "swizzle": swizzle_heads(spec, tile, hw), "factor": factor, "inner": inner,
+        "section": section, "sections": math.ceil(every / section), "factor": factor, "inner": inner,
         "log_group": group.bit_length() - 1, "splits": choice.splits,
     }  # fmt: skip
     if spec.has_kv_lengths:
