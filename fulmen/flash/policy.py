@@ -435,13 +435,13 @@ def should_pack_gqa(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
 
 
 def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
-    """Heads worked on at a time, so that their k and v stay in the L2 cache; 0: all. Measured for D = 64 and 128.
+    """Heads worked on at a time, so that their k and v stay in the L2 cache; 0: all.
 
     Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, with 30 616. Causal, all heads at once read k and v beyond
     the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 in sections of 16, 789 of 8, 785 of 4. So as few
-    heads as keep every block busy with about equally much to do, of which half of the L2 cache holds k and v.
+    heads as keep every block busy with about equally much to do.
     """
-    if spec.D not in (64, 128) or spec.has_options:
+    if spec.left is not None or spec.sequences is not None or spec.has_kv_lengths:
         return 0
     if spec.right is None:
         return 1
@@ -449,7 +449,7 @@ def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     stored = spec.N_KV * (spec.D + spec.E) * 2
     if spec.group > 1 or 2 * hw.l2_bytes >= 3 * every * stored or every * of_head < 4 * blocks:
         return 0
-    number = max(2, round(2 * blocks / of_head))  # two tiles a block: what it gets of a rise and a fall
+    number = max(2, round((4 if spec.D == 256 else 2) * blocks / of_head))  # so many tiles a block
     if every * of_head > MANY_TILES or unevenness(spec, tile, blocks, number) <= EVEN:
         return number
     even = max(EVEN, unevenness(spec, tile, blocks, every))

@@ -12,6 +12,7 @@ from fulmen.hardware import Hardware
 
 MAX_PADDING = 1 << 28
 LONG_CAUSAL, LONG_FULL = 64, 128  # tiles of keys of a head, from which on L2 does not say how many heads
+WIDE_TILES = 512  # of keys, of D = 256 in deterministic mode, at a time
 
 
 class BackwardTile(NamedTuple):
@@ -55,7 +56,7 @@ class Workspace(NamedTuple):
 
     rows: int  # lse and delta of every query
     drawn: int  # what every query tile adds to a sink's gradient
-    turns: int  # for each half of a query tile how many tiles of keys were added to it
+    turns: int  # for each adder how many tiles of keys were added to its part of a query tile
     counter: int  # of the tiles of keys that blocks have taken
     end: int
 
@@ -65,7 +66,7 @@ def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
     rows = blocks * tile.block_m * spec.D
     drawn = rows + blocks * 2 * tile.block_m
     turns = drawn + blocks * spec.has_sinks
-    counter = turns + 2 * blocks
+    counter = turns + (3 if tile.wide else 2) * blocks
     return Workspace(rows, drawn, turns, counter, counter + 1)
 
 
@@ -108,7 +109,8 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     plain = spec.D == 128 and spec.sequences is None
     long = plain and key_tiles(spec) >= (LONG_FULL if spec.right is None else LONG_CAUSAL)
     if (spec.deterministic or long) and spec.left is None:
-        enough = max(enough, (32 if spec.D == 64 else 16) // (2 if spec.right is None else 1))
+        few = {64: 32, 256: WIDE_TILES // max(1, key_tiles(spec))}.get(spec.D, 16)
+        enough = max(enough, few // (2 if spec.right is None else 1))
     most = min(heads, max(1, at_once, enough))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 

@@ -148,7 +148,7 @@ def test_wide_heads_are_served_and_explained(monkeypatch, compiled_elsewhere, D,
         assert (choice.backward, choice.backward_tile.block_n) == ("cuda", 64)
         assert flash.supports(call._replace(**change)) is None
     choice = dispatch.choose("flash", call._replace(right=None), "cuda")
-    assert choice.workspace == 4 * 16 * (4096 * (D + 2) + 2 * 64) + 4
+    assert choice.workspace == 4 * 16 * (4096 * (D + 2) + 3 * 64) + 4
     assert str(choice).endswith(f"backward 64 queries x 64 keys, {choice.workspace / 2**20:.1f} MiB workspace")
     few = spec(1, 8, 2048, D, True, E=E, H_KV=4, needs_grad=True)  # 128 blocks, and the longest decides
     assert dispatch.choose("flash", few, "cuda").backward == "cudnn"
@@ -176,7 +176,7 @@ def test_the_workspace_holds_all_tiles():
         assert parts.rows == blocks * 64 * 128
         assert parts.drawn - parts.rows == blocks * 128
         assert parts.turns - parts.drawn == blocks * call.has_sinks
-        assert parts.counter - parts.turns == 2 * blocks
+        assert parts.counter - parts.turns == 2 * blocks  # one for each adder
         assert parts.end - parts.counter == 1
 
 
@@ -222,6 +222,9 @@ def test_heads_at_a_time_fit_the_cache():
     assert swizzle(spec(1, 32, 4096, 128, True), hw) == 4
     assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 16  # which wait for each other less
     assert swizzle(spec(1, 1, 8192, 128, deterministic=True), hw) == 1
+    assert swizzle(spec(1, 16, 4096, 256, True, deterministic=True), hw) == 8  # 512 tiles
+    assert swizzle(spec(2, 16, 8192, 256, True, deterministic=True), hw) == 4
+    assert swizzle(spec(1, 16, 4096, 256, deterministic=True), hw) == 4
     assert swizzle(spec(1, 7, 8192, 128), hw) == 1
     assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 8
     assert swizzle(spec(1, 40, 4096, 128, H_KV=8), hw) == 4  # one would fit, and four run at once

@@ -334,7 +334,7 @@ MISTAKES = {
     "a query too many": ("64", "tile.n_q - row", "64", EARLY, "outside"),
     "the first to add does not store": ("64 causal", "if (turn) bulk_add", "if (true) bulk_add", EARLY, WRONG),
     "a sum passed on before it is made": (
-        "128 causal", "if (now) bulk_wait<0>();\n            else if (pieces(consumer) == 1) bulk_wait<1>();\n"
+        "128 causal", "if (now) bulk_wait<0>();\n            else if (count == 1) bulk_wait<1>();\n"
         "            else bulk_wait<2>();", "", LATE, WRONG,
     ),
     "the last to add never heard of": (
@@ -377,14 +377,17 @@ WIDE = {
     ),
     "wide: q never released": ("192 causal", RELEASE_OTHER_Q, "", EARLY, "all wait"),
     "wide: dq overwritten while it is added": (
-        "256", "named_barrier_sync<160>(EMPTY + buffer(", "named_barrier_arrive<160>(EMPTY + buffer(", LATE, WAITED,
+        "256", "named_barrier_sync<160>(EMPTY + ", "named_barrier_arrive<160>(EMPTY + ", LATE, WAITED,
     ),
     "wide: two pieces in one buffer": (
-        "256", "consumer ? BUFFERS - 1 : i % (BUFFERS - 1)", "consumer ? BUFFERS - 1 : 0", ANY, WAITED,
+        "256", "return piece < BUFFERS ? piece", "return piece < 1 ? piece", ANY, WAITED,
     ),
     "wide: other columns kept": ("192", "PANEL, d % 4 * 2,", "PANEL, d % 4,", EARLY, WRONG),
     "wide: columns of another piece": ("192", "at.k + piece * N * 128", "at.k + N * 128", EARLY, WRONG),
-    "wide: sums of another piece": ("256", "first_piece(consumer) + i;", "first_piece(consumer);", EARLY, WRONG),
+    "wide: sums of another piece": ("256", "PIECES + from + i;", "PIECES + from;", EARLY, WRONG),
+    "wide: a buffer freed before it is read": (
+        "256", "of_next = TWO || adder == 0 || adder + 1 == ADDERS;", "of_next = true;", LATE, WAITED,
+    ),
     "wide: a sum passed on before it is made": (
         "256 causal", "if (now) bulk_wait<0>();\n            else if", "if (now) ;\n            else if", LATE, WRONG,
     ),

@@ -4,23 +4,21 @@
 // q, not with do), V_WARPS, the warps that read v, and BUFFERS of dq.
 //
 // dq travels in pieces of 64 x 64 fp32 numbers, as the accumulators of a warpgroup lie: (chunk of 4, thread, 4). The first
-// consumer makes the first half of the pieces of a query tile, or one less, and stages them in all buffers but the last, which
-// is the second's.
+// consumer makes the first half of the pieces of a query tile, or one less, and stages each in a buffer of its own. The second
+// stages the others in the last buffer. An adder is a warp that adds to the workspace what the first consumer makes, or one
+// of the second's pieces: so each of these is passed on while the next one is made.
 
-constexpr int THREADS = 384, WARPS = 8, ADDERS = 2;         // WARPS: of the consumers
+constexpr int THREADS = 384, WARPS = 8;                     // WARPS: of the consumers
 constexpr int DQ = 32;                                      // registers of a piece
-constexpr int PIECE_BYTES = 64 * 64 * 4, PIECES = M * D / 4096;
+constexpr int PIECE_BYTES = 64 * 64 * 4, PIECES = M * D / 4096, OF_FIRST = PIECES / 2, ADDERS = PIECES - OF_FIRST + 1;
 constexpr int DS_BYTES = N * M * 2, ROW_BYTES = 8 * M;      // ROW_BYTES: lse and delta
 static_assert(M == 64 || M * D == 8192, "pieces are columns (M = 64), or there are two, of some rows");
 
-enum { OWN = 1, FULL = 3, EMPTY = FULL + BUFFERS, NEXT = EMPTY + BUFFERS };  // named barriers: of consumers, of buffers
+enum { OWN = 1, FULL = 3, EMPTY = FULL + PIECES, NEXT = EMPTY + PIECES };    // named barriers: of consumers, of pieces
 
-__device__ __forceinline__ constexpr int first_piece(int consumer) { return consumer * (PIECES / 2); }
-__device__ __forceinline__ constexpr int pieces(int consumer) { return PIECES / 2 + consumer * (PIECES % 2); }
-// Where a consumer stages its piece i.
-__device__ __forceinline__ constexpr int buffer(int consumer, int i) {
-    return BUFFERS == 2 ? consumer : consumer ? BUFFERS - 1 : i % (BUFFERS - 1);
-}
+__device__ __forceinline__ constexpr int first_piece(int consumer) { return consumer * OF_FIRST; }
+__device__ __forceinline__ constexpr int pieces(int consumer) { return consumer ? PIECES - OF_FIRST : OF_FIRST; }
+__device__ __forceinline__ constexpr int buffer(int piece) { return piece < BUFFERS ? piece : BUFFERS - 1; }
 
 // A ring of stages of M rows; full, empty: a barrier for each stage.
 template <int SIZE, int COUNT>
@@ -187,17 +185,21 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at, char *s
     }
 }
 
-// Adds what one consumer leaves in shared memory, piece by piece, to the sums: one warp.
-__device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Tile &tile, int consumer) {
+// Adds an adder's pieces, which a consumer leaves in shared memory, to the sums: one warp.
+__device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Tile &tile, int adder) {
     const bool leads = threadIdx.x % 32 == 0;
+    constexpr bool TWO = ADDERS == 2;   // then each has a piece and a buffer: what the compiler must know is a constant
+    const int from = OF_FIRST == 1 ? adder : adder ? OF_FIRST + adder - 1 : 0, count = OF_FIRST == 1 || adder ? 1 : OF_FIRST;
+    const int frees = TWO ? adder : adder == 0 ? 0 : adder + 1 < ADDERS ? from + 1 : OF_FIRST;  // the piece that is next there
+    const bool of_next = TWO || adder == 0 || adder + 1 == ADDERS;                  // of the next query tile
     int before = -1;                    // the part that is not passed on yet: its sum may be on its way
     bool ready = false;                 // its turn has come
-    if (tile.count > 0)
-        for (int i = 0; i < (consumer ? 1 : BUFFERS - 1); i++) named_barrier_arrive<160>(EMPTY + buffer(consumer, i));
+    if (tile.count > 0 && of_next)
+        for (int i = 0; i < count; i++) named_barrier_arrive<160>(EMPTY + frees + i);
     Walk walk(a, tile);
 #pragma unroll 1
     while (walk.left > 0) {
-        const int part = 2 * walk.slot + consumer, turn = tile.n0 / N - tile.first_tile(a, walk.m);
+        const int part = ADDERS * walk.slot + adder, turn = tile.n0 / N - tile.first_tile(a, walk.m);
         if (leads && turn && !ready) {
             if (DETERMINISTIC) wait_for_turn(a.turns + part, turn);
             else wait_for_first(a.turns + part);
@@ -206,27 +208,25 @@ __device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Ti
         walk.next(a);
         int i = 0;                      // with one piece no loop is left; of a `for` something would be
         do {
-            const bool last = i + 1 == pieces(consumer);
-            named_barrier_sync<160>(FULL + buffer(consumer, i));
+            named_barrier_sync<160>(FULL + from + i);
             if (leads) {
-                const long long piece = PIECES == 2 ? part : part / 2 * (long long)PIECES + first_piece(consumer) + i;
+                const long long piece = TWO ? part : part / ADDERS * (long long)PIECES + from + i;
                 float *to = a.sums + piece * (PIECE_BYTES / 4LL);
-                if (turn) bulk_add(to, at.dq + buffer(consumer, i) * PIECE_BYTES, PIECE_BYTES);
-                else bulk_store(to, at.dq + buffer(consumer, i) * PIECE_BYTES, PIECE_BYTES);
+                if (turn) bulk_add(to, at.dq + buffer(from + i) * PIECE_BYTES, PIECE_BYTES);
+                else bulk_store(to, at.dq + buffer(from + i) * PIECE_BYTES, PIECE_BYTES);
                 tma_store_commit();
-                if (last && walk.left > 0)                      // the next one, while shared memory is read
-                    ready = turns_passed(a.turns + 2 * walk.slot + consumer) >=
+                if (i + 1 == count && walk.left > 0)            // the next one, while shared memory is read
+                    ready = turns_passed(a.turns + ADDERS * walk.slot + adder) >=
                             (DETERMINISTIC ? tile.n0 / N - tile.first_tile(a, walk.m) : 1);
                 tma_store_wait_read<0>();
             }
             __syncwarp();
-            const bool again = !last && buffer(consumer, i + 1) == buffer(consumer, i);
-            if (walk.left > 0 || again) named_barrier_arrive<160>(EMPTY + buffer(consumer, i));
-        } while (++i < pieces(consumer));
+            if (walk.left > 0 || !of_next) named_barrier_arrive<160>(EMPTY + frees + i);
+        } while (++i < count);
         const bool now = DETERMINISTIC || turn == 0 || walk.left == 0;      // others wait for it
         if (leads) {
             if (now) bulk_wait<0>();
-            else if (pieces(consumer) == 1) bulk_wait<1>();
+            else if (count == 1) bulk_wait<1>();
             else bulk_wait<2>();
             if (before >= 0) pass_turn(a.turns + before);
             if (now) pass_turn(a.turns + part);
@@ -288,13 +288,13 @@ __device__ __forceinline__ void store_ds(const u32 (&ds)[P], u32 to, int consume
     fence_async();
 }
 
-// A piece of dq to shared memory, for the consumer's adder.
-__device__ __forceinline__ void stage_dq(const float (&dq)[DQ], u32 to, int buffer) {
+// A piece of dq to shared memory, for its adder.
+__device__ __forceinline__ void stage_dq(const float (&dq)[DQ], u32 to, int piece) {
 #pragma unroll
     for (int i = 0; i < DQ / 4; i++)
-        store4(to + buffer * PIECE_BYTES + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
+        store4(to + buffer(piece) * PIECE_BYTES + threadIdx.x % 128 * 16 + i * 2048, dq + 4 * i);
     fence_async();
-    named_barrier_arrive<160>(FULL + buffer);
+    named_barrier_arrive<160>(FULL + piece);
 }
 
 // Writes the 16 rows of one warp that are there, in units of 16 bytes.
@@ -329,8 +329,10 @@ __device__ __forceinline__ void convert_dq(const Args &a, const Tile &tile, int 
     if (from >= min(to, tile.n_q)) return;
     const int b = tile.head / a.h, h = tile.head % a.h, head = tile.head * a.group, slot = tile.slot + from / M;
     // all walk from the last queries to the first: when the last head's first are done, all are
-    wait_for_turn(a.turns + 2 * ((head + a.group - 1) * a.slots + slot) + consumer,
-                  tile.last_tile(a, from) - tile.first_tile(a, from) + 1);
+    const int *turns = a.turns + ADDERS * ((head + a.group - 1) * a.slots + slot) + consumer;
+    const int every = tile.last_tile(a, from) - tile.first_tile(a, from) + 1;
+    wait_for_turn(turns, every);
+    if (ADDERS > 2 && consumer) wait_for_turn(turns + 1, every);    // of the second's other piece
     const int warp = threadIdx.x % 128 / 32 * 16 + (M == 64 ? 0 : 64 * consumer);   // its first row
     const int items = (min(to, tile.n_q) - from + M - 1) / M * a.group * pieces(consumer);
 #pragma unroll 1

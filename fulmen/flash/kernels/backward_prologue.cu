@@ -17,6 +17,7 @@
 
 constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, THREADS = 256;
 constexpr int LANES = E / 8, AT_ONCE = THREADS / LANES;
+constexpr int PIECES = M * D / 4096, TURNS = PIECES - PIECES / 2 + 1;    // one for each adder, see backward_parts.cuh
 
 __device__ __forceinline__ float value(u32 x, int i) {
     if (BF16) return i ? high(x) : low(x);
@@ -62,7 +63,7 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
                 a.dout + b * a.dout_strides.b + h * a.dout_strides.h + at * a.dout_strides.n + lane * 16);
         }
     }
-    if (threadIdx.x < 2) a.turns[2 * block + threadIdx.x] = 0;
+    if (threadIdx.x < TURNS) a.turns[TURNS * block + threadIdx.x] = 0;
     if (block == 0 && threadIdx.x == 0) *a.counter = 0;
     const int position = m0 + (a.top_left ? 0 : n_kv - n);
     if (n_kv == 0 || (RIGHT && position + M - 1 + a.right < 0) || (LEFT && position - a.left >= n_kv))

@@ -8,7 +8,7 @@
 //                 query tile; wait for dv, and for ds; its pieces of dq = ds k
 //     second      for each query tile: dp^T = v do^T; wait for p; ds = p (dp - delta), to shared memory; start its first piece
 //                 of dq and dk += ds^T q; the other pieces of dq
-//     adders      two warps, one for each consumer, add those pieces to the workspace with bulk reductions
+//     adders      three warps add those pieces to the workspace with bulk reductions: the first consumer's, and each of the second's
 //
 // The second consumer takes p in 16 bits, as dv does; with a softcap, times the slope of the cap. Each lane takes what the
 // same lane of the first consumer made, so p has no other order than that of registers.
@@ -41,7 +41,7 @@ constexpr int CONSUMERS = D == 256 ? 240 : 232, OTHERS = 504 - 2 * CONSUMERS;  /
 #include "flash/kernels/backward_tiles.cuh"
 #include "flash/kernels/backward_parts.cuh"
 
-static_assert(M == 64 && pieces(1) == 2, "a consumer's accumulators of s are 64 x 64, and the second makes two pieces of dq");
+static_assert(M == 64 && pieces(1) == 2 && ADDERS == 3, "a consumer's accumulators of s are 64 x 64, and the second makes two pieces of dq");
 
 enum { FIRST = 0, SECOND = 1 };                             // the consumers
 enum { WEIGHTS = NEXT, GRADIENTS };                         // named barriers: p is stored; ds is stored
@@ -183,13 +183,13 @@ __device__ __forceinline__ void walk_queries(float (&dv)[E / 2], Stages &x, int 
             float dq[DQ];
             fresh(dq);
             wgmma_fence();
-            start_dq(dq, at, first_piece(FIRST) + i);
-            named_barrier_sync<160>(EMPTY + buffer(FIRST, i));
+            start_dq(dq, at, i);
+            named_barrier_sync<160>(EMPTY + i);
             wgmma_wait<0>();
             pin(dq);
             pin(s);
             pin(kept);
-            stage_dq(dq, at.dq, buffer(FIRST, i));
+            stage_dq(dq, at.dq, i);
         }
     }
     if (reports) mbarrier_arrive(at.k_empty);
@@ -236,24 +236,24 @@ __device__ __forceinline__ void walk_queries_second(float (&dk)[D / 2], Stages &
         pin(ds);
         pin(dk);
         wgmma_fence();
-        start_dq(dq, at, first_piece(SECOND));
+        start_dq(dq, at, OF_FIRST);
         start_over_rows<M>(dk, ds, at.q[x.q], true);
-        named_barrier_sync<160>(EMPTY + buffer(SECOND, 0));
+        named_barrier_sync<160>(EMPTY + OF_FIRST);
         wgmma_wait<1>();
         pin(dq);
-        stage_dq(dq, at.dq, buffer(SECOND, 0));                             // dk
+        stage_dq(dq, at.dq, OF_FIRST);                                      // dk
         fresh(dq);
         wgmma_fence();
-        start_dq(dq, at, first_piece(SECOND) + 1);
+        start_dq(dq, at, OF_FIRST + 1);
         wgmma_wait<1>();
         pin(ds);
         pin(dk);
         if (reports) at.q.release(x.q);
         x.q.next();
-        named_barrier_sync<160>(EMPTY + buffer(SECOND, 1));
+        named_barrier_sync<160>(EMPTY + OF_FIRST + 1);
         wgmma_wait<0>();
         pin(dq);
-        stage_dq(dq, at.dq, buffer(SECOND, 1));
+        stage_dq(dq, at.dq, OF_FIRST + 1);
     }
     if (reports) mbarrier_arrive(at.k_empty);
 }
@@ -291,10 +291,10 @@ __device__ __forceinline__ void consume_all(const Args &a, const Shared &at, cha
     });
 }
 
-template <int CONSUMER>
+template <int ADDER>
 __device__ __forceinline__ void add_all(const Args &a, const Shared &at, char *shared) {
     Schedule().each(a, at, shared, [&](const Told &told) {
-        if (told.tile < a.works) add_dq(a, at, Tile(a, told.tile), CONSUMER);
+        if (told.tile < a.works) add_dq(a, at, Tile(a, told.tile), ADDER);
     });
 }
 
@@ -308,8 +308,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward_wide_ker
     if (warp < 4) {
         give_registers<OTHERS>();
         if (threadIdx.x == 0) produce(a, at, shared);
-        else if (warp == 1) add_all<FIRST>(a, at, shared);
-        else if (warp == 2) add_all<SECOND>(a, at, shared);
+        else if (warp == 1) add_all<0>(a, at, shared);
+        else if (warp == 2) add_all<1>(a, at, shared);
+        else if (warp == 3) add_all<2>(a, at, shared);
     } else {
         take_registers<CONSUMERS>();
         if (warp < 8) consume_all<FIRST>(a, at, shared);
