@@ -438,8 +438,8 @@ def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     """Heads worked on at a time, so that their k and v stay in the L2 cache; 0: all.
 
     Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, with 30 616. Causal, all heads at once read k and v beyond
-    the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 in sections of 16, 789 of 8, 785 of 4. So as few
-    heads as keep every block busy with about equally much to do.
+    the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 in sections of 16, 789 of 8, 785 of 4. So as
+    few heads as keep every block busy with about equally much to do.
     """
     if spec.left is not None or spec.sequences is not None or spec.has_kv_lengths:
         return 0
@@ -449,7 +449,7 @@ def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     stored = spec.N_KV * (spec.D + spec.E) * 2
     if spec.group > 1 or 2 * hw.l2_bytes >= 3 * every * stored or every * of_head < 4 * blocks:
         return 0
-    number = max(2, round((4 if spec.D == 256 else 2) * blocks / of_head))  # so many tiles a block
+    number = max(2, round(2 * blocks / of_head))  # two tiles a block
     if every * of_head > MANY_TILES or unevenness(spec, tile, blocks, number) <= EVEN:
         return number
     even = max(EVEN, unevenness(spec, tile, blocks, every))
@@ -467,8 +467,8 @@ def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
 def unevenness(spec: FlashSpec, tile: Sm90Tile, blocks: int, section: int) -> float:
     """What the busiest of the blocks has to do in a causal call, over the mean.
 
-    Tiles go to blocks as in the kernel's tile scheduler: sections forth and back, the last with its longest tiles first,
-    and blocks forth and back. Beside its blocks of keys a tile costs as much as 1.2 of them.
+    Tiles go to blocks as in the kernel's tile scheduler: sections forth and back, the last with its longest tiles
+    first, and blocks forth and back. Beside its blocks of keys a tile costs as much as 1.2 of them.
     """
     positions, shift, every = tile.positions(spec), 0 if spec.top_left else spec.N_KV - spec.N_Q, heads(spec, tile)
     ends = (min(spec.N_KV, max(0, min(i + positions, spec.N_Q) + shift)) for i in range(0, spec.N_Q, positions))
@@ -481,7 +481,8 @@ def unevenness(spec: FlashSpec, tile: Sm90Tile, blocks: int, section: int) -> fl
         falls = not falls
     mean = sum(tiles) / blocks
     tiles += [0.0] * (-len(tiles) % (2 * blocks))
-    of_places = [sum(turns) for turns in zip(*(tiles[i : i + 2 * blocks] for i in range(0, len(tiles), 2 * blocks)))]
+    rounds = (tiles[i : i + 2 * blocks] for i in range(0, len(tiles), 2 * blocks))
+    of_places = [sum(turns) for turns in zip(*rounds, strict=True)]
     return max(map(operator.add, of_places[:blocks], reversed(of_places[blocks:]))) / mean
 
 

@@ -38,7 +38,7 @@ class BackwardTile(NamedTuple):
 BACKWARD_TILES = {
     64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.31, 1.20
     128: BackwardTile(64, overlap=True),  # B2 H16 N8192: 1.14, 1.10
-    192: BackwardTile(64, overlap=True, block_n=64, keep=True),  # E 128, B1 H16 N4096: 0.93 to 0.98, 1.23
+    192: BackwardTile(64, overlap=True, block_n=64, keep=True),  # E 128, B1 H16 N4096: 1.00, 1.33
     256: BackwardTile(64, overlap=True, q_stages=2, o_stages=1, block_n=64),  # the same: 1.18 to 1.28, 1.12 to 1.23
 }
 
@@ -80,13 +80,14 @@ def behind_cudnn(spec: FlashSpec, hw: Hardware) -> bool:
     """Whether cuDNN's backward was measured ahead of ours, where it serves a call. Ours over cuDNN's:
 
     Heads that share k and v, causal, and no more tiles of keys than SMs: each tile is one block for its group, and the
-    longest decides. cuDNN gives every query head its blocks. B1 H40/8 N2048 0.90, N4096 (two waves) 1.18.
-    D 192, E 128, causal: B1 H16 N4096 0.93 to 0.98. Full 1.23.
+    longest decides. cuDNN gives every query head its blocks. B1 H40/8 N2048 0.91, B1 H32/8 0.94, N4096 (two waves)
+    1.16, B2 H40/8 N2048 1.13. At D 256 two waves lose, too: B1 H32/4 N4096 0.90.
+    D 192, E 128, causal: B1 H16 N1024 1.09, N4096 1.00, N8192 0.85; B2 H32 N2048 0.94. Full 1.33.
     """
     if spec.right is None:
         return False
-    one_wave = spec.B * spec.H_KV * key_tiles(spec) <= hw.sm_count
-    return spec.D == 192 or (spec.group > 1 and one_wave)
+    waves = 2 if spec.D == 256 else 1
+    return spec.D == 192 or (spec.group > 1 and spec.B * spec.H_KV * key_tiles(spec) <= waves * hw.sm_count)
 
 
 def swizzle(spec: FlashSpec, hw: Hardware) -> int:

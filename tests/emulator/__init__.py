@@ -116,7 +116,7 @@ CALLS = [  # a pattern of PTX, and the call: {0} is the first operand
     (r"wgmma\.commit_group", "emulator::wgmma_commit()"),
     (r"wgmma\.wait_group", "emulator::wgmma_wait({0})"),
     (r"st\.shared\.v4\.b32 \[%0\], \{%1, %1, %1, %1\}", "emulator::write4({all})"),
-    (r"st\.shared\.v4\.f32 \[%0\], \{%1, %2, %3, %4\}", "emulator::store4({all})"),
+    (r"st\.shared\.v4\.(?:b32|f32) \[%0\], \{%1, %2, %3, %4\}", "emulator::store4({all})"),
     (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.lt\.s32 early, now, %1;\s*@early bra again",
      "emulator::wait_for_turn({all})"),
     (r".*again: ld\.acquire\.gpu\.global\.s32 now, \[%0\]; setp\.eq\.s32 early, now, 0;\s*@early bra again",

@@ -31,11 +31,14 @@ void read4(unsigned &x, unsigned &y, unsigned &z, unsigned &w, unsigned address)
     x = all[0], y = all[1], z = all[2], w = all[3];
 }
 
-void store4(unsigned address, float x, float y, float z, float w) {
-    const float all[4] = {x, y, z, w};
+template <class T>
+static void store_all(unsigned address, const T (&all)[4]) {
     if (address % 16) fail("st.shared.v4: not aligned to 16 bytes");
     write(address, all, 16);
 }
+
+void store4(unsigned address, float x, float y, float z, float w) { store_all(address, {x, y, z, w}); }
+void store4(unsigned address, unsigned x, unsigned y, unsigned z, unsigned w) { store_all(address, {x, y, z, w}); }
 
 static std::vector<Fiber *> waiting_for_turns;
 

@@ -65,6 +65,7 @@ void check_global(const void *, uint64_t bytes);
 void write4(unsigned address, unsigned x);
 void read4(unsigned &, unsigned &, unsigned &, unsigned &, unsigned address);
 void store4(unsigned address, float, float, float, float);
+void store4(unsigned address, unsigned, unsigned, unsigned, unsigned);
 void wait_for_turn(const int *turns, int turn), wait_for_first(const int *turns), pass_turn(int *turns);
 int turns_passed(const int *turns), count(int *counter);
 void fence_async();

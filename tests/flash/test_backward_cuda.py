@@ -152,7 +152,7 @@ def test_wide_heads_are_served_and_explained(monkeypatch, compiled_elsewhere, D,
     assert str(choice).endswith(f"backward 64 queries x 64 keys, {choice.workspace / 2**20:.1f} MiB workspace")
     few = spec(1, 8, 2048, D, True, E=E, H_KV=4, needs_grad=True)  # 128 blocks, and the longest decides
     assert dispatch.choose("flash", few, "cuda").backward == "cudnn"
-    more = dispatch.choose("flash", few._replace(N_Q=4096, N_KV=4096), "cuda")
+    more = dispatch.choose("flash", few._replace(N_Q=8192, N_KV=8192), "cuda")
     assert more.backward == ("cudnn" if D == 192 else "cuda")
 
 

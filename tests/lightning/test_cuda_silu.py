@@ -20,7 +20,7 @@ from fulmen.lightning.op import Into, lightning_attention_into
 from fulmen.testing import assert_close, expected, results_of
 from fulmen.testing import lightning as testing
 from tests import emulator
-from tests.emulator import ANY, MODES, PRESSED
+from tests.emulator import ANY, LATE, MODES, PRESSED
 from tests.layers.test_fused import compare, drawn
 from tests.layers.test_fused_lightning import plainly
 from tests.lightning.cuda_calls import spec
@@ -132,14 +132,14 @@ def test_a_split_sequence(case, mode, serving):
 
 
 WRONG = r" error \d|not finite|not zero"
-RELEASED = "release(at.empty + n % STAGES * 8);\n#pragma unroll"
 MISTAKES = {
-    "rows of x released before they are read": (
-        "D=64 groups", RELEASED, RELEASED.replace("\n", " find_slopes(x, at, n);\n"), PRESSED, WRONG,
+    "slopes released before they are read": (
+        "D=64 groups", "activate(at, n);\n            release(at.empty + n % STAGES * 8);",
+        "release(at.empty + n % STAGES * 8);\n            activate(at, n);", PRESSED, f"{WRONG}|more arrivals|all wait",
     ),
-    "slopes of another chunk": (
-        "D=64", "y.find_slopes(x, at, n);\n        if", "y.find_slopes(x, at, n + Y::STEP);\n        if", ANY, WRONG,
-    ),
+    "slopes not waited for": ("D=128 decay", "at.await_slopes(n);", "", ANY, f"{WRONG}|all wait"),
+    "x not waited for": ("D=64", "at.await_full(n);\n#pragma unroll 2", "#pragma unroll 2", LATE, WRONG),
+    "slopes of half the rows": ("D=64", "i < PANEL; i += 16 * 96", "i < PANEL / 2; i += 16 * 96", ANY, WRONG),
     "x of another gradient": ("D=64 decay", ": product.rows,", ": x.product[0].rows,", ANY, WRONG),
     "another tile of x": (
         "D=128 decay", "full, 64 * w.tile, row, head, w.b);", "full, 0, row, head, w.b);", ANY, WRONG,

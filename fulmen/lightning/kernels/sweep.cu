@@ -45,7 +45,7 @@
 // stage to the decay warps, as those of DOTS do. The scale is 1.
 //
 // With SILU q, k and v are silu(x), and their gradients become those of x: an output is multiplied by silu's slope at x, whose
-// rows are the fourth tile of the stage.
+// rows are the fourth tile of the stage. The warps beside the producer put the slopes in their place, well ahead of the outputs.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
 // (heads share rows of a tensor), PACKED, JOINED, STEPS, GATE, SILU, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
@@ -115,6 +115,29 @@ __device__ __forceinline__ float slope_of_silu(float x) {
     return s * fmaf(x, 1.0f - s, 1.0f);
 }
 
+__device__ __forceinline__ u32 slopes_of_silu(u32 x) { return pack(slope_of_silu(low(x)), slope_of_silu(high(x))); }
+
+// Silu's slopes at x, in the place of x: three warps share the rows of a chunk.
+__device__ __forceinline__ void make_slopes(const Shared &at, const Walk &w) {
+#pragma unroll 1
+    for (int n = 0; n < w.chunks; n++) {
+        at.await_full(n);
+#pragma unroll 2
+        for (u32 i = 16 * (threadIdx.x % 128 - 32); i < PANEL; i += 16 * 96) {
+            u32 x[4];
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at.rows(n) + i) : "memory");
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[j] = slopes_of_silu(x[j]);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                         :: "r"(at.rows(n) + i), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+        }
+        fence_async();              // the copy engine writes the next rows there
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(at.slopes + n % STAGES * 8);
+    }
+}
+
 // What a warpgroup does: its share of a sweep's chunks, or of two sweeps with one state all chunks of dv or of dk.
 enum Kind { SHARED_OUT, OF_DV, OF_DK };
 
@@ -145,7 +168,6 @@ struct Outputs {
     float p[32], out[32 * WIDTH], inter[APART ? 32 : 1];
     u32 q[16];                      // p of those pairs, decayed
     float skip = 0.0f;              // D of the head
-    u32 slopes[SILU ? 16 : 1];      // of pairs of outputs
     float sum[2], of_state = 0.0f;  // of this thread: products of two rows, of which so much comes from the state
     int warp, buffer, parity;       // parity: of the rows that come into the buffer
     bool leads, reports;
@@ -177,8 +199,6 @@ struct Outputs {
         }
 #pragma unroll
         for (int i = 0; i < 32 * WIDTH; i++) out[i] = inter[APART ? i : 0] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) slopes[SILU ? i : 0] = 0;
     }
 
     __device__ __forceinline__ float decayed(int i) const {
@@ -305,20 +325,20 @@ struct Outputs {
         __syncwarp();
     }
 
-    // Silu's slopes at x, while the chunk's products run. x.zero is 0, which the compiler does not know: without a branch
-    // the assembler waits for the products first. In pairs of bf16: as fp32 they take 16 more registers, and spill.
-    __device__ __forceinline__ void find_slopes(const Args &x, const Shared &at, int n) {
-        if constexpr (SILU) {
-            if (x.zero) return;
+    // out *= silu's slopes at x.
+    __device__ __forceinline__ void activate(const Shared &at, int n) {
+        at.await_slopes(n);
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                u32 two[4];
-                load_rows_of(two, at.rows(n), j, warp);
+        for (int j = 0; j < 8; j += 2) {
+            u32 two[4];
+            load_rows_of(two, at.rows(n), j, warp);
 #pragma unroll
-                for (int i = 0; i < 4; i++) slopes[2 * j + i] = pack(slope_of_silu(low(two[i])), slope_of_silu(high(two[i])));
+            for (int i = 0; i < 4; i++) {
+                float *here = out + 4 * (j + i / 2) + 2 * (i % 2);
+                here[0] *= low(two[i]), here[1] *= high(two[i]);
             }
-            __syncwarp();
         }
+        __syncwarp();
     }
 
     // Starts p = a b^T.
@@ -401,7 +421,7 @@ struct Outputs {
         if (WIDTH == 1) keep_alive(q, x.zero);
         else asm volatile("" : "+r"(warp));  // else addresses are computed ahead of the walk, for more registers than there are
         if (!OUT_ROWS && reports) mbarrier_arrive(at.state_empty + n % 2 * 8);
-        if (!products && !SKIP && !DX) release(at.empty + n % STAGES * 8);
+        if (!products && !SKIP && !DX && !SILU) release(at.empty + n % STAGES * 8);
 #pragma unroll
         for (int i = 0; i < 32 * WIDTH; i++)
             if (APART) out[i] = fmaf(inter[APART ? i : 0], since[i / 2 % 2], out[i]);
@@ -415,9 +435,10 @@ struct Outputs {
             else add_skip(at.c(n));
             release(at.empty + n % STAGES * 8);
         }
-        if constexpr (SILU)
-#pragma unroll
-            for (int i = 0; i < 16; i++) out[2 * i] *= low(slopes[i]), out[2 * i + 1] *= high(slopes[i]);
+        if constexpr (SILU) {
+            activate(at, n);
+            release(at.empty + n % STAGES * 8);
+        }
         if (GATE) open_gate(at);
         const u32 from = output(at);
         if (BUFFERS == 2) buffer ^= 1;
@@ -474,12 +495,10 @@ __device__ __forceinline__ void make_outputs(const Args &x, const Shared &at, co
             keep_alive(y.q, x.zero);
         }
         y.start_p(at, w, n + Y::STEP);
-        y.find_slopes(x, at, n);
         if (Y::WIDTH == 1) wgmma_wait<1>();
         y.deliver(x, at, w, sweep, n, here, &place);
     }
     y.start_out(x, at, w, n, place);
-    y.find_slopes(x, at, n);
     wgmma_wait<0>();
     if (Y::WIDTH > 1) keep_alive(y.q, x.zero);
     y.deliver(x, at, w, sweep, n, place, nullptr);
@@ -514,6 +533,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         mbarrier_init(at.saved_full, 1);
         mbarrier_init(at.saved_empty, 4);
         for (int i = 0; OUT_ROWS && i < OUTS; i++) mbarrier_init(at.rows_full + 8 * i, 1);
+        for (int i = 0; SILU && i < STAGES; i++) mbarrier_init(at.slopes + 8 * i, 3);
         fence_barrier_init();
     }
     if (SHARE) cluster_sync();
@@ -526,6 +546,7 @@ lightning_sweep_kernel(const __grid_constant__ Args x) {
         if (OUTS) give_registers<OF_PRODUCER>();
         if (threadIdx.x % 128 == 0) produce(x, at, w, sweep);
         if (TOKENS && threadIdx.x % 128 >= 32) produce_decays(x, at, w, threadIdx.x % 128 / 32 - 1);
+        if (SILU && threadIdx.x % 128 >= 32) make_slopes(at, w);
     } else if (role == 0) {
         if (OUTS) take_registers<OF_STATE>();
         keep_state(x, at, w, sweep);

@@ -103,7 +103,8 @@ def shared_bytes(spec: LightningSpec, tile: SweepTile, names: tuple[str, ...] = 
     states = (1 if deep else 3 if tile.save == 2 else 2) * panels
     rows = int(tile.pair or tile.silu or (products and panels == 1))
     outputs = 1 if deep else 2 if panels == 2 and not tile.pair else 2 * tile.outs
-    return tile.stages * ((2 * panels + 1 + rows) * panel + 16) + (states + outputs) * panel + 64 + decays
+    barriers = 16 + 8 * tile.silu
+    return tile.stages * ((2 * panels + 1 + rows) * panel + barriers) + (states + outputs) * panel + 64 + decays
 
 
 def variant(

@@ -41,7 +41,7 @@ struct StepSums {
 
 struct Shared {
     u32 ring, states, staging, rows_of_outputs, saved;
-    u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full;
+    u32 full, empty, state_full, state_empty, saved_full, saved_empty, rows_full, slopes;
     Decays *decays;
     Sums *sums;
     float *steps;
@@ -58,7 +58,8 @@ struct Shared {
         saved_full = state_empty + 16;
         saved_empty = saved_full + 8;
         rows_full = saved_empty + 8;
-        const u32 end = rows_full + (OUT_ROWS ? 8 * OUTS : 0);
+        slopes = rows_full + (OUT_ROWS ? 8 * OUTS : 0);
+        const u32 end = slopes + (SILU ? 8 * STAGES : 0);
         decays = reinterpret_cast<Decays *>(shared + ((end - base + 15) & ~15u));
         sums = reinterpret_cast<Sums *>(decays + STAGES);
         steps = reinterpret_cast<float *>(sums + (DOTS ? STAGES : 0));
@@ -73,6 +74,7 @@ struct Shared {
     __device__ __forceinline__ u32 rows(int n) const { return stage(n) + (2 * PANELS + 1) * PANEL; }
     __device__ __forceinline__ void await_full(int n) const { mbarrier_wait(full + n % STAGES * 8, n / STAGES % 2); }
     __device__ __forceinline__ void await_empty(int n) const { mbarrier_wait(empty + n % STAGES * 8, n / STAGES % 2 ^ 1); }
+    __device__ __forceinline__ void await_slopes(int n) const { mbarrier_wait(slopes + n % STAGES * 8, n / STAGES % 2); }
     __device__ __forceinline__ u32 state(int n) const { return states + n % STATE_BUFFERS * STATE; }
     __device__ __forceinline__ void await_state(int n) const {
         mbarrier_wait(state_full + n % 2 * 8, n / 2 % 2);
