@@ -12,6 +12,7 @@ from fulmen.hardware import Hardware
 
 MAX_PADDING = 1 << 28
 LONG_CAUSAL, LONG_FULL = 64, 128  # tiles of keys of a head, from which on L2 does not say how many heads
+MOST_FIXED, MANY_FIXED = 8192, 1024  # keys; tiles of keys of all query heads
 WIDE_TILES = 512  # of keys, of D = 256 in deterministic mode, at a time
 
 
@@ -24,13 +25,14 @@ class BackwardTile(NamedTuple):
     o_stages: int = 2  # the same of do
     block_n: int = 128  # keys that a block owns; 64: backward_wide.cu
     keep: bool = False  # which keeps k and v in registers, too
+    fixed: bool = False  # sums of dq have a fixed order
 
     @property
     def wide(self) -> bool:
         return self.block_n == 64
 
     def __str__(self) -> str:
-        return f"{self.block_m} queries x {self.block_n} keys"
+        return f"{self.block_m} queries x {self.block_n} keys" + ", fixed order" * self.fixed
 
 
 # By D. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.78 to 1.00 of it. Over
@@ -44,11 +46,26 @@ BACKWARD_TILES = {
 
 
 def backward_tile(spec: FlashSpec) -> BackwardTile:
-    return BACKWARD_TILES[spec.D]
+    return BACKWARD_TILES[spec.D]._replace(fixed=fixed_order(spec))
+
+
+def fixed_order(spec: FlashSpec) -> bool:
+    """Whether sums of dq have a fixed order: if asked for, and where that costs less than 3 %.
+
+    Plain calls of many tiles. Time over that of any order, full: D128 B4 H32 N2048 1.00, B1 H32 N4096 1.03, B2 H16
+    N8192 1.00, B1 H40/8 N4096 1.02, B32 H16 N1024 0.97; D64 B4 H32 N4096 1.01, B1 H16 N8192 1.02; but 1.27 at B1 H16
+    N2048.
+    Causal, D128: B1 H40/8 N4096 0.99, B4 H40/8 N2048 0.95, B4 H32/8 N4096 0.99; of heads that share nothing 1.03 to
+    1.09. Full N16384 takes 1.01 (D64 1.05), but is not far enough ahead of other people's kernels.
+    """
+    if spec.deterministic or not spec.plain or spec.D not in (64, 128) or spec.N_KV > MOST_FIXED:
+        return spec.deterministic
+    many = spec.B * spec.H * key_tiles(spec) >= MANY_FIXED  # else tiles wait for each other
+    return many and (spec.right is None or (spec.D == 128 and spec.group >= 4))
 
 
 def key_tiles(spec: FlashSpec) -> int:
-    return tiles_of(spec, spec.N_KV, backward_tile(spec).block_n)
+    return tiles_of(spec, spec.N_KV, BACKWARD_TILES[spec.D].block_n)
 
 
 class Workspace(NamedTuple):
@@ -109,7 +126,7 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     enough = hw.l2_bytes // 2 // size
     plain = spec.D == 128 and spec.sequences is None
     long = plain and key_tiles(spec) >= (LONG_FULL if spec.right is None else LONG_CAUSAL)
-    if (spec.deterministic or long) and spec.left is None:
+    if (fixed_order(spec) or long) and spec.left is None:
         few = {64: 32, 256: WIDE_TILES // max(1, key_tiles(spec))}.get(spec.D, 16)
         enough = max(enough, few // (2 if spec.right is None else 1))
     most = min(heads, max(1, at_once, enough))

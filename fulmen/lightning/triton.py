@@ -249,7 +249,7 @@ def token_gradient(spec: LightningSpec, x: Residuals, grads: Gradients, ddecay: 
         *(ddecay.stride(), x.decay.stride(), spec.H, spec.N, spec.states, slots),
         *(grads.qdq.shape[1], parts, parts_entered, TOKEN_ROWS, slots * TOKEN_ROWS // max(chunks, 1), is_open, dtype),
     )
-    return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, (), args, {"num_warps": 4})
+    return Launch(lightning_token_gradient_kernel, heads * slots if spec.N else 0, (), args, {"num_warps": 1})
 
 
 # ------------------------------------------------------------------------------------------- both directions

@@ -108,7 +108,7 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
     own = {"KEEP": int(tile.keep)} if tile.wide else {"OVERLAP": int(tile.overlap)}
     main = macros | own | {
         "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages,
-        "DETERMINISTIC": int(spec.deterministic), "SOFTCAP": int(spec.softcap is not None),
+        "DETERMINISTIC": int(spec.deterministic or tile.fixed), "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
     found = [
         ("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE),
