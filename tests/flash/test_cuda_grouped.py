@@ -101,9 +101,9 @@ def test_what_the_kernel_is_told(monkeypatch):
     assert ("PACK_GQA", 1) in variant.macros
     front, arguments = variant.arguments.bind(constants)
     assert (front.size, len(arguments)) == (3 * 128 + 5 * 8, 512)
-    fields = struct.unpack_from("3q11i2fi", arguments, front.size)
-    assert fields[:14] == (1, 2, 3, 12, 4, 8, 37, 500, 0, 0, 0, 0, 3, 12)
-    assert fields[16] == 3
+    fields = struct.unpack_from("3q12i2fi", arguments, front.size)
+    assert fields[:15] == (1, 2, 3, 12, 4, 8, 37, 500, 0, 0, 0, 0, 3, 12, 1)
+    assert fields[17] == 3
     assert (grid, threads) == ((36, 1, 1), 384)
     *_, grid, _, _, constants = launch(call, launched_with(tile._replace(pack_gqa=False)), (1, 2, 3))
     _, arguments = variant.arguments.bind(constants)
