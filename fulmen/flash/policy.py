@@ -15,6 +15,7 @@ written B2 H32/8 N4096; 1 x 8192 is one query of 8192 keys. `fulmen tune` propos
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import NamedTuple
@@ -393,7 +394,8 @@ def heads_summed(spec: FlashSpec, tile: TritonTile, hw: Hardware) -> int:
 
 # ------------------------------------------------------------------------------------ arithmetic of tile schedulers
 
-MANY_TILES, MANY_SECTIONS = 4096, 8  # whose schedule is not worked out; sizes of which no more are tried
+MANY_TILES, MANY_SECTIONS = 3000, 8  # of which the schedule is worked out; sizes of sections that are tried
+ENOUGH_TILES = 8  # of a head for a block: then a turn of the walk weighs little
 EVEN, FAR_FROM_EVEN = 1.02, 1.05  # what the busiest block does, over the mean: near it, and times as much
 MAX_SPLITS = 264  # that the combine kernel has room for
 
@@ -434,12 +436,13 @@ def should_pack_gqa(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
     return 1.1 * cost[1] < cost[0] or 2 * count[1] <= count[0]
 
 
+@functools.lru_cache(maxsize=1024)
 def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     """Heads worked on at a time, so that their k and v stay in the L2 cache; 0: all.
 
     Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, with 30 616. Causal, all heads at once read k and v beyond
-    the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 in sections of 16, 789 of 8, 785 of 4. So as
-    few heads as keep every block busy with about equally much to do.
+    the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 in sections of 16, 789 of 8, 785 of 4. D256, B8
+    H16 N4096 takes 2,175 and, in sections of 8, 1,549. So few heads, by which blocks have about equally much to do.
     """
     if spec.left is not None or spec.sequences is not None or spec.has_kv_lengths:
         return 0
@@ -447,16 +450,14 @@ def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
         return 1
     every, of_head, blocks = heads(spec, tile), tiles_per_head(spec, tile), tile.blocks_per_sm * hw.sm_count
     stored = spec.N_KV * (spec.D + spec.E) * 2
-    if spec.group > 1 or 2 * hw.l2_bytes >= 3 * every * stored or every * of_head < 4 * blocks:
+    if spec.group > 1 or 2 * hw.l2_bytes >= 3 * every * stored or every * of_head <= blocks:
         return 0
-    number = max(2, round(2 * blocks / of_head))  # two tiles a block
-    if every * of_head > MANY_TILES or unevenness(spec, tile, blocks, number) <= EVEN:
-        return number
     even = max(EVEN, unevenness(spec, tile, blocks, every))
-    least = math.ceil(blocks / of_head)  # else some blocks have nothing to do
-    most = max(least, hw.l2_bytes // 2 // stored)
+    usual = max(2, round((4 if spec.D == 64 else 2) * blocks / of_head))  # of which each block gets so many tiles
+    most = max(usual, hw.l2_bytes // 2 // stored)
+    others = [usual * 3 // 4, usual // 2, *range(usual + 1, most + 2, 1 + (most - usual) // MANY_SECTIONS)]
     found = {}
-    for number in range(least, most + 1, 1 + (most - least) // MANY_SECTIONS):
+    for number in dict.fromkeys([usual, *(number for number in others if number)]):
         found[number] = unevenness(spec, tile, blocks, number)
         if found[number] <= even:
             return number
@@ -468,10 +469,18 @@ def unevenness(spec: FlashSpec, tile: Sm90Tile, blocks: int, section: int) -> fl
     """What the busiest of the blocks has to do in a causal call, over the mean.
 
     Tiles go to blocks as in the kernel's tile scheduler: sections forth and back, the last with its longest tiles
-    first, and blocks forth and back. Beside its blocks of keys a tile costs as much as 1.2 of them.
+    first, and blocks forth and back. Beside its blocks of keys a tile costs as much as 1.2 of them. Of many heads the
+    last ones stand for all: every two sections are alike.
     """
-    positions, shift, every = tile.positions(spec), 0 if spec.top_left else spec.N_KV - spec.N_Q, heads(spec, tile)
-    ends = (min(spec.N_KV, max(0, min(i + positions, spec.N_Q) + shift)) for i in range(0, spec.N_Q, positions))
+    positions, every, of_head = tile.positions(spec), heads(spec, tile), tiles_per_head(spec, tile)
+    beyond = (spec.right or 0) + (0 if spec.top_left else spec.N_KV - spec.N_Q)  # a query's number it sees keys
+    if of_head > ENOUGH_TILES * blocks:
+        return 1.0
+    if every * of_head > MANY_TILES:
+        if section >= every:
+            return 1.0
+        every = min(every, max(2, MANY_TILES // of_head // section // 2 * 2) * section)
+    ends = (min(spec.N_KV, max(0, min(i + positions, spec.N_Q) + beyond)) for i in range(0, spec.N_Q, positions))
     work = [math.ceil(end / tile.block_n) + 1.2 for end in ends]  # of the tiles of a head
     falls = (every - 1) // section % 2 == 0  # whether the first section begins with its longest tiles
     tiles: list[float] = []

@@ -127,7 +127,9 @@ def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     plain = spec.D == 128 and spec.sequences is None
     long = plain and key_tiles(spec) >= (LONG_FULL if spec.right is None else LONG_CAUSAL)
     if (fixed_order(spec) or long) and spec.left is None:
-        few = {64: 32, 256: WIDE_TILES // max(1, key_tiles(spec))}.get(spec.D, 16)
+        few = 32 if spec.D == 64 else 16
+        if spec.D == 256 and spec.sequences is None:
+            few = WIDE_TILES // max(1, key_tiles(spec))
         enough = max(enough, few // (2 if spec.right is None else 1))
     most = min(heads, max(1, at_once, enough))
     return next(n for n in range(most, 0, -1) if heads % n == 0)

@@ -27,7 +27,7 @@
 //
 // The workspace of dq is fp32 and lies as the accumulators do: (B * H, slots, consumer, chunk of 4, thread, 4). A slot is a
 // query tile; a packed sequence has slots of its own, as in packed.cuh, so no sum needs a bound. `turns` counts for each
-// slot and consumer how many tiles of keys have been added. The first tile of keys that a query tile sees stores and the
+// slot and adder how many tiles of keys have been added. The first tile of keys that a query tile sees stores and the
 // others add, so the workspace need not be zeroed. Sums become dq while they are in L2: before a tile, while its k is
 // loaded, the consumers convert those of the tile `lag` before it. Tiles from `works` to `end` are no more than that.
 //
