@@ -107,7 +107,7 @@ def behind_cudnn(spec: FlashSpec, hw: Hardware) -> bool:
     return spec.D == 192 or (spec.group > 1 and spec.B * spec.H_KV * key_tiles(spec) <= waves * hw.sm_count)
 
 
-def swizzle(spec: FlashSpec, hw: Hardware) -> int:
+def section(spec: FlashSpec, hw: Hardware) -> int:
     """Heads of k and v worked on at a time.
 
     Half of the L2 cache holds q, do and fp32 dq of as many, unless more run at once anyway. They divide the number of
