@@ -95,9 +95,11 @@ All other plain calls follow this table. At D = 128, without a mask or GQA and b
 BACKWARD = """
 ## Softmax attention, the backward of `cuda`
 
-On compute capability 9.0. Stages are tiles of q and of do in flight. cuDNN's follows instead where causal heads share k
-and v and have no more tiles of keys than there are SMs, if it serves the call: no option but `causal`, no gradient of
-lse, not in deterministic mode. Triton's follows where packed sequences would need too large a workspace.
+On compute capability 9.0. Stages are tiles of q and of do in flight. `explain` adds "fixed order" where dq is summed in
+one (`policy_backward.fixed_order`). cuDNN's follows instead for causal calls at D = 192, and where causal heads share k
+and v and have no more tiles of keys than there are SMs (twice as many at D = 256), if it serves the call: no option but
+`causal`, no gradient of lse, not in deterministic mode. Triton's follows where packed sequences would need too large a
+workspace.
 
 | D, E | backward | tile | stages | shared memory |
 |---|---|---|---|---|

@@ -39,7 +39,7 @@ class Sm90Tile(NamedTuple):
     stages: int  # blocks of keys in flight
     take_turns: bool = False  # the warpgroups issue their products one after the other
     blocks_per_sm: int = 1
-    section: int = 0  # heads worked on at a time (`section`); 0: all
+    swizzle: int = 0  # L2 swizzle: heads worked on at a time; 0: all, LPT
     pack_gqa: bool = False  # a tile holds all query heads of a group
 
     @property
@@ -274,7 +274,7 @@ def sm90_tile(spec: FlashSpec, hw: Hardware) -> Sm90Tile:
     if spec.page is not None and tile.block_n == 80:  # a page, or its halves or quarters, must make up a block of keys
         tile = tile._replace(block_n=64, stages=tile.stages + (tile.consumers == 1))
     tile = tile._replace(pack_gqa=spec.group in PACKABLE_GROUPS and should_pack_gqa(spec, tile, hw))
-    return tile._replace(section=section(spec, tile, hw))
+    return tile._replace(swizzle=swizzle(spec, tile, hw))
 
 
 # By D: up to how many keys, and the tile. Beside a row us, L2 cold, of it and of the next best kernel of ours.
@@ -394,9 +394,9 @@ def heads_summed(spec: FlashSpec, tile: TritonTile, hw: Hardware) -> int:
 
 # ------------------------------------------------------------------------------------ arithmetic of tile schedulers
 
-MANY_TILES, MANY_SECTIONS = 3000, 8  # of which the schedule is worked out; sizes of sections that are tried
-ENOUGH_TILES = 8  # of a head for a block: then a turn of the walk weighs little
-EVEN, FAR_FROM_EVEN = 1.02, 1.05  # what the busiest block does, over the mean: near it, and times as much
+MANY_TILES, MANY_SWIZZLES = 3000, 8  # with more, the last groups' schedule is worked out; about so many sizes are tried
+ENOUGH_TILES = 8  # of a head for each block: then any order is even
+EVEN, FAR_FROM_EVEN = 1.02, 1.05  # `unevenness` that is taken at once; and the most, over that of all heads
 MAX_SPLITS = 264  # that the combine kernel has room for
 
 
@@ -437,12 +437,12 @@ def should_pack_gqa(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
-    """Heads worked on at a time, so that their k and v stay in the L2 cache; 0: all.
+def swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
+    """L2 swizzle: how many heads are worked on at a time, so that their k and v stay in the L2 cache; 0: all.
 
     Without a mask one: B4 H32 N2048 D128 has 628 TFLOP/s so, with 30 616. Causal, all heads at once read k and v beyond
-    the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 in sections of 16, 789 of 8, 785 of 4. D256, B8
-    H16 N4096 takes 2,175 and, in sections of 8, 1,549. So few heads, by which blocks have about equally much to do.
+    the L2 cache again and again: B2 H16 N8192 D128 takes 833 us so, 808 by 16 heads, 789 by 8, 785 by 4. D256, B8 H16
+    N4096 takes 2,175 and, by 8 heads, 1,549. So few heads, of which blocks have about equally much to do.
     """
     if spec.left is not None or spec.sequences is not None or spec.has_kv_lengths:
         return 0
@@ -453,9 +453,9 @@ def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     if spec.group > 1 or 2 * hw.l2_bytes >= 3 * every * stored or every * of_head <= blocks:
         return 0
     even = max(EVEN, unevenness(spec, tile, blocks, every))
-    usual = max(2, round((4 if spec.D == 64 else 2) * blocks / of_head))  # of which each block gets so many tiles
+    usual = max(2, round((4 if spec.D == 64 else 2) * blocks / of_head))  # two or four tiles for each block
     most = max(usual, hw.l2_bytes // 2 // stored)
-    others = [usual * 3 // 4, usual // 2, *range(usual + 1, most + 2, 1 + (most - usual) // MANY_SECTIONS)]
+    others = [usual * 3 // 4, usual // 2, *range(usual + 1, most + 2, 1 + (most - usual) // MANY_SWIZZLES)]
     found = {}
     for number in dict.fromkeys([usual, *(number for number in others if number)]):
         found[number] = unevenness(spec, tile, blocks, number)
@@ -465,27 +465,27 @@ def section(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     return best if found[best] <= FAR_FROM_EVEN * even else 0
 
 
-def unevenness(spec: FlashSpec, tile: Sm90Tile, blocks: int, section: int) -> float:
+def unevenness(spec: FlashSpec, tile: Sm90Tile, blocks: int, swizzle: int) -> float:
     """What the busiest of the blocks has to do in a causal call, over the mean.
 
-    Tiles go to blocks as in the kernel's tile scheduler: sections forth and back, the last with its longest tiles
-    first, and blocks forth and back. Beside its blocks of keys a tile costs as much as 1.2 of them. Of many heads the
-    last ones stand for all: every two sections are alike.
+    Tiles go to blocks as in the kernel's tile scheduler: groups of `swizzle` heads back and forth, the last with its
+    longest tiles first, and blocks back and forth. Beside its blocks of keys a tile costs as much as 1.2 of them. Of
+    many heads the last ones stand for all, as every two groups are alike.
     """
     positions, every, of_head = tile.positions(spec), heads(spec, tile), tiles_per_head(spec, tile)
-    beyond = (spec.right or 0) + (0 if spec.top_left else spec.N_KV - spec.N_Q)  # a query's number it sees keys
+    beyond = (spec.right or 0) + (0 if spec.top_left else spec.N_KV - spec.N_Q)  # query i sees keys up to i + beyond
     if of_head > ENOUGH_TILES * blocks:
         return 1.0
     if every * of_head > MANY_TILES:
-        if section >= every:
+        if swizzle >= every:
             return 1.0
-        every = min(every, max(2, MANY_TILES // of_head // section // 2 * 2) * section)
+        every = min(every, max(2, MANY_TILES // of_head // swizzle // 2 * 2) * swizzle)
     ends = (min(spec.N_KV, max(0, min(i + positions, spec.N_Q) + beyond)) for i in range(0, spec.N_Q, positions))
     work = [math.ceil(end / tile.block_n) + 1.2 for end in ends]  # of the tiles of a head
-    falls = (every - 1) // section % 2 == 0  # whether the first section begins with its longest tiles
+    falls = (every - 1) // swizzle % 2 == 0  # whether the first group begins with its longest tiles
     tiles: list[float] = []
-    for first in range(0, every, section):
-        number = min(section, every - first)
+    for first in range(0, every, swizzle):
+        number = min(swizzle, every - first)
         tiles += [each for each in (reversed(work) if falls else work) for _ in range(number)]
         falls = not falls
     mean = sum(tiles) / blocks

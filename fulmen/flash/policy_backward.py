@@ -50,13 +50,13 @@ def backward_tile(spec: FlashSpec) -> BackwardTile:
 
 
 def fixed_order(spec: FlashSpec) -> bool:
-    """Whether sums of dq have a fixed order: if asked for, and where that costs less than 3 %.
+    """Whether sums of dq have a fixed order: if asked for, and where that costs at most 3 %.
 
     Plain calls of many tiles. Time over that of any order, full: D128 B4 H32 N2048 1.00, B1 H32 N4096 1.03, B2 H16
     N8192 1.00, B1 H40/8 N4096 1.02, B32 H16 N1024 0.97; D64 B4 H32 N4096 1.01, B1 H16 N8192 1.02; but 1.27 at B1 H16
     N2048.
     Causal, D128: B1 H40/8 N4096 0.99, B4 H40/8 N2048 0.95, B4 H32/8 N4096 0.99; of heads that share nothing 1.03 to
-    1.09. Full N16384 takes 1.01 (D64 1.05), but is not far enough ahead of other people's kernels.
+    1.09. Full N16384 takes 1.01 (D64 1.05), but FlashAttention-4 is ahead there, so any order is kept.
     """
     if spec.deterministic or not spec.plain or spec.D not in (64, 128) or spec.N_KV > MOST_FIXED:
         return spec.deterministic
@@ -94,12 +94,13 @@ def affordable(spec: FlashSpec) -> bool:
 
 
 def behind_cudnn(spec: FlashSpec, hw: Hardware) -> bool:
-    """Whether cuDNN's backward was measured ahead of ours, where it serves a call. Ours over cuDNN's:
+    """Whether cuDNN's backward takes the call where it serves it. Ours over cuDNN's:
 
-    Heads that share k and v, causal, and no more tiles of keys than SMs: each tile is one block for its group, and the
-    longest decides. cuDNN gives every query head its blocks. B1 H40/8 N2048 0.91, B1 H32/8 0.94, N4096 (two waves)
-    1.16, B2 H40/8 N2048 1.13. At D 256 two waves lose, too: B1 H32/4 N4096 0.90.
-    D 192, E 128, causal: B1 H16 N1024 1.09, N4096 1.00, N8192 0.85; B2 H32 N2048 0.94. Full 1.33.
+    Causal heads that share k and v, of at most one tile of keys for each SM (D 256: two): a tile is one block for its
+    group, and the longest decides, where cuDNN gives every query head its blocks. B1 H40/8 N2048 0.91, B1 H32/8 0.94,
+    N4096 (two waves) 1.16, B2 H40/8 N2048 1.13; D 256 B1 H32/4 N4096 0.90.
+    D 192 causal: ours is ahead only up to N1024 (B4 H16 1.09), level at B1 H16 N4096; B2 H32 N2048 0.94, B1 H16 N8192
+    0.85, B1 H128 N4096 0.82. Full 1.33.
     """
     if spec.right is None:
         return False
@@ -107,15 +108,15 @@ def behind_cudnn(spec: FlashSpec, hw: Hardware) -> bool:
     return spec.D == 192 or (spec.group > 1 and spec.B * spec.H_KV * key_tiles(spec) <= waves * hw.sm_count)
 
 
-def section(spec: FlashSpec, hw: Hardware) -> int:
+def swizzle(spec: FlashSpec, hw: Hardware) -> int:
     """Heads of k and v worked on at a time.
 
     Half of the L2 cache holds q, do and fp32 dq of as many, unless more run at once anyway. They divide the number of
     heads: a smaller last group would leave SMs idle under a causal mask.
 
     Of long sequences few heads fit, and the longest tile of the last ones decides; more heads share rows in L2 as well,
-    as all tiles walk the same queries. In deterministic mode the tiles of a head add to a query tile one after the
-    other; those of more heads wait less, and with a window they wait little. Measured: docs/notes/flash-cuda.md.
+    as all tiles walk the same queries. In a fixed order the tiles of a head add to a query tile one after the other;
+    those of more heads wait less, and with a window they wait little. Measured: docs/notes/flash-cuda.md.
     """
     heads = max(1, spec.B * spec.H_KV)
     queries = spec.N_Q

@@ -10,7 +10,7 @@ import torch
 from fulmen import cuda, dispatch, hardware
 from fulmen.flash import cuda as flash
 from fulmen.flash.kernels import backward
-from fulmen.flash.policy_backward import BackwardTile, backward_tile, lag, section, workspace
+from fulmen.flash.policy_backward import BackwardTile, backward_tile, lag, swizzle, workspace
 from fulmen.flash.spec import FlashSpec
 from fulmen.hardware import TARGETS
 from tests import sass
@@ -236,21 +236,21 @@ def test_a_fixed_order_where_it_costs_little():
 
 def test_heads_at_a_time_fit_the_cache():
     hw = TARGETS[90]
-    assert section(spec(1, 14, 8192, 128), hw) == 2  # three would fit
-    assert section(spec(2, 16, 8192, 128), hw) == 8  # in a fixed order
-    assert section(spec(2, 16, 8192, 128, True), hw) == 16  # or the longest tile of the last two heads decides
-    assert section(spec(2, 16, 8192, 128, True, sequences=3), hw) == 2
-    assert section(spec(1, 32, 4096, 128, True), hw) == 4
-    assert section(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 16  # which wait for each other less
-    assert section(spec(1, 1, 8192, 128, deterministic=True), hw) == 1
-    assert section(spec(1, 16, 4096, 256, True, deterministic=True), hw) == 8  # 512 tiles
-    assert section(spec(2, 16, 8192, 256, True, deterministic=True), hw) == 4
-    assert section(spec(1, 16, 4096, 256, deterministic=True), hw) == 4
-    assert section(spec(1, 7, 8192, 128), hw) == 1
-    assert section(spec(1, 16, 1 << 20, 128), hw) == 8
-    assert section(spec(1, 16, 4096, 128, True, H_KV=8), hw) == 4  # two would fit, and four run at once
-    assert section(spec(1, 40, 4096, 128, True, H_KV=8, left=100), hw) == 8
-    assert section(spec(1, 2, 128, 128), hw) == 2
-    assert section(spec(1, 2, 0, 128), hw) == 2
-    assert section(spec(1, 16, 4096, 256), hw) == 2  # 64 tiles a head; three would fit
-    assert section(spec(1, 16, 4096, 256, True), hw) == 2
+    assert swizzle(spec(1, 14, 8192, 128), hw) == 2  # three would fit
+    assert swizzle(spec(2, 16, 8192, 128), hw) == 8  # in a fixed order
+    assert swizzle(spec(2, 16, 8192, 128, True), hw) == 16  # or the longest tile of the last two heads decides
+    assert swizzle(spec(2, 16, 8192, 128, True, sequences=3), hw) == 2
+    assert swizzle(spec(1, 32, 4096, 128, True), hw) == 4
+    assert swizzle(spec(2, 16, 8192, 128, True, deterministic=True), hw) == 16  # which wait for each other less
+    assert swizzle(spec(1, 1, 8192, 128, deterministic=True), hw) == 1
+    assert swizzle(spec(1, 16, 4096, 256, True, deterministic=True), hw) == 8  # 512 tiles
+    assert swizzle(spec(2, 16, 8192, 256, True, deterministic=True), hw) == 4
+    assert swizzle(spec(1, 16, 4096, 256, deterministic=True), hw) == 4
+    assert swizzle(spec(1, 7, 8192, 128), hw) == 1
+    assert swizzle(spec(1, 16, 1 << 20, 128), hw) == 8
+    assert swizzle(spec(1, 16, 4096, 128, True, H_KV=8), hw) == 4  # two would fit, and four run at once
+    assert swizzle(spec(1, 40, 4096, 128, True, H_KV=8, left=100), hw) == 8
+    assert swizzle(spec(1, 2, 128, 128), hw) == 2
+    assert swizzle(spec(1, 2, 0, 128), hw) == 2
+    assert swizzle(spec(1, 16, 4096, 256), hw) == 2  # 64 tiles a head; three would fit
+    assert swizzle(spec(1, 16, 4096, 256, True), hw) == 2

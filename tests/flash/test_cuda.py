@@ -306,36 +306,36 @@ def test_what_was_measured_is_taken():
     """The best measured, or what differs from it by less than 1 %."""
     choose = lambda N, D, causal: unsplit(spec(2, 16, N, D, causal))  # noqa: E731
     for N in (2048, 4096, 8192, 16384):
-        assert choose(N, 128, False) == Sm90Tile(2, 176, 2, section=1)
-        sections = {2048: 0, 4096: 8, 8192: 4, 16384: 2}  # two waves of tiles
-        assert choose(N, 128, True) == Sm90Tile(2, 128 if N == 2048 else 176, 2, section=sections[N])
+        assert choose(N, 128, False) == Sm90Tile(2, 176, 2, swizzle=1)
+        swizzles = {2048: 0, 4096: 8, 8192: 4, 16384: 2}  # two waves of tiles
+        assert choose(N, 128, True) == Sm90Tile(2, 128 if N == 2048 else 176, 2, swizzle=swizzles[N])
     for causal in (False, True):
-        assert choose(2048, 64, causal) == Sm90Tile(3, 128, 2, take_turns=True, section=int(not causal))
+        assert choose(2048, 64, causal) == Sm90Tile(3, 128, 2, take_turns=True, swizzle=int(not causal))
         of_many = unsplit(spec(4, 32, 4096, 64, causal))
-        assert of_many == Sm90Tile(3, 128, 2, section=24 if causal else 1)
+        assert of_many == Sm90Tile(3, 128, 2, swizzle=24 if causal else 1)
 
 
 def test_what_was_measured_of_many_heads_and_few_tokens_is_taken():
     """(B, H, N, D, causal), and the tile that was the fastest or within 3 % of it."""
-    two, three = Sm90Tile(2, 128, 2, section=1), Sm90Tile(3, 128, 2, True, section=1)
-    two_all, three_all = two._replace(section=0), three._replace(section=0)
+    two, three = Sm90Tile(2, 128, 2, swizzle=1), Sm90Tile(3, 128, 2, True, swizzle=1)
+    two_all, three_all = two._replace(swizzle=0), three._replace(swizzle=0)
     one, half = Sm90Tile(1, 128, 2, blocks_per_sm=2), Sm90Tile(1, 80, 2, blocks_per_sm=2)
     best = {
         (32, 8, 384, 64, False): three, (32, 8, 512, 64, False): three,
         (32, 8, 1024, 64, False): three, (4, 16, 384, 64, False): three, (4, 16, 512, 64, False): two,
         (4, 16, 1024, 64, False): three, (8, 4, 384, 64, True): one,
-        (8, 4, 512, 64, False): one._replace(section=1), (32, 8, 1024, 64, True): two._replace(section=66),
-        (32, 8, 2048, 64, True): three._replace(section=48),
+        (8, 4, 512, 64, False): one._replace(swizzle=1), (32, 8, 1024, 64, True): two._replace(swizzle=66),
+        (32, 8, 2048, 64, True): three._replace(swizzle=48),
         (32, 8, 512, 64, True): two_all, (4, 16, 1024, 64, True): two_all, (4, 16, 2048, 64, True): three_all,
-        (32, 8, 256, 128, False): two, (32, 8, 512, 128, False): two, (32, 8, 512, 128, True): two._replace(section=66),
+        (32, 8, 256, 128, False): two, (32, 8, 512, 128, False): two, (32, 8, 512, 128, True): two._replace(swizzle=66),
         (32, 8, 1024, 128, False): two, (8, 4, 768, 128, False): two,
-        (32, 8, 2048, 128, True): two._replace(section=19),
-        (32, 8, 2048, 128, False): Sm90Tile(2, 176, 2, section=1), (4, 16, 512, 128, True): two_all,
-        (4, 16, 2048, 128, True): two._replace(section=16), (1, 64, 4096, 128, True): Sm90Tile(2, 176, 2, section=8),
-        (8, 4, 2048, 128, True): two_all, (1, 40, 8192, 64, True): Sm90Tile(3, 128, 2, section=13),
+        (32, 8, 2048, 128, True): two._replace(swizzle=19),
+        (32, 8, 2048, 128, False): Sm90Tile(2, 176, 2, swizzle=1), (4, 16, 512, 128, True): two_all,
+        (4, 16, 2048, 128, True): two._replace(swizzle=16), (1, 64, 4096, 128, True): Sm90Tile(2, 176, 2, swizzle=8),
+        (8, 4, 2048, 128, True): two_all, (1, 40, 8192, 64, True): Sm90Tile(3, 128, 2, swizzle=13),
         (1, 16, 512, 128, True): half, (1, 1, 1024, 128, True): half, (1, 16, 1024, 128, False): two,
-        (1, 16, 512, 128, False): half._replace(section=1), (8, 4, 384, 128, True): half,
-        (8, 4, 256, 128, False): half._replace(section=1), (8, 4, 512, 128, False): two,
+        (1, 16, 512, 128, False): half._replace(swizzle=1), (8, 4, 384, 128, True): half,
+        (8, 4, 256, 128, False): half._replace(swizzle=1), (8, 4, 512, 128, False): two,
         (1, 16, 256, 128, True): SmallTile(2, 2, 64, 2),
         (1, 1, 256, 128, False): SmallTile(1, 4, 64, 2),
     }  # fmt: skip
@@ -357,7 +357,7 @@ def test_what_was_measured_of_few_keys_is_taken():
         (1, 16, 64, 128, True): O(64), (32, 8, 64, 128, False): O(64), (4, 16, 77, 128, False): O(80, 1, 3),
         (1, 16, 128, 128, False): S(1, 4, 128, 1), (4, 16, 128, 128, True): O(128, 1, 2),
         (8, 16, 128, 128, False): O(128, 1, 2),
-        (10, 16, 128, 128, False): Sm90Tile(2, 128, 2, section=1),
+        (10, 16, 128, 128, False): Sm90Tile(2, 128, 2, swizzle=1),
     }  # fmt: skip
     for case, tile in best.items():
         assert unsplit(spec(*case)) == tile, case
@@ -374,8 +374,8 @@ def test_what_was_measured_of_few_keys_is_taken():
         (64, 8, 4, 60, 128): O(64, pack_gqa=True), (8, 4, 1, 250, 64): S(1, 4, 128, 2),
         (64, 4, 16, 250, 64): O(128, 2, 3, True), (16, 8, 150, 150, 64): O(80, 2, 4, True),
         (16, 4, 1, 100, 128): O(128, 1, 2, True), (64, 4, 32, 100, 128): O(128, 1, 2, True),
-        (64, 4, 16, 100, 128): Sm90Tile(1, 80, 2, blocks_per_sm=2, section=1, pack_gqa=True),
-        (64, 4, 16, 250, 128): Sm90Tile(1, 80, 2, blocks_per_sm=2, section=1, pack_gqa=True),
+        (64, 4, 16, 100, 128): Sm90Tile(1, 80, 2, blocks_per_sm=2, swizzle=1, pack_gqa=True),
+        (64, 4, 16, 250, 128): Sm90Tile(1, 80, 2, blocks_per_sm=2, swizzle=1, pack_gqa=True),
     }  # fmt: skip
     for (B, group, N_Q, N_KV, D), tile in packed.items():
         call = spec(B, 32, D=D, H_KV=32 // group, N_Q=N_Q, N_KV=N_KV)

@@ -66,7 +66,7 @@ HOPPER = {
     "64x128": (G(1, 128, 2, blocks_per_sm=2), 64, {"N_Q": 70, "N_KV": 299}),
     "64x128 packed": (G(1, 128, 2, blocks_per_sm=2), 64, PACKED),
     "128x128": (G(2, 128, 2), 64, {"N_Q": 270, "N_KV": 300, "causal": True}),
-    "128x128 parts": (G(2, 128, 2, section=1), 64, {"N_Q": 130, "B": 2}),
+    "128x128 parts": (G(2, 128, 2, swizzle=1), 64, {"N_Q": 130, "B": 2}),
     "192x128 turns": (G(3, 128, 2, True), 64, {"N_Q": 400, "causal": True}),
     "192x128 blind": (G(3, 128, 2), 64, BLIND),
     "128x128 full": (G(2, 128, 2), 64, FULL),
@@ -233,13 +233,13 @@ MASKS = [(None, None), (None, 0), (100, 0), (7, 30), (300, None), (0, 0), (None,
 @pytest.mark.parametrize("window", MASKS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("causal", [False, "top_left"])
-@pytest.mark.parametrize("section", [0, 1, 3])
-def test_every_query_sees_all_its_keys(window, packed, causal, section):
+@pytest.mark.parametrize("swizzle", [0, 1, 3])
+def test_every_query_sees_all_its_keys(window, packed, causal, swizzle):
     """Of blocks that take several tiles each, from the first to the last and back."""
     lengths = {"lengths_q": [130, 0, 1, 260], "lengths_k": [20, 7, 0, 300]}
     sizes = lengths if packed else {"B": 2, "N_Q": 300, "N_KV": 200}
     x = testing.inputs(H=2, D=64, window=window, causal=causal, dtype=torch.bfloat16, **sizes)
-    attend(G(2, 128, 2, section=section), x, ANY, sm_count=3)
+    attend(G(2, 128, 2, swizzle=swizzle), x, ANY, sm_count=3)
 
 
 @pytest.mark.parametrize("case", ["split 64x128", "split D=128 64x80"])

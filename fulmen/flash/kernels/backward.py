@@ -38,7 +38,7 @@ from torch import Tensor
 from fulmen import cuda, hardware
 from fulmen.flash.kernels import combine
 from fulmen.flash.kernels.sm90 import MAX_TILES, MAX_TOKENS, strides
-from fulmen.flash.policy_backward import BackwardTile, backward_tile, key_tiles, lag, section, workspace
+from fulmen.flash.policy_backward import BackwardTile, backward_tile, key_tiles, lag, swizzle, workspace
 from fulmen.flash.spec import FlashSpec, Residuals, tiles_of
 
 THREADS = 384
@@ -64,7 +64,7 @@ MAIN = cuda.Struct(
     ("sums", "float *"), ("rows", "const float *"), ("turns", "int *"), ("counter", "int *"),
     ("dq_strides", cuda.STRIDES), ("dk_strides", cuda.STRIDES), ("dv_strides", cuda.STRIDES),
     ("heads", "int"), ("h", "int"), ("group", "int"), *MASK,  # B * H_KV, H_KV, H / H_KV
-    ("tiles", "int"), ("section", "int"),  # of keys, of a head; heads of a section
+    ("tiles", "int"), ("swizzle", "int"),  # of keys, of a head; heads of one L2 swizzle group
     ("works", "int"), ("lag", "int"), ("end", "int"),  # tiles of keys; how many later dq is converted; their sum
     ("factor", "float"), ("inner", "float"), ("scale", "float"),  # scale * log2(e); softcap: as in sm90.py
 )  # fmt: skip
@@ -131,7 +131,7 @@ def launches(
     if spec.softcap is not None:
         factor, inner = spec.softcap * math.log2(math.e), spec.scale / spec.softcap
     hw = hardware.of(spec.device)
-    tiles, heads = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, section(spec, hw)
+    tiles, heads = key_tiles(spec) * spec.B * spec.H_KV if spec.N_KV else 0, swizzle(spec, hw)
     behind = min(tiles, lag(spec, heads, hw))
     resident = min(tiles + behind, hw.sm_count) if spec.N_Q else tiles + behind
     mask = {
@@ -144,7 +144,7 @@ def launches(
     of_main = {
         "dq_strides": strides(dq), "dk_strides": strides(dk), "dv_strides": strides(dv), "heads": spec.B * spec.H_KV,
         "h": spec.H_KV, "group": max(spec.group, 1), **mask, "tiles": key_tiles(spec),
-        "section": heads, "works": tiles, "lag": behind, "end": tiles + behind, "factor": factor, "inner": inner,
+        "swizzle": heads, "works": tiles, "lag": behind, "end": tiles + behind, "factor": factor, "inner": inner,
         "scale": spec.scale,
     }  # fmt: skip
     blocks = slots(spec, tile) * spec.B * spec.H, 1, 1

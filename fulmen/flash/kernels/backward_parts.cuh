@@ -3,10 +3,10 @@
 // The kernel's source defines D, E, M, N, S, P, AT_ONCE, DS_BUFFERS (of ds) and P_BYTES, ROWS_WITH_Q (lse and delta come with
 // q, not with do), V_WARPS, the warps that read v, and BUFFERS of dq.
 //
-// dq travels in pieces of 64 x 64 fp32 numbers, as the accumulators of a warpgroup lie: (chunk of 4, thread, 4). The first
-// consumer makes the first half of the pieces of a query tile, or one less, and stages each in a buffer of its own. The second
-// stages the others in the last buffer. An adder is a warp that adds to the workspace what the first consumer makes, or one
-// of the second's pieces: so each of these is passed on while the next one is made.
+// dq travels in pieces of 64 x 64 fp32 numbers, as the accumulators of a warpgroup lie: (chunk of 4, thread, 4). Of a query
+// tile the first consumer makes pieces 0 .. PIECES / 2 - 1, and stages each in a buffer of its own; the second makes the rest,
+// and stages all of them in the last buffer. An adder is a warp that adds to the workspace what the first consumer makes, or
+// one of the second's pieces: so each of these is passed on while the next one is made.
 
 constexpr int THREADS = 384, WARPS = 8;                     // WARPS: of the consumers
 constexpr int DQ = 32;                                      // registers of a piece
@@ -188,10 +188,12 @@ __device__ __forceinline__ void produce(const Args &a, const Shared &at, char *s
 // Adds an adder's pieces, which a consumer leaves in shared memory, to the sums: one warp.
 __device__ __forceinline__ void add_dq(const Args &a, const Shared &at, const Tile &tile, int adder) {
     const bool leads = threadIdx.x % 32 == 0;
-    constexpr bool TWO = ADDERS == 2;   // then each has a piece and a buffer: what the compiler must know is a constant
+    constexpr bool TWO = ADDERS == 2;   // each has one piece and one buffer; so written, the compiler sees constants
     const int from = OF_FIRST == 1 ? adder : adder ? OF_FIRST + adder - 1 : 0, count = OF_FIRST == 1 || adder ? 1 : OF_FIRST;
-    const int frees = TWO ? adder : adder == 0 ? 0 : adder + 1 < ADDERS ? from + 1 : OF_FIRST;  // the piece that is next there
-    const bool of_next = TWO || adder == 0 || adder + 1 == ADDERS;                  // of the next query tile
+    // frees: the piece that is staged next in the buffer this adder empties; of_next: it is of the next query tile, so that the
+    // buffer is free at first
+    const int frees = TWO ? adder : adder == 0 ? 0 : adder + 1 < ADDERS ? from + 1 : OF_FIRST;
+    const bool of_next = TWO || adder == 0 || adder + 1 == ADDERS;
     int before = -1;                    // the part that is not passed on yet: its sum may be on its way
     bool ready = false;                 // its turn has come
     if (tile.count > 0 && of_next)

@@ -1,8 +1,8 @@
 // Which keys a tile of the backward has, which queries see them, and in which order they come. M queries and N keys are a
 // tile; see backward.cu.
 
-// A tile of keys. All tiles of a section of heads come before those of the next, so that their q, do and dq stay in L2. In a
-// section, under a causal mask, the longest tiles come first (LPT).
+// A tile of keys. L2 swizzle: all tiles of `swizzle` heads come before those of the next heads, so that their q, do and dq
+// stay in L2. Of these heads, under a causal mask, the longest tiles come first (LPT).
 struct Tile {
     int head, n0;                           // of k and v in all batches; its first key
     int begin_q, begin_k, n_q, n_kv, slot;  // of its sequence; slot: the first
@@ -11,7 +11,7 @@ struct Tile {
     int first, count;                       // queries, from which on, and how many times M
 
     __device__ __forceinline__ Tile(const Args &a, int t) {
-        const int from = t / (a.section * a.tiles) * a.section, size = min(a.section, a.heads - from);
+        const int from = t / (a.swizzle * a.tiles) * a.swizzle, size = min(a.swizzle, a.heads - from);
         t -= from * a.tiles;
         const int tile = t / size;
         head = from + t % size;

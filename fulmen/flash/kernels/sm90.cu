@@ -104,10 +104,10 @@ __device__ __forceinline__ int head_of_lane(const Args &a, int r) {
     return head_of_row(a, threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r);
 }
 
-// The tile scheduler: the i-th tile of this block, and the keys it sees. All tiles of a section of heads come before those
-// of the next, so that their k and v stay in L2. Under a causal mask the last section begins with its longest tiles (LPT),
-// the one before with its shortest, and so on: lengths rise and fall without a jump. Blocks take turns forth and back, so
-// what a block gets of a rise or a fall is about the same for all, and the shortest tiles come last.
+// The tile scheduler: the i-th tile of this block, and the keys it sees. L2 swizzle: all tiles of `swizzle` heads, a group,
+// come before those of the next heads, so that their k and v stay in L2. Under a causal mask the last group begins with its
+// longest tiles (LPT), the one before with its shortest, and so on: lengths rise and fall without a jump. Blocks take turns
+// back and forth, so that each gets about as much of a rise or a fall, and the shortest tiles come last.
 struct Tile {
     int head, m0;                       // m0: its first position
     int row;                            // of k and v
@@ -122,10 +122,10 @@ struct Tile {
         if (t >= a.heads * a.tiles * (SPLIT ? a.splits : 1)) return false;
         split = SPLIT ? t % a.splits : 0;
         if (SPLIT) t /= a.splits;
-        const int section = t / (a.section * a.tiles), from = section * a.section, size = min(a.section, a.heads - from);
+        const int turn = t / (a.swizzle * a.tiles), from = turn * a.swizzle, size = min(a.swizzle, a.heads - from);
         t -= from * a.tiles;
         head = from + t % size;
-        const int slot = RIGHT && (a.sections - section) % 2 ? a.tiles - 1 - t / size : t / size;
+        const int slot = RIGHT && (a.swizzles - turn) % 2 ? a.tiles - 1 - t / size : t / size;
         begin_q = begin_k = 0, n_q = a.n_q, n_kv = a.n_kv, row = head / a.h, m0 = slot * length;
         if (PACKED) {
             const int low = sequence_of_tile(a.cu_q, a.sequences, a.n_q, length, slot);

@@ -29,7 +29,7 @@ REST = (
     ("o_strides", cuda.STRIDES),
     ("heads", "int"), ("h", "int"), ("group", "int"),  # B * H, H, H / H_KV; PACK_GQA: B * H_KV, H_KV, H / H_KV
     ("n_q", "int"), ("n_kv", "int"), ("left", "int"), ("right", "int"), ("top_left", "int"), ("sequences", "int"),
-    ("tiles", "int"), ("section", "int"), ("sections", "int"),  # tiles of a head; heads of a section; sections
+    ("tiles", "int"), ("swizzle", "int"), ("swizzles", "int"),  # tiles of a head; heads of an L2 swizzle group; groups
     ("factor", "float"), ("inner", "float"),  # scale * log2(e); softcap * log2(e) and scale / softcap
     ("log_group", "int"), ("splits", "int"),  # log_group: base 2
 )  # fmt: skip
@@ -114,12 +114,12 @@ def launch_of(
     if spec.softcap is not None:
         factor, inner = spec.softcap * log2e, spec.scale / spec.softcap
     every = heads(spec, tile)
-    section = tile.section or max(every, 1)
+    swizzle = tile.swizzle or max(every, 1)
     constants = {
         "o_strides": o_strides, "heads": every, "h": spec.H_KV if tile.pack_gqa else spec.H, "group": group,
         "n_q": spec.N_Q, "n_kv": spec.N_KV, "left": spec.left or 0, "right": spec.right or 0,
         "top_left": int(spec.top_left), "sequences": spec.sequences or 0, "tiles": tiles_per_head(spec, tile),
-        "section": section, "sections": math.ceil(every / section), "factor": factor, "inner": inner,
+        "swizzle": swizzle, "swizzles": math.ceil(every / swizzle), "factor": factor, "inner": inner,
         "log_group": group.bit_length() - 1, "splits": choice.splits,
     }  # fmt: skip
     if spec.has_kv_lengths:

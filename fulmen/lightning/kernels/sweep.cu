@@ -45,7 +45,8 @@
 // stage to the decay warps, as those of DOTS do. The scale is 1.
 //
 // With SILU q, k and v are silu(x), and their gradients become those of x: an output is multiplied by silu's slope at x, whose
-// rows are the fourth tile of the stage. The warps beside the producer put the slopes in their place, well ahead of the outputs.
+// rows are the fourth tile of the stage. The three warps beside the producer replace x there by silu's slopes, ahead of the
+// outputs, which wait for a barrier of their own, `slopes`.
 //
 // The compiler defines HEAD_DIM (of a and b), TILES (of 64 columns of c), STAGES, OUTS, DECAY, TOKENS, DOTS, GROUPED
 // (heads share rows of a tensor), PACKED, JOINED, STEPS, GATE, SILU, EVERY (chunks between saved states), SAVE (0: none, 1: writes them, 2: a sweep
