@@ -5,7 +5,7 @@
 // hardware does asynchronously, copies and products of a warpgroup, happens at once (EARLY), as late as the program
 // allows (LATE), or at any time between (ANY); PRESSED: loads come at once, and what reads shared memory, products and
 // stores, is late. A program that does not wait for what it needs is wrong in one of the four. Two views of shared memory
-// are kept apart: what threads write is not seen by TMA and wgmma before fence.proxy.async.
+// are kept apart: what threads write is not seen by TMA and wgmma before fence.proxy.async, nor may TMA write there before.
 //
 // Errors: addresses outside the tensors (copies and load_coherent) and outside shared memory, a deadlock, threads that end while
 // their copies are under way, blocks that end while their shared memory is still read or their barriers are still

@@ -139,6 +139,10 @@ MISTAKES = {
     ),
     "slopes not waited for": ("D=128 decay", "at.await_slopes(n);", "", ANY, f"{WRONG}|all wait"),
     "x not waited for": ("D=64", "at.await_full(n);\n#pragma unroll 2", "#pragma unroll 2", LATE, WRONG),
+    "slopes not fenced": (
+        "D=64 groups", "        fence_async();              // the copy engine writes the next rows there\n", "", ANY,
+        "no fence followed",
+    ),
     "slopes of half the rows": ("D=64", "i < PANEL; i += 16 * 96", "i < PANEL / 2; i += 16 * 96", ANY, WRONG),
     "x of another gradient": ("D=64 decay", ": product.rows,", ": x.product[0].rows,", ANY, WRONG),
     "another tile of x": (
