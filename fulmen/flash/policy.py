@@ -7,6 +7,7 @@ backends. Where to look:
     a tile                 `sm90_base_tile`, SINGLE_TILES, `small_tile`, HOPPER_TILES and OTHER_TILES for triton
     cuda's own backward    `cuda_backward`, and policy_backward.py
     when keys are split    `splits`
+    heads at a time        `swizzle`, and that of policy_backward.py
     the answer             `order` (backends, fastest first) and `choose` (one `Choice`)
 
 Measurements are medians on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6, bf16; fp16 is taken to be the same). Shapes are
@@ -452,15 +453,17 @@ def swizzle(spec: FlashSpec, tile: Sm90Tile, hw: Hardware) -> int:
     stored = spec.N_KV * (spec.D + spec.E) * 2
     if spec.group > 1 or 2 * hw.l2_bytes >= 3 * every * stored or every * of_head <= blocks:
         return 0
-    even = max(EVEN, unevenness(spec, tile, blocks, every))
     usual = max(2, round((4 if spec.D == 64 else 2) * blocks / of_head))  # two or four tiles for each block
+    found = {usual: unevenness(spec, tile, blocks, usual)}
+    if found[usual] <= EVEN:
+        return usual
+    even = max(EVEN, unevenness(spec, tile, blocks, every))
     most = max(usual, hw.l2_bytes // 2 // stored)
     others = [usual * 3 // 4, usual // 2, *range(usual + 1, most + 2, 1 + (most - usual) // MANY_SWIZZLES)]
-    found = {}
-    for number in dict.fromkeys([usual, *(number for number in others if number)]):
+    for number in filter(None, others):
+        if min(found.values()) <= even:
+            break
         found[number] = unevenness(spec, tile, blocks, number)
-        if found[number] <= even:
-            return number
     best = min(found, key=lambda number: found[number])
     return best if found[best] <= FAR_FROM_EVEN * even else 0
 

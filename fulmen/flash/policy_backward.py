@@ -31,11 +31,16 @@ class BackwardTile(NamedTuple):
     def wide(self) -> bool:
         return self.block_n == 64
 
+    @property
+    def adders(self) -> int:
+        """Warps that add dq up, each of which takes turns with those of other blocks."""
+        return 3 if self.wide else 2
+
     def __str__(self) -> str:
         return f"{self.block_m} queries x {self.block_n} keys" + ", fixed order" * self.fixed
 
 
-# By D. Beside a row its speed over cuDNN's backward, causal and full; in deterministic mode 0.78 to 1.00 of it. Over
+# By D. Beside a row its speed over cuDNN's backward, causal and full; in a fixed order 0.78 to 1.05 of it. Over
 # triton's, with options: D 64 and 128 1.3 to 2.1, wide 1.8 (packed sequences) to 2.8 (softcap).
 BACKWARD_TILES = {
     64: BackwardTile(128, overlap=False, q_stages=2),  # B4 H32 N4096: 1.31, 1.20
@@ -83,7 +88,7 @@ def workspace(spec: FlashSpec, tile: BackwardTile) -> Workspace:
     rows = blocks * tile.block_m * spec.D
     drawn = rows + blocks * 2 * tile.block_m
     turns = drawn + blocks * spec.has_sinks
-    counter = turns + (3 if tile.wide else 2) * blocks
+    counter = turns + tile.adders * blocks
     return Workspace(rows, drawn, turns, counter, counter + 1)
 
 

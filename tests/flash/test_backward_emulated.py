@@ -83,7 +83,7 @@ def launched(
     together: int = 1,
 ) -> testing.Outputs:  # fmt: skip
     spec = x.spec(needs_grad=True, with_lse="lse" in use)._replace(deterministic=deterministic)
-    choice = Choice("cuda", "sm90", None, 1, "cuda", tile)
+    choice = Choice("cuda", "sm90", None, 1, "cuda", tile._replace(fixed=deterministic))
     cu_k = x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
     tensors = Residuals(x.q, x.k, x.v, x.sinks, x.cu_seqlens_q, cu_k)
     emulation = emulator.serve("flash", mode, seed, edit, sm_count, together)

@@ -40,7 +40,7 @@
 // Rows beyond a sequence are zeroed in shared memory (PACKED; else TMA does it), and their lse is infinity: p is 0.
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, OVERLAP, DETERMINISTIC, BF16, LEFT and
-// RIGHT (whether there is such a limit), SOFTCAP and PACKED.
+// RIGHT (whether there is such a limit), SOFTCAP, PACKED and ADDERS (warps that add dq up).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"

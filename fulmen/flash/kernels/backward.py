@@ -103,12 +103,12 @@ def variants(spec: FlashSpec, tile: BackwardTile, sinks: torch.dtype | None = No
     macros = {
         "HEAD_DIM": spec.D, "VALUE_DIM": spec.E, "BLOCK_M": tile.block_m, "BF16": int(spec.dtype == torch.bfloat16),
         "LEFT": int(spec.left is not None), "RIGHT": int(spec.right is not None),
-        "PACKED": int(spec.sequences is not None),
+        "PACKED": int(spec.sequences is not None), "ADDERS": tile.adders,
     }  # fmt: skip
     own = {"KEEP": int(tile.keep)} if tile.wide else {"OVERLAP": int(tile.overlap)}
     main = macros | own | {
         "Q_STAGES": tile.q_stages, "O_STAGES": tile.o_stages,
-        "DETERMINISTIC": int(spec.deterministic or tile.fixed), "SOFTCAP": int(spec.softcap is not None),
+        "DETERMINISTIC": int(tile.fixed), "SOFTCAP": int(spec.softcap is not None),
     }  # fmt: skip
     found = [
         ("_prologue", macros | {"SINKS": combine.sinks_kind(spec, sinks)}, PROLOGUE),

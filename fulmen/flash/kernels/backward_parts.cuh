@@ -10,8 +10,9 @@
 
 constexpr int THREADS = 384, WARPS = 8;                     // WARPS: of the consumers
 constexpr int DQ = 32;                                      // registers of a piece
-constexpr int PIECE_BYTES = 64 * 64 * 4, PIECES = M * D / 4096, OF_FIRST = PIECES / 2, ADDERS = PIECES - OF_FIRST + 1;
+constexpr int PIECE_BYTES = 64 * 64 * 4, PIECES = M * D / 4096, OF_FIRST = PIECES / 2;
 constexpr int DS_BYTES = N * M * 2, ROW_BYTES = 8 * M;      // ROW_BYTES: lse and delta
+static_assert(ADDERS == PIECES - OF_FIRST + 1, "one of the first consumer, and one of each of the second's pieces");
 static_assert(M == 64 || M * D == 8192, "pieces are columns (M = 64), or there are two, of some rows");
 
 enum { OWN = 1, FULL = 3, EMPTY = FULL + PIECES, NEXT = EMPTY + PIECES };    // named barriers: of consumers, of pieces

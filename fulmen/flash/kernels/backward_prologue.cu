@@ -8,8 +8,8 @@
 //
 // E / 8 lanes share a row, 16 bytes each.
 //
-// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, BF16, LEFT and RIGHT (whether there is such a limit), PACKED
-// and SINKS (1: fp32, 2: as q).
+// The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, BF16, LEFT and RIGHT (whether there is such a limit), PACKED,
+// ADDERS (warps of backward.cu that take turns) and SINKS (1: fp32, 2: as q).
 
 #include "cuda/include/softmax.cuh"
 #include "cuda/include/packed.cuh"
@@ -17,7 +17,6 @@
 
 constexpr int D = HEAD_DIM, E = VALUE_DIM, M = BLOCK_M, THREADS = 256;
 constexpr int LANES = E / 8, AT_ONCE = THREADS / LANES;
-constexpr int PIECES = M * D / 4096, TURNS = PIECES - PIECES / 2 + 1;    // one for each adder, see backward_parts.cuh
 
 __device__ __forceinline__ float value(u32 x, int i) {
     if (BF16) return i ? high(x) : low(x);
@@ -63,7 +62,7 @@ flash_backward_prologue_kernel(const __grid_constant__ Args a) {
                 a.dout + b * a.dout_strides.b + h * a.dout_strides.h + at * a.dout_strides.n + lane * 16);
         }
     }
-    if (threadIdx.x < TURNS) a.turns[TURNS * block + threadIdx.x] = 0;
+    if (threadIdx.x < ADDERS) a.turns[ADDERS * block + threadIdx.x] = 0;
     if (block == 0 && threadIdx.x == 0) *a.counter = 0;
     const int position = m0 + (a.top_left ? 0 : n_kv - n);
     if (n_kv == 0 || (RIGHT && position + M - 1 + a.right < 0) || (LEFT && position - a.left >= n_kv))

@@ -22,7 +22,7 @@
 // the second has read p; the second writes ds after it has seen that p, ahead of which the first has made its dq.
 //
 // The compiler defines HEAD_DIM, VALUE_DIM, BLOCK_M, Q_STAGES, O_STAGES, KEEP, DETERMINISTIC, BF16, LEFT and RIGHT
-// (whether there is such a limit), SOFTCAP and PACKED.
+// (whether there is such a limit), SOFTCAP, PACKED and ADDERS (warps that add dq up).
 
 #include "cuda/include/sm90.cuh"
 #include "cuda/include/softmax.cuh"
