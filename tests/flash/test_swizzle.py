@@ -1,4 +1,4 @@
-"""Sections of heads: the order in which the Hopper forward takes its tiles leaves no block much more than others."""
+"""L2 swizzle: the order in which the Hopper forward takes its tiles leaves no block much more to do than others."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_the_busiest_block_is_found(case):
             assert found == pytest.approx(max(work) / sum(work) * TARGETS[90].sm_count)
 
 
-def test_swizzles_keep_every_block_busy():
-    """And k and v of few heads are in L2. Of 128 heads, 21 at a time, a block had 1.08 times its share; of swizzles of
+def test_groups_of_heads_keep_every_block_busy():
+    """And k and v of few heads are in L2. Of 128 heads, 21 at a time, a block had 1.08 times its share; of groups of
     three waves of tiles (N 25344) always the same blocks have more to do."""
     for heads, N, D in (
         (16, 16384, 128), (32, 8192, 128), (40, 4096, 128), (64, 2048, 128), (72, 2048, 128), (80, 2048, 128),
@@ -73,15 +73,15 @@ def test_swizzles_keep_every_block_busy():
 @pytest.mark.parametrize(
     ("heads", "N_Q", "N_KV", "D"), [(76, 16871, 518, 256), (351, 8363, 1553, 64), (44, 16384, 2231, 128)]
 )
-def test_swizzles_of_queries_that_see_nothing(heads, N_Q, N_KV, D):
-    """Where lengths do not rise evenly, a swizzle of two waves leaves a block up to 3.5 times its share."""
+def test_queries_that_see_nothing(heads, N_Q, N_KV, D):
+    """Where lengths do not rise evenly, a group of two waves leaves a block up to 3.5 times its share."""
     call = spec(1, heads, D=D, causal=True, N_Q=N_Q, N_KV=N_KV)
     tile = policy.sm90_tile(call, TARGETS[90])
     work = scheduled(call, tile, TARGETS[90], tile.swizzle or heads)
     assert max(work) <= 1.045 * sum(work) / len(work)
 
 
-def test_chunks_of_prompts_take_swizzles():
+def test_chunks_of_prompts_take_few_heads():
     """Few tiles of many keys: all heads at once would read k and v for every tile."""
     for N_Q, N_KV in ((512, 32768), (1024, 16384), (2048, 32768)):
         tile = policy.sm90_tile(spec(4, 32, D=128, causal=True, N_Q=N_Q, N_KV=N_KV), TARGETS[90])
@@ -131,7 +131,7 @@ int main(int, char **argv) {
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="the order is compiled with g++")
 @pytest.mark.parametrize("right", [0, 1])
-def test_the_kernel_takes_swizzles_in_that_order(tmp_path, right):
+def test_the_kernel_takes_groups_in_that_order(tmp_path, right):
     source = Path(sm90.__file__).with_suffix(".cu").read_text()
     (tmp_path / "order.cpp").write_text(ORDER.replace("CODE", FIND.search(source)[0]))
     subprocess.run(
